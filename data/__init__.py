@@ -1,0 +1,1 @@
+"""Text to tokens to rows to batches; never touches an accelerator."""

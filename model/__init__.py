@@ -1,0 +1,1 @@
+"""The GPT as mathematics; knows nothing of meshes, files, data or training."""

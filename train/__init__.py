@@ -1,0 +1,1 @@
+"""Put model and data on a mesh and train."""

@@ -1,0 +1,206 @@
+"""The whole configuration as frozen dataclasses.
+
+Defaults stand here, once; the YAML files under `configs/` hold what a preset
+changes. Everything below `train/` takes the dataclass it needs, never all of it.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from data.config import DataConfig
+from model.config import ModelConfig
+
+
+class Platform(StrEnum):
+    """`auto` leaves the choice to JAX: TPU, else GPU, else CPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    tpu = "tpu"
+
+
+class Optimizer(StrEnum):
+    """`muon` is for matrices; everything else gets AdamW beside it."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Schedule(StrEnum):
+    """Shape of the learning rate after the warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Remat(StrEnum):
+    """What the backward pass recomputes: nothing, all but matrix products, all."""
+
+    none = "none"
+    dots = "dots"
+    full = "full"
+
+
+class Tracker(StrEnum):
+    """Where metrics go besides metrics.jsonl."""
+
+    none = "none"
+    wandb = "wandb"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run is a directory."""
+
+    name: str | None = None  # null: model-data-hash of what makes the run itself
+    dir: str | None = None  # null: runs/<name>
+    allow_change: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """The machine."""
+
+    platform: Platform = Platform.auto
+    cpu_devices: int | None = None  # null: the CPU's cores, up to two
+    deterministic: bool = False  # GPU: reproducible to the bit, slower
+    compilation_cache: str | None = None  # folder; null: ~/.cache/longhaul/xla
+
+
+@dataclass(frozen=True)
+class DcnConfig:
+    """Factor of each mesh axis that crosses slices or hosts."""
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes (one may be -1: what is left) and the two rule tables.
+
+    A table maps a logical axis to a mesh axis, a list of them, or null (replicated).
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    dcn: DcnConfig = field(default_factory=DcnConfig)
+    params: dict[str, Any] = field(default_factory=dict)
+    activations: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, or Muon for the matrices with AdamW for the rest."""
+
+    name: Optimizer = Optimizer.adamw
+    learning_rate: float = 1e-3  # AdamW's
+    weight_decay: float = 0.1  # of matrices and embeddings only, times the rate
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float | None = 1.0  # global norm of the gradient
+    ema_decay: float | None = None  # average of weights, used by evaluation
+    muon_learning_rate: float = 0.02
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The factor on every learning rate, as a function of the step."""
+
+    name: Schedule = Schedule.cosine
+    warmup_steps: int = 100
+    decay_steps: int | None = None  # wsd: length of the last part; null: 30 %
+    final_fraction: float = 0.1  # of the peak, at the end
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop and the step."""
+
+    num_steps: int = 1000
+    accumulation_steps: int = 1  # microbatches of one step
+    max_skipped_steps: int = 10  # non-finite ones in a row before exit 3
+    remat: Remat = Remat.none
+    loss_chunk_tokens: int | None = None  # positions whose logits exist at once
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation during training."""
+
+    interval_steps: int = 500
+    num_batches: int = 16  # -1: the whole validation split
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """How often metrics are read from the device and written."""
+
+    interval_steps: int = 10
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and what to keep."""
+
+    save_interval_steps: int = 500
+    save_interval_minutes: float = 10.0
+    keep_latest: int = 2
+    keep_every_steps: int | None = None  # these are kept for good
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """W&B works offline unless asked otherwise."""
+
+    name: Tracker = Tracker.wandb
+    project: str = "longhaul"
+    mode: str = "offline"  # offline or online
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """`steps=[first,last]` writes a jax.profiler trace to <run.dir>/profile."""
+
+    steps: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Keys of `python -m train.plan` only."""
+
+    array: str | None = None  # a parameter: show which device holds which slice
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything `python -m train` can be told."""
+
+    seed: int = 0
+    run: RunConfig = field(default_factory=RunConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
