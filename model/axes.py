@@ -1,0 +1,68 @@
+"""The logical axes of the model's arrays, and the rules that place them.
+
+A logical axis says what a dim *is* ("embed", "heads"); a mesh axis says where the
+machine is wide ("fsdp", "tensor"). The two vocabularies are disjoint. A rule table
+maps the first to the second; `AxisRules` carries the table for activations into the
+model, which stays ignorant of meshes: with no rules it runs on one device untouched.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import PartitionSpec
+
+LOGICAL_AXES = (
+    "batch",
+    "seq",
+    "vocab",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "experts",
+    "layers",
+)
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+def partition_spec(
+    table: Mapping[str, MeshAxes], axes: tuple[str | None, ...]
+) -> PartitionSpec:
+    """Look up the mesh axes of each dim.
+
+    Raises:
+        ValueError: if a name is missing from the table, or if two dims would lie on
+            one mesh axis.
+    """
+    missing = [axis for axis in axes if axis is not None and axis not in table]
+    if missing:
+        raise ValueError(f"no rule for logical axis {missing[0]!r} in {dict(table)}")
+    entries = tuple(None if axis is None else table[axis] for axis in axes)
+    used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
+    twice = {m for m in used if used.count(m) > 1}
+    if twice:
+        raise ValueError(
+            f"dims {axes} would lie twice on mesh axis {sorted(twice)[0]!r}; "
+            "change one of their rules"
+        )
+    return PartitionSpec(*entries)
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """Where activations lie: pairs of (logical axis, mesh axes). Empty: anywhere."""
+
+    pairs: tuple[tuple[str, MeshAxes], ...] = ()
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """Give the PartitionSpec of an activation with these logical axes."""
+        return partition_spec(dict(self.pairs), axes) if self.pairs else PartitionSpec()
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Pin an activation to its place on the mesh in force (`jax.set_mesh`)."""
+        if not self.pairs:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.spec(*axes))
