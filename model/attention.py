@@ -1,0 +1,209 @@
+"""Causal attention inside documents: one door, three kernels.
+
+`xla` runs anywhere and holds [B, N, T, S] scores. `cudnn` is NVIDIA's fused kernel,
+reached through `jax.nn.dot_product_attention`; documents cost it a [B, 1, T, S] mask
+that a row of one document does not pay. `splash` is jax's own Pallas kernel for TPU; it
+never holds scores and skips blocks above the diagonal. None falls back to another: what
+a kernel cannot do is an error.
+
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, G = N/K,
+H head dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from model.axes import AxisRules
+from model.config import Attention
+from model.linear import product
+
+_SPLASH_LANES = 128  # splash works on blocks of 128 positions
+
+
+class KeysValues(NamedTuple):
+    """Keys and values seen so far, [B, S, K, H] each, and how many of S are."""
+
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+
+    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "KeysValues":
+        """Write T more positions behind the ones that are there."""
+        at = (0, self.length, 0, 0)
+        return KeysValues(
+            jax.lax.dynamic_update_slice(self.keys, k_BTKH, at),
+            jax.lax.dynamic_update_slice(self.values, v_BTKH, at),
+            self.length + k_BTKH.shape[1],
+        )
+
+
+def why_not(
+    implementation: Attention, platform: str, sequence_length: int, head_dim: int
+) -> str | None:
+    """Say why a kernel cannot serve, or None where it can."""
+    if implementation is Attention.cudnn:
+        if platform not in ("cuda", "gpu"):
+            return "cudnn attention needs an NVIDIA GPU"
+        if head_dim % 8 or head_dim > 256:
+            return f"cudnn attention needs a head dim that is a multiple of 8 up to 256"
+    if implementation is Attention.splash:
+        if platform != "tpu":
+            return "splash attention needs a TPU"
+        if sequence_length % _SPLASH_LANES:
+            return "splash attention needs a sequence length divisible by 128"
+    return None
+
+
+def choose(
+    asked: Attention, platform: str, sequence_length: int, head_dim: int
+) -> Attention:
+    """Settle the kernel: the one asked for, or with `auto` the platform's own.
+
+    Raises:
+        ValueError: if the kernel cannot serve. `auto` does not silently take a slower
+            one than the platform's own either.
+    """
+    best = {"tpu": Attention.splash, "cuda": Attention.cudnn, "gpu": Attention.cudnn}
+    kernel = best.get(platform, Attention.xla) if asked is Attention.auto else asked
+    reason = why_not(kernel, platform, sequence_length, head_dim)
+    if reason:
+        raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
+    return kernel
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    implementation: Attention,
+    compute: DTypeLike,
+    rules: AxisRules = AxisRules(),
+) -> jax.Array:
+    """Attend from each position to itself and those before it in its document.
+
+    Args:
+        q_BTNH: queries; k_BSKH, v_BSKH: keys and values, S = T.
+        segment_ids_BT: int32 document of each position; None: one document a row.
+        implementation: the kernel; not `auto`.
+        compute: dtype of the products' operands.
+        rules: where activations lie; splash needs them to work shard by shard.
+
+    Returns:
+        [B, T, N, H] in q's dtype.
+    """
+    if implementation is Attention.xla:
+        mask_BTS = _mask(q_BTNH.shape[1], segment_ids_BT)
+        return _xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
+    dtype = q_BTNH.dtype
+    q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
+    if implementation is Attention.cudnn:
+        same = None
+        if segment_ids_BT is not None:
+            same = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])[:, None]
+        out = jax.nn.dot_product_attention(
+            q, k, v, mask=same, is_causal=True, implementation="cudnn"
+        )
+    else:
+        out = _splash(q, k, v, segment_ids_BT, rules)
+    return out.astype(dtype)
+
+
+def cached_attention(
+    q_BTNH: jax.Array, cache: KeysValues, compute: DTypeLike
+) -> jax.Array:
+    """Attend from the newest T positions of a cache to all that it holds."""
+    T, S = q_BTNH.shape[1], cache.keys.shape[1]
+    newest_T = cache.length - T + jnp.arange(T)
+    mask_BTS = (jnp.arange(S) <= newest_T[:, None])[None]
+    return _xla(q_BTNH, cache.keys, cache.values, mask_BTS, compute)
+
+
+def _mask(T: int, segment_ids_BT: jax.Array | None) -> jax.Array:
+    causal_BTS = jnp.tril(jnp.ones((T, T), bool))[None]
+    if segment_ids_BT is None:
+        return causal_BTS
+    return causal_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])
+
+
+def _xla(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
+    compute: DTypeLike,
+) -> jax.Array:
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
+    scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, compute)
+    scores_BKGTS = scores_BKGTS.astype(jnp.float32)
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, compute)
+    return o_BTKGH.reshape(B, T, N, H)
+
+
+def _splash(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    rules: AxisRules,
+) -> jax.Array:
+    """Run the Pallas kernel on each device's own rows and heads.
+
+    XLA cannot partition a Pallas call by itself, hence the shard_map.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    if segment_ids_BT is None:
+        segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
+
+    def local(q, k, v, segment_ids):
+        mask = splash.splash_attention_mask.CausalMask((T, T))
+        heads = splash.splash_attention_mask.MultiHeadMask([mask] * q.shape[2])
+        kernel = splash.splash_attention_kernel.make_splash_mha(
+            heads, head_shards=1, q_seq_shards=1, block_sizes=_block_sizes(T)
+        )
+
+        def row(q_NTH, k_KSH, v_KSH, segments_T):
+            ids = splash.splash_attention_kernel.SegmentIds(segments_T, segments_T)
+            return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids)
+
+        q, k, v = (x.swapaxes(1, 2) for x in (q * H**-0.5, k, v))
+        return jax.vmap(row)(q, k, v, segment_ids).swapaxes(1, 2)
+
+    if not rules.pairs:
+        return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    q_spec = rules.spec("batch", None, "heads", None)
+    kv_spec = rules.spec("batch", None, "kv_heads", None)
+    return jax.shard_map(
+        local,
+        in_specs=(q_spec, kv_spec, kv_spec, rules.spec("batch", None)),
+        out_specs=q_spec,
+        check_vma=False,
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+
+
+def _block_sizes(T: int):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    # Wider blocks amortise the grid; 512 is the largest that all of v5e, v5p and v6e
+    # hold in vector memory with a head dim of 128 (checked by compiling for them).
+    block = next(size for size in (512, 384, 256, 128) if T % size == 0)
+    return splash.splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )

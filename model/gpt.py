@@ -1,0 +1,165 @@
+"""A GPT, from tokens to logits.
+
+GPT-2, or Llama/Qwen-style, by config. Layers are stacked and run by one `lax.scan`, so
+compile time does not grow with depth.
+
+Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value heads,
+H head dim.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.attention import KeysValues
+from model.config import Init, ModelConfig, Position
+from model.layers import Block, Execution, Normalize, rotary_angles, stds
+from model.linear import Linear, product
+from model.params import Kind, ParamInfo
+
+
+class Table(nnx.Module):
+    """An embedding table, looked up by id."""
+
+    def __init__(
+        self, config: ModelConfig, size: int, axis: str, std: float, rngs: nnx.Rngs
+    ):
+        """Draw the table from N(0, std²)."""
+        shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
+        self.weight = nnx.Param(
+            std * jax.random.normal(rngs.params(), shape, dtype),
+            info=ParamInfo((axis, "embed"), Kind.table),
+        )
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Look up [...] ids to [..., D]."""
+        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+
+
+class GPT(nnx.Module):
+    """The model. `vocab_size` and, with learned positions, the length must be set."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Draw every parameter."""
+        assert config.vocab_size is not None, "settled by train/config"
+        self.config = config
+        std = config.embedding_std
+        self.embedding = Table(config, config.vocab_size, "vocab", std, rngs)
+        learned = config.position is Position.learned
+        length = config.max_sequence_length or 0
+        assert length or not learned, "settled by train/config"
+        self.positions = Table(config, length, "seq", std, rngs) if learned else None
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs)
+
+        self.layers = stack(rngs)
+        self.norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.head = None if config.tied_head else make_head(config, rngs)
+
+    def features(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        how: Execution,
+        cache: KeysValues | None = None,
+    ) -> tuple[jax.Array, KeysValues | None]:
+        """Run all layers.
+
+        Args:
+            tokens_BT: int32 ids; positions_BT: int32, from 0 in each document.
+            segment_ids_BT: int32 document of each position; None: one a row.
+            how: dtypes, kernel, recomputation and placement.
+            cache: keys and values [L, B, S, K, H] that came before, for generation.
+
+        Returns:
+            x_BTD in the activation dtype, and the longer cache if one was given.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT)
+        x_BTD = x_BTD.astype(how.activation_dtype)
+        x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
+        angles_BTP = None
+        if self.config.position is Position.rotary:
+            angles_BTP = rotary_angles(positions_BT, self.config)
+
+        block, params = nnx.split(self.layers)
+
+        def layer(x_BTD: jax.Array, params_and_cache):
+            params, cache = params_and_cache
+            run = nnx.merge(block, params)
+            return run(x_BTD, angles_BTP, segment_ids_BT, how, cache)
+
+        unroll = self.config.layer_unroll
+        x_BTD, cache = jax.lax.scan(
+            rematerialized(layer, how.remat),
+            x_BTD,
+            (params, cache),
+            unroll=True if unroll == -1 else unroll,
+        )
+        return self.norm(x_BTD), cache
+
+    def logits(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
+        """Project features to float32 [B, T, V] logits, soft-capped if configured."""
+        x_BTD = x_BTD.astype(jnp.float32)
+        if self.head is None:
+            table_VD = self.embedding.weight[...]
+            logits_BTV = product("btd,vd->btv", x_BTD, table_VD, how.compute_dtype)
+        else:
+            logits_BTV = self.head(x_BTD, how.compute_dtype)
+        logits_BTV = how.rules.constrain(logits_BTV, "batch", "seq", "vocab")
+        cap = self.config.logit_soft_cap
+        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+
+    def empty_cache(self, batch: int, length: int, how: Execution) -> KeysValues:
+        """Make room for `length` positions of `batch` rows."""
+        config = self.config
+        shape = (config.num_layers, batch, length, config.kv_heads, config.head_size)
+        zeros = jnp.zeros(shape, how.activation_dtype)
+        return KeysValues(zeros, zeros, jnp.zeros((config.num_layers,), jnp.int32))
+
+
+def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
+    """Make the untied projection from features to logits."""
+    assert config.vocab_size is not None
+    std, _ = stds(config, config.embed_dim)
+    return Linear(
+        "btd,dv->btv",
+        (config.embed_dim, config.vocab_size),
+        ("embed", "vocab"),
+        std=0.0 if config.init is Init.zero else std,
+        bias=False,
+        dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+        kind=Kind.table,
+    )
+
+
+def rematerialized(layer: Callable, policy: str) -> Callable:
+    """Have the backward pass recompute a layer: `none`, all but `dots`, or `full`."""
+    if policy == "none":
+        return layer
+    save = jax.checkpoint_policies
+    keep = {
+        "dots": save.dots_with_no_batch_dims_saveable,
+        "full": save.nothing_saveable,
+    }
+    # The scan already keeps XLA from undoing the recomputation.
+    return jax.checkpoint(layer, policy=keep[policy], prevent_cse=False)
+
+
+def abstract_gpt(config: ModelConfig) -> GPT:
+    """Build the model without memory: every parameter a `jax.ShapeDtypeStruct`."""
+    return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
+
+
+def num_params(config: ModelConfig) -> int:
+    """Count parameters, without memory."""
+    leaves = jax.tree.leaves(nnx.state(abstract_gpt(config), nnx.Param))
+    return sum(leaf.size for leaf in leaves)

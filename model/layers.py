@@ -1,0 +1,205 @@
+"""The parts of a block: norms, rotary positions, attention, MLP.
+
+Shapes: B batch, T query time, S key time, D embed, N query heads, K key/value heads,
+G = N/K, H head dim, F mlp, L layers, V vocab.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.attention import KeysValues, attention, cached_attention
+from model.axes import AxisRules
+from model.config import Activation, Attention, Init, ModelConfig, Norm
+from model.linear import Linear
+from model.params import Kind, ParamInfo
+
+
+class Execution(NamedTuple):
+    """How a model is run, as opposed to what it computes."""
+
+    activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of what passes layers
+    compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of products' operands
+    attention: Attention = Attention.xla
+    remat: str = "none"
+    rules: AxisRules = AxisRules()
+
+
+class Normalize(nnx.Module):
+    """LayerNorm or RMSNorm over the last dim, in float32."""
+
+    def __init__(self, config: ModelConfig, size: int, axis: str, kind: Norm):
+        """Start as the identity scale."""
+        dtype = jnp.dtype(config.param_dtype)
+        info = ParamInfo((axis,), Kind.vector)
+        self.kind, self.epsilon = kind, config.norm_epsilon
+        self.scale = nnx.Param(jnp.ones((size,), dtype), info=info)
+        biased = kind is Norm.layernorm and config.bias
+        zeros = jnp.zeros((size,), dtype)
+        self.bias = nnx.Param(zeros, info=info) if biased else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize x over its last dim; the dtype stays."""
+        y = x.astype(jnp.float32)
+        if self.kind is Norm.layernorm:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        variance = jnp.mean(y * y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
+        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+
+
+def rotary_angles(positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
+    """Angles [B, T, R/2] by which position p rotates pair i: p theta^(-2i/R).
+
+    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
+    """
+    pairs = config.rotary_dim // 2
+    frequencies = config.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+    return positions_BT[..., None] * frequencies
+
+
+def rotate(x_BTNH: jax.Array, angles_BTP: jax.Array) -> jax.Array:
+    """Rotate the first 2P head dims, pair (i, i+P); the others stay."""
+    pairs = angles_BTP.shape[-1]
+    cos, sin = jnp.cos(angles_BTP)[:, :, None], jnp.sin(angles_BTP)[:, :, None]
+    x = x_BTNH.astype(jnp.float32)
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)
+
+
+def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
+    """Initial standard deviation of a matrix: inside, and into the residual stream.
+
+    Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
+    """
+    std = 0.02 if config.init is Init.gpt2 else fan_in**-0.5
+    residual = std / math.sqrt(2 * config.num_layers)
+    return std, 0.0 if config.init is Init.zero else residual
+
+
+class SelfAttention(nnx.Module):
+    """Causal grouped-query attention inside documents."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Make the projections."""
+        D, N, K = config.embed_dim, config.num_heads, config.kv_heads
+        H = config.head_size
+        std, _ = stds(config, D)
+        _, residual_std = stds(config, N * H)
+        common = {
+            "bias": config.bias,
+            "dtype": jnp.dtype(config.param_dtype),
+            "rngs": rngs,
+        }
+        heads, kv = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.query = Linear("btd,dnh->btnh", (D, N, H), heads, std=std, **common)
+        self.key = Linear("btd,dkh->btkh", (D, K, H), kv, std=std, **common)
+        self.value = Linear("btd,dkh->btkh", (D, K, H), kv, std=std, **common)
+        out = ("heads", "head_dim", "embed")
+        self.output = Linear(
+            "btnh,nhd->btd", (N, H, D), out, std=residual_std, **common
+        )
+
+        def norm() -> Normalize | None:
+            per_head = (config, H, "head_dim", Norm.rmsnorm)
+            return Normalize(*per_head) if config.qk_norm else None
+
+        self.query_norm, self.key_norm = norm(), norm()
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        angles_BTP: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+        how: Execution,
+        cache: KeysValues | None,
+    ) -> tuple[jax.Array, KeysValues | None]:
+        """Attend; with a cache, also to the keys before x, and give the longer cache."""
+        q_BTNH = self.query(x_BTD, how.compute_dtype)
+        k_BTKH = self.key(x_BTD, how.compute_dtype)
+        v_BTKH = self.value(x_BTD, how.compute_dtype)
+        q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if angles_BTP is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, angles_BTP), rotate(k_BTKH, angles_BTP)
+        if cache is None:
+            o_BTNH = attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                segment_ids_BT,
+                implementation=how.attention,
+                compute=how.compute_dtype,
+                rules=how.rules,
+            )
+        else:
+            cache = cache.append(k_BTKH, v_BTKH)
+            o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype)
+        return self.output(o_BTNH, how.compute_dtype), cache
+
+
+class MLP(nnx.Module):
+    """Widen to F, bend, narrow to D."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Make the projections."""
+        D, F = config.embed_dim, config.mlp_size
+        std, _ = stds(config, D)
+        _, residual_std = stds(config, F)
+        common = {
+            "bias": config.bias,
+            "dtype": jnp.dtype(config.param_dtype),
+            "rngs": rngs,
+        }
+        self.activation = config.activation
+        widen = ("btd,df->btf", (D, F), ("embed", "mlp"))
+        self.up = Linear(*widen, std=std, **common)
+        gated = config.activation is Activation.swiglu
+        self.gate = Linear(*widen, std=std, **common) if gated else None
+        self.down = Linear(
+            "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
+        )
+
+    def __call__(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
+        """Apply position by position."""
+        h_BTF = self.up(x_BTD, how.compute_dtype)
+        if self.gate is not None:
+            h_BTF = jax.nn.silu(self.gate(x_BTD, how.compute_dtype)) * h_BTF
+        elif self.activation is Activation.gelu:
+            h_BTF = jax.nn.gelu(h_BTF, approximate=True)
+        else:
+            h_BTF = jnp.square(jax.nn.relu(h_BTF))
+        h_BTF = how.rules.constrain(h_BTF, "batch", "seq", "mlp")
+        return self.down(h_BTF, how.compute_dtype)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Make one layer."""
+        self.attention_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.attention = SelfAttention(config, rngs)
+        self.mlp_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        angles_BTP: jax.Array | None,
+        segment_ids_BT: jax.Array | None,
+        how: Execution,
+        cache: KeysValues | None,
+    ) -> tuple[jax.Array, KeysValues | None]:
+        """Run one layer."""
+        a_BTD, cache = self.attention(
+            self.attention_norm(x_BTD), angles_BTP, segment_ids_BT, how, cache
+        )
+        x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
+        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), how)
+        return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache

@@ -1,0 +1,89 @@
+"""The one way to multiply: every product with a weight, or between activations.
+
+Operands are rounded to the compute dtype, products accumulate in float32, and the
+backward pass rounds the cotangent too, so that all three products of a linear layer
+run on the machine's fast units. Plain `x @ w` does neither: with bfloat16 operands XLA's
+CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
+(docs/log.md has the figures). Nothing is flattened or transposed on the way: einsums
+with the weight's own dims are the form that XLA's CPU is fast on.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from model.params import Kind, ParamInfo
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def product(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike) -> jax.Array:
+    """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
+
+    Every letter of an operand must stand in the other operand or in the result. The
+    result has a's dtype, each gradient has its operand's.
+    """
+    return _einsum(spec, a, b, compute, a.dtype)
+
+
+def _einsum(
+    spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, out: DTypeLike
+) -> jax.Array:
+    return jnp.einsum(
+        spec, a.astype(compute), b.astype(compute), preferred_element_type=out
+    )
+
+
+def _forward(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike):
+    # Only the rounded a is kept: it is what the backward pass needs. b is mostly a
+    # parameter, alive anyway, and rounding it again is cheaper than keeping both.
+    a_rounded = a.astype(compute)
+    y = _einsum(spec, a_rounded, b, compute, a.dtype)
+    return y, (a_rounded, b, jnp.zeros((), a.dtype))
+
+
+def _backward(spec: str, compute: DTypeLike, residuals, dy: jax.Array):
+    a, b, like_a = residuals
+    operands, result = spec.split("->")
+    left, right = operands.split(",")
+    dy = dy.astype(compute)
+    da = _einsum(f"{result},{right}->{left}", dy, b, compute, like_a.dtype)
+    db = _einsum(f"{left},{result}->{right}", a, dy, compute, b.dtype)
+    return da, db
+
+
+product.defvjp(_forward, _backward)
+
+
+class Linear(nnx.Module):
+    """A weight, its einsum, and an optional bias over the output dims."""
+
+    def __init__(
+        self,
+        spec: str,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        std: float,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        kind: Kind = Kind.matrix,
+    ):
+        """Draw the weight from N(0, std²); `axes` are its logical axes."""
+        operands, result = spec.split("->")
+        left, right = operands.split(",")
+        inputs = sum(letter not in result for letter in right)
+        weight = std * jax.random.normal(rngs.params(), shape, dtype)
+        self.spec = spec
+        self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs))
+        zeros = jnp.zeros(shape[inputs:], dtype)
+        info = ParamInfo(axes[inputs:], Kind.vector)
+        self.bias = nnx.Param(zeros, info=info) if bias else None
+
+    def __call__(self, x: jax.Array, compute: DTypeLike) -> jax.Array:
+        """Apply to x [..., input dims]; the result has x's dtype."""
+        y = product(self.spec, x, self.weight[...], compute)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)

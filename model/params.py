@@ -1,0 +1,58 @@
+"""What is known of a parameter besides its value, and the tree of them.
+
+Parameters live in plain nested dicts of arrays once the model is built; the layers'
+are stacked along a leading `layers` dim, whatever loop runs over them, so that there is
+one checkpoint layout.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+STACKED = "layers"  # the subtree whose parameters carry a leading `layers` dim
+
+
+class Kind(StrEnum):
+    """How optimizers see a parameter.
+
+    `matrix`: a linear map inside the network. `table`: an embedding or the head, indexed
+    by token or position. `vector`: a scale or a bias.
+    """
+
+    matrix = "matrix"
+    table = "table"
+    vector = "vector"
+
+
+class ParamInfo(NamedTuple):
+    """Logical axes, kind, and for a matrix the number of leading input dims."""
+
+    axes: tuple[str, ...]
+    kind: Kind
+    inputs: int = 0
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dim counts layers."""
+        return self.axes[0] == "layers"
+
+
+def param_infos(model: nnx.Module) -> dict[str, Any]:
+    """Give the tree of `ParamInfo`, shaped like the tree of parameters."""
+
+    def info(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
+        found: ParamInfo = param.get_metadata("info")
+        if path[0] == STACKED:
+            found = found._replace(axes=("layers", *found.axes))
+        return found
+
+    return nnx.to_pure_dict(nnx.map_state(info, nnx.state(model, nnx.Param)))
+
+
+def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator:
+    """Walk a tree as ("layers.mlp.up.weight", leaf) pairs."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
