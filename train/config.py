@@ -2,11 +2,13 @@
 
 Defaults stand here, once; the YAML files under `configs/` hold what a preset
 changes. Everything below `train/` takes the dataclass it needs, never all of it.
+What values are allowed stands in `train/rules.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.config import DataConfig
 from model.config import ModelConfig
@@ -204,3 +206,55 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Keys of `python -m train.evaluate`; the rest is the run's own config.yaml."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    step: int | None = None  # of the checkpoint; null: the newest
+    num_batches: int = -1  # -1: the whole validation split
+    batch_size: int | None = None  # null: the run's
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Keys of `python -m train.sample`; the rest is the run's own config.yaml."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    step: int | None = None  # of the checkpoint; null: the newest
+    prompt: str = ""
+    num_tokens: int = 256
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int | None = None  # draw from the k likeliest tokens only
+    top_p: float | None = None  # ... from the likeliest that make up this mass
+    num_samples: int = 1
+    seed: int = 0
+
+
+class Mistake(NamedTuple):
+    """One thing wrong in a config: the full key, its value, the rule and remedy."""
+
+    key: str
+    value: object
+    rule: str
+
+
+class ConfigError(Exception):
+    """The config is wrong; `mistakes` holds everything that is. Exit code 78."""
+
+    def __init__(self, mistakes: Sequence[Mistake]):
+        self.mistakes = list(mistakes)
+        super().__init__(self.mistakes)
+
+    def __str__(self) -> str:
+        count = len(self.mistakes)
+        lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
+        for key, value, rule in self.mistakes:
+            shown = "null" if value is None else value
+            lines += ["", f"  {key} = {shown}" if shown != "" else f"  {key}"]
+            lines += [f"      {line}" for line in rule.splitlines()]
+        return "\n".join(lines)

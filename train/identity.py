@@ -1,0 +1,113 @@
+"""What makes a run the run it is: its name, and what a change of config means to it.
+
+Each key is of one kind: harmless, allowed (and recorded), or refused, since it would
+be another run. The name hashes just the refused ones, so that the same command
+always means the same run.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from enum import StrEnum
+from typing import NamedTuple
+
+from train.config import Config
+
+
+class Kind(StrEnum):
+    """What changing a key means to a run that exists."""
+
+    harmless = "harmless"  # logging, paths, machine
+    allowed = "allowed"  # recorded
+    refused = "refused"  # it would be another run
+
+
+HARMLESS = (
+    *("log", "tracker", "checkpoint", "runtime", "run", "profile", "plan", "eval"),
+    *("data.cache_dir", "data.prefetch"),
+)
+ALLOWED = (
+    *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
+    *("train.remat", "train.loss_chunk_tokens", "train.max_skipped_steps"),
+)
+
+
+class Difference(NamedTuple):
+    """One key that differs between two configs."""
+
+    key: str
+    old: object
+    new: object
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
+
+
+def differences(old: Config, new: Config) -> list[Difference]:
+    """List the keys whose values differ, in the order of the dataclasses."""
+    before, after = flatten(old), flatten(new)
+    found = []
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) != after.get(key):
+            kind = Kind.refused
+            if _covered(key, ALLOWED):
+                kind = Kind.allowed
+            if _covered(key, HARMLESS):
+                kind = Kind.harmless
+            found.append(Difference(key, before.get(key), after.get(key), kind))
+    return found
+
+
+def refused(
+    diffs: Iterable[Difference], allow_change: Iterable[str] = ()
+) -> list[Difference]:
+    """Keep what no run may change, but for the keys (or sections) of `allow_change`."""
+    permitted = tuple(allow_change)
+    return [
+        d for d in diffs if d.kind is Kind.refused and not _covered(d.key, permitted)
+    ]
+
+
+def run_name(config: Config) -> str:
+    """Give run.name, or `<model>-<data>-<8 hex digits>`.
+
+    The digits hash what makes a run itself: each key that a run may not change and
+    that differs from its default. So a key added to the program later, at its
+    default, renames no run.
+    """
+    if config.run.name:
+        return config.run.name
+    own = {diff.key: diff.new for diff in refused(differences(Config(), config))}
+    text = json.dumps(own, sort_keys=True)
+    digits = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{config.model.name}-{config.data.name}-{digits}"
+
+
+def run_dir(config: Config) -> str:
+    """Give run.dir, or `runs/<run name>`."""
+    return config.run.dir or f"runs/{run_name(config)}"
+
+
+def flatten(config: object) -> dict[str, object]:
+    """Give every leaf under its full dotted key; a table's entries are leaves."""
+    leaves: dict[str, object] = {}
+
+    def walk(prefix: str, tree: dict) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value)
+            else:
+                leaves[prefix + name] = value
+
+    walk("", asdict(config))  # pyright: ignore[reportArgumentType]
+    return leaves
+
+
+def _covered(key: str, prefixes: Iterable[str]) -> bool:
+    return any(key == p or key.startswith(p + ".") for p in prefixes)
+
+
+def _shown(value: object) -> object:
+    return "null" if value is None else value
