@@ -1,0 +1,180 @@
+"""What a person sees on the terminal: progress, tables, numbers for humans.
+
+Progress goes to stderr, tables to stdout. On a terminal both are drawn by rich;
+elsewhere (files, pipes, cluster logs) they are plain lines, never wrapped or cut.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_INTERVAL_S = 5.0
+
+
+def format_bytes(size: float) -> str:
+    """Return bytes in binary units: `512 B`, `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1023.995 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """Return a count with three digits or so: `950`, `12.4K`, `124M`, `1.24B`."""
+    for unit in ("", "K", "M", "B", "T"):
+        if abs(count) < 999.5 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.3g}{unit}" if abs(count) < 999.5 else f"{count:,.0f}{unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration in its two leading units: `12 ms`, `3.2 s`, `1 h 02 min`."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds > 0 else "0 s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"
+
+
+class Progress:
+    """Shows how far training is and how fast it goes.
+
+    Args:
+        num_steps: the step at which the run is finished.
+        start_step: completed updates at this start; the time left is judged by
+            what this start has done.
+        peak_known: whether the device's peak is known, that is, MFU can be shown.
+    """
+
+    def __init__(self, num_steps: int, start_step: int, peak_known: bool):
+        self._num_steps, self._peak_known = num_steps, peak_known
+        self._first: tuple[int, float] | None = None
+        self._printed_s, self._held = float("-inf"), ""
+        self._bar = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            self._bar = RichProgress(
+                TextColumn("[bold]{task.completed:,.0f}[/]/{task.total:,.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+                expand=True,
+                refresh_per_second=2,
+                # Results go to stdout; rich would send them to this console.
+                redirect_stdout=False,
+            )
+            self._task = self._bar.add_task(
+                "", total=num_steps, completed=start_step, figures="compiling"
+            )
+            self._bar.start()
+
+    def update(
+        self, step: int, loss: float, tokens_per_second: float, mfu: float | None
+    ) -> None:
+        """Show the figures of the log interval that ended with `step`.
+
+        A plain line is printed for the first and the last update, and in between
+        at most every five seconds. `mfu` is a fraction, None where not known.
+        """
+        figures = [f"loss {loss:.4f}", f"{format_count(tokens_per_second)} tokens/s"]
+        if self._peak_known and mfu is not None:
+            figures.append(f"MFU {mfu:.1%}")
+        left_s = self._seconds_left(step)
+        if left_s is not None and step < self._num_steps:
+            figures.append(f"{format_seconds(left_s)} left")
+        if self._bar:
+            text = " · ".join(figures)
+            self._bar.update(self._task, completed=step, figures=text)
+            return
+        line = f"step {step:,}/{self._num_steps:,}  " + "  ".join(figures)
+        now = time.monotonic()
+        if step >= self._num_steps or now - self._printed_s >= _PLAIN_INTERVAL_S:
+            self._printed_s, self._held = now, ""
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._held = line
+
+    def note(self, text: str) -> None:
+        """Print a line of its own, above the bar if there is one."""
+        if self._bar:
+            self._bar.console.print(Text(text))
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the last figures on the screen and stop drawing."""
+        if self._bar:
+            self._bar.stop()
+        elif self._held:
+            print(self._held, file=sys.stderr, flush=True)
+            self._held = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _seconds_left(self, step: int) -> float | None:
+        # From the first update on, so that compilation does not count.
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        done, spent_s = step - self._first[0], now - self._first[1]
+        return (self._num_steps - step) * spent_s / done if done > 0 else None
+
+
+def print_table(
+    rows: Sequence[Sequence[object]], headers: Sequence[str], title: str
+) -> None:
+    """Print a table to stdout; columns of numbers (`1.5 GiB`, `12 %`) align right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    right = [
+        bool(cells) and all(row[i][:1] in "0123456789-+.~" for row in cells)
+        for i in range(len(headers))
+    ]
+    console = Console()
+    if console.is_terminal:
+        table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+        for header, is_right in zip(headers, right, strict=True):
+            justify = "right" if is_right else "left"
+            table.add_column(Text(header), justify=justify, overflow="fold")
+        for row in cells:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    lines = [list(headers), *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
+    lines.insert(1, ["-" * width for width in widths])
+    print(title)
+    for line in lines:
+        aligned = (
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(line, widths, right, strict=True)
+        )
+        print("  ".join(aligned).rstrip())
