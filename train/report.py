@@ -1,0 +1,411 @@
+"""The picture of a run: `report.html`, one file that needs no network.
+
+Drawn from `metrics.jsonl`, `events.jsonl` and `config.yaml`, whichever are there, so
+it can be written again at any time. Charts are SVG with about a thousand points each,
+the extremes of every stretch kept; labels are HTML, so that they keep their size
+when the page is narrow.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from etils import epath
+
+from train.metrics import read_events, read_metrics
+from train.progress import format_count, format_seconds
+
+Row = dict[str, Any]
+Point = tuple[float, float | None]
+Series = dict[str, list[Point]]  # by metric: its value, None if not finite, by step
+_MAX_POINTS = 1000
+_METRICS = (
+    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
+    *("eval/loss", "eval/bits_per_byte"),
+)
+_CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at zero
+    ("Loss", (("loss", "training"), ("eval/loss", "validation")), False),
+    ("Gradient norm", (("grad_norm", "gradient norm"),), True),
+    ("Learning rate", (("learning_rate", "learning rate"),), True),
+    ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
+)
+
+
+def write_report(run_dir: epath.Path | Path) -> epath.Path:
+    """Write `<run_dir>/report.html` atomically and return its path.
+
+    Missing or empty files, single points and null values leave gaps, not errors.
+    """
+    run_dir = epath.Path(run_dir)
+    path = run_dir / "config.yaml"
+    config = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    name, total = _from_config(config)
+    rows, events = read_metrics(run_dir), read_events(run_dir)
+    series = {key: _series(rows, key) for key in _METRICS}
+    name, restarts = name or run_dir.name, _restarts(events)
+    charts = "".join(_chart(series, restarts, *chart) for chart in _CHARTS)
+    body = [f"<h1>{escape(name)}</h1>", _figures(series, events, total)]
+    body.append(f'<div class="charts">{charts}</div>')
+    if charts and restarts:
+        body.append(
+            '<p class="hint">Dotted lines: a later start went on from here.</p>'
+        )
+    body.append(_time_section(events))
+    if config:
+        body.append(f"<details><summary>Config</summary><pre>{escape(config)}</pre>")
+        body.append("</details>")
+    page = _PAGE.replace("{{title}}", escape(name)).replace("{{body}}", "\n".join(body))
+    report = run_dir / "report.html"
+    if "://" in os.fspath(report):  # the upload of one object is atomic by itself
+        report.write_bytes(page.encode())
+    else:
+        new = run_dir / "report.html.tmp"
+        new.write_bytes(page.encode())
+        new.replace(report)
+    return report
+
+
+def _from_config(text: str) -> tuple[str | None, int | None]:
+    """Return `run.name` and `train.num_steps`, None where not said."""
+    try:
+        config = yaml.safe_load(text) or {}
+        name = (config.get("run") or {}).get("name")
+        total = (config.get("train") or {}).get("num_steps")
+    except (yaml.YAMLError, AttributeError):
+        return None, None
+    return str(name) if name else None, total if isinstance(total, int) else None
+
+
+def _number(value: object) -> float | None:
+    good = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if good else None  # type: ignore[arg-type]
+
+
+def _series(rows: Sequence[Row], key: str) -> list[Point]:
+    points = [(_number(row.get("step")), row[key]) for row in rows if key in row]
+    return [(step, _number(value)) for step, value in points if step is not None]
+
+
+def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y is not None]
+
+
+def _restarts(events: Sequence[Row]) -> list[float]:
+    """Return the steps that starts after the first went on from, where recorded."""
+    restores = [e for e in events if e.get("event") == "restore"]
+    return [
+        e["step"] for e in restores if e.get("start", 1) > 1 and _number(e.get("step"))
+    ]
+
+
+def _figures(series: Series, events: Sequence[Row], total: int | None) -> str:
+    figures: list[tuple[str, str, str]] = []
+    if steps := [x for points in series.values() for x, _ in points]:
+        of = f"of {total:,}" if total else ""
+        figures.append(("Steps", f"{max(steps):,.0f}", of))
+    if tokens := _finite(series["tokens"]):
+        figures.append(("Tokens", format_count(tokens[-1][1]), ""))
+    if losses := _finite(series["loss"]):
+        bad = len(series["loss"]) - len(losses)
+        note = f"{bad:,} not finite" if bad else ""
+        figures.append(("Final loss", f"{losses[-1][1]:.4f}", note))
+    if scores := _finite(series["eval/loss"]):
+        step, best = min(scores, key=lambda point: point[1])
+        bits = dict(series["eval/bits_per_byte"]).get(step)
+        note = f"{bits:.4f} bits per byte, " if bits is not None else ""
+        note += f"at step {step:,.0f}"
+        figures.append(("Best validation loss", f"{best:.4f}", note))
+    if wall_s := _wall_seconds(events):
+        starts = int(max(event.get("start", 1) for event in events))
+        note = f"{starts} starts" if starts > 1 else ""
+        figures.append(("Wall time", format_seconds(wall_s), note))
+    if speeds := [y for _, y in _finite(series["tokens_per_second"])]:
+        figures.append(("Tokens per second", format_count(median(speeds)), "median"))
+    if mfus := [y for _, y in _finite(series["mfu"])]:
+        figures.append(("MFU", f"{median(mfus):.1%}", "median"))
+    if not figures:
+        return '<p class="hint">Nothing has been logged yet.</p>'
+    items = (
+        f"<div><dt>{title}</dt><dd>{value}<small>{note}</small></dd></div>"
+        for title, value, note in figures
+    )
+    return f'<dl class="figures">{"".join(items)}</dl>'
+
+
+def _thin(points: Sequence[Point]) -> list[Point]:
+    """Keep the lowest and the highest of each of about 500 stretches, in order."""
+    if len(points) <= _MAX_POINTS:
+        return list(points)
+    kept: list[Point] = [points[0]]
+    size = 2 * len(points) / _MAX_POINTS
+    for i in range(_MAX_POINTS // 2):
+        stretch = points[int(i * size) : int((i + 1) * size)]
+        finite = [(y, j, x) for j, (x, y) in enumerate(stretch) if y is not None]
+        if not finite:
+            kept.append((stretch[0][0], None))
+            continue
+        ends = sorted({min(finite), max(finite)}, key=lambda point: point[1])
+        kept.extend((x, y) for y, _, x in ends)
+    return [*kept, points[-1]]
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """Return round numbers within [low, high], about `count` of them."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _label(value: float) -> str:
+    if 0 < abs(value) < 0.001:
+        digits, power = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(power)}"
+    return format_count(float(f"{value:.6g}"))
+
+
+def _labelled(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    labels = [_label(tick) for tick in ticks]
+    if len(set(labels)) < len(labels):  # a narrow range far from zero
+        labels = [f"{tick:,.7g}" for tick in ticks]
+    return list(zip(ticks, labels, strict=True))
+
+
+def _y_range(values: Sequence[float], from_zero: bool) -> tuple[float, float, bool]:
+    """Return the axis's range, and whether rare spikes lie beyond it.
+
+    A spike a hundred times the rest would flatten all else: the axis ends at
+    three times the 98th percentile when something lies above that.
+    """
+    ordered = sorted(values)
+    low, high = (0.0 if from_zero else ordered[0]), ordered[-1]
+    limit = 3 * ordered[int(0.98 * (len(ordered) - 1))]
+    cut = len(ordered) >= 50 and 0 < limit < high
+    high = limit if cut else high
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return (low if from_zero else low - pad), high + pad, cut
+
+
+def _chart(
+    series: Series,
+    restarts: Sequence[float],
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    from_zero: bool,
+) -> str:
+    """Return one chart as a <figure>, empty if no line has a finite value.
+
+    The SVG is stretched to its box (100 by 100 units); labels lie over it as HTML.
+    """
+    drawn = [point for key, _ in lines for point in _finite(series[key])]
+    if not drawn:
+        return ""
+    values = [y for _, y in drawn]
+    left, right = min(x for x, _ in drawn), max(x for x, _ in drawn)
+    left = 0 if left < 0.1 * right or left == right else left
+    right = max(right, left + 1)
+    bottom, top, cut = _y_range(values, from_zero)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        height = min(1.0, max(0.0, (y - bottom) / (top - bottom)))
+        return 100 * (x - left) / (right - left), 100 - 100 * height
+
+    marks, labels, keys, data = [], [], [], []
+    for tick, label in _labelled(_ticks(bottom, top, 4)):
+        y = at(left, tick)[1]
+        marks.append(f'<path class="grid" d="M0 {y:.2f}H100"/>')
+        labels.append(f'<span class="y" style="top:{y:.2f}%">{label}</span>')
+    for tick, label in _labelled([t for t in _ticks(left, right, 4) if t % 1 == 0]):
+        x = at(tick, bottom)[0]
+        labels.append(f'<span class="x" style="left:{x:.2f}%">{label}</span>')
+    for step in restarts:
+        if left <= step <= right:
+            marks.append(f'<path class="restart" d="M{at(step, 0)[0]:.2f} 0V100"/>')
+    for i, (key, name) in enumerate(lines):
+        points = _thin(series[key])
+        if finite := _finite(points):
+            marks.append(_line(points, at, i))
+            keys.append(f'<span class="key k{i}">{escape(name)}</span>')
+            data.append({"name": name, "points": finite})
+    note = f"<small>spikes cut, up to {_label(max(values))}</small>" if cut else ""
+    legend = "".join(keys) if len(keys) > 1 else ""
+    extent = json.dumps({"left": left, "right": right, "lines": data})
+    return (
+        f"<figure><figcaption>{escape(title)}{note}{legend}</figcaption>"
+        f'<div class="plot"><svg viewBox="0 0 100 100" preserveAspectRatio="none" '
+        f'role="img" aria-label="{escape(title)} by step">{"".join(marks)}</svg>'
+        f'{"".join(labels)}<i class="cursor"></i><output></output></div>'
+        f'<script type="application/json">{extent}</script></figure>'
+    )
+
+
+def _line(points: Sequence[Point], at: Any, number: int) -> str:
+    """Return a line as SVG, broken at nulls; few or lone points become dots."""
+    path, dots, pen_down = [], [], False
+    for i, (x, y) in enumerate(points):
+        if y is None:
+            pen_down = False
+            continue
+        where = "{:.2f} {:.2f}".format(*at(x, y))
+        path.append(f"{'L' if pen_down else 'M'}{where}")
+        ends = i + 1 == len(points) or points[i + 1][1] is None
+        if len(points) <= 40 or (ends and not pen_down):
+            dots.append(f"M{where}h0")
+        pen_down = True
+    line = f'<path class="line s{number}" d="{"".join(path)}"/>'
+    return line + f'<path class="dots s{number}" d="{"".join(dots)}"/>'
+
+
+def _wall_seconds(events: Sequence[Row]) -> float:
+    """Return the time from the first event's beginning to the last one's end."""
+    times = [e for e in events if _number(e.get("time")) and "seconds" in e]
+    began = min((e["time"] - e["seconds"] for e in times), default=0.0)
+    return max((e["time"] for e in times), default=0.0) - began
+
+
+def _time_section(events: Sequence[Row]) -> str:
+    """Return the bar and the table of where the time of all starts went."""
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        seconds = _number(event.get("seconds"))
+        if seconds is not None:
+            spent.setdefault(str(event.get("event")), []).append(seconds)
+    sums = {kind: sum(values) for kind, values in spent.items()}
+    # Saves may run beside the steps, then nothing is left over.
+    other_s = _wall_seconds(events) - sum(sums.values())
+    if other_s > 0.001 * sum(sums.values()):
+        sums["other"] = other_s
+    all_s = sum(sums.values())
+    if all_s <= 0:
+        return ""
+    bar, table = [], []
+    for kind, seconds in sorted(sums.items(), key=lambda item: -item[1]):
+        label, share = escape(kind.replace("_", " ")), seconds / all_s
+        known = (
+            "step",
+            "compile",
+            "eval",
+            "save",
+            "data_wait",
+            "init",
+            "restore",
+            "idle",
+        )
+        color = f"c{known.index(kind)}" if kind in known else "c8"
+        bar.append(
+            f'<i class="{color}" style="flex-grow:{share:.6f}" '
+            f'title="{label}: {share:.1%}"></i>'
+        )
+        count = f"{len(spent[kind]):,}" if kind in spent else ""
+        table.append(
+            f'<tr><td><i class="{color}"></i>{label}</td><td>{count}</td>'
+            f"<td>{format_seconds(seconds)}</td><td>{share:.1%}</td></tr>"
+        )
+    return (
+        f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div>'
+        "<table><tr><th>Event</th><th>Times</th><th>Total</th><th>Share</th></tr>"
+        f"{''.join(table)}</table></section>"
+    )
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{title}}</title>
+<style>
+:root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2129; --soft: #667080;
+  --rule: #e3e5e8; --s0: #2f6fb3; --s1: #d0762b; --c0: #2f6fb3; --c1: #d9a441;
+  --c2: #d0762b; --c3: #4f9d78; --c4: #b5546a; --c5: #8468b0; --c6: #4aa3b5;
+  --c7: #b4bac3; --c8: #7d8794; }
+@media (prefers-color-scheme: dark) { :root { --page: #15181d; --ink: #e6e8eb;
+  --soft: #98a1ae; --rule: #2b3038; --s0: #6ea8e0; --s1: #eb9a55; --c0: #5a95d0;
+  --c7: #59616d; --c8: #87909d; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1120px; padding: 28px 20px 48px;
+  background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
+  font-variant-numeric: tabular-nums; }
+h1 { font-size: 24px; margin: 0 0 20px; overflow-wrap: anywhere; }
+h2, figcaption { font-size: 15px; font-weight: 600; margin: 0 0 10px; }
+small, .hint, th, .plot span { color: var(--soft); font-weight: 400; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(120px, 1fr));
+  gap: 18px 24px; margin: 0 0 32px; padding: 18px 0; border: solid var(--rule);
+  border-width: 1px 0; }
+dt { color: var(--soft); font-size: 13px; }
+dd { margin: 0; font-size: 20px; font-weight: 600; line-height: 1.3;
+  white-space: nowrap; }
+dd small { display: block; font-size: 12px; line-height: 1.4; min-height: 1.4em;
+  white-space: normal; }
+.charts { display: grid; gap: 32px 36px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
+figure { margin: 0; min-width: 0; }
+figcaption { display: flex; gap: 16px; align-items: baseline; }
+.key { font-size: 13px; font-weight: 400; } .k0 { margin-left: auto; }
+.key::before { content: ""; display: inline-block; width: 14px; height: 3px;
+  margin-right: 6px; vertical-align: middle; border-radius: 2px; }
+.k0::before { background: var(--s0); } .k1::before { background: var(--s1); }
+.plot { position: relative; height: 220px; margin: 0 10px 26px 48px;
+  touch-action: pan-y; }
+svg { display: block; width: 100%; height: 100%; overflow: visible; }
+path { fill: none; vector-effect: non-scaling-stroke; }
+.grid { stroke: var(--rule); } .line { stroke-width: 1.5; stroke-linejoin: round; }
+.restart { stroke: var(--soft); stroke-dasharray: 3 4; }
+.dots { stroke-width: 6; stroke-linecap: round; }
+.s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); }
+.plot span { position: absolute; font-size: 12px; line-height: 1; white-space: nowrap; }
+.plot .y { right: 100%; margin-right: 8px; transform: translateY(-50%); }
+.plot .x { top: 100%; margin-top: 8px; transform: translateX(-50%); }
+.cursor { position: absolute; display: none; top: 0; bottom: 0; width: 1px;
+  background: var(--soft); pointer-events: none; }
+output { position: absolute; display: none; top: 6px; padding: 5px 9px;
+  border: 1px solid var(--rule); border-radius: 6px; background: var(--page);
+  font-size: 12px; white-space: pre; pointer-events: none; }
+section { margin-top: 36px; overflow-x: auto; }
+.bar { display: flex; height: 22px; border-radius: 5px; overflow: hidden; gap: 1px; }
+.bar i { flex-basis: 0; }
+table { border-collapse: collapse; margin-top: 12px; min-width: min(100%, 460px); }
+th, td { padding: 5px 0 5px 12px; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--rule); }
+th:first-child, td:first-child { padding-left: 0; text-align: left; }
+th, .hint { font-size: 13px; }
+td i { display: inline-block; width: 10px; height: 10px; margin-right: 9px;
+  border-radius: 3px; }
+.c0 { background: var(--c0); } .c1 { background: var(--c1); }
+.c2 { background: var(--c2); } .c3 { background: var(--c3); }
+.c4 { background: var(--c4); } .c5 { background: var(--c5); }
+.c6 { background: var(--c6); } .c7 { background: var(--c7); }
+.c8 { background: var(--c8); }
+details { margin-top: 36px; } summary { cursor: pointer; font-weight: 600; }
+pre { overflow-x: auto; font-size: 13px; line-height: 1.45; }
+</style></head><body>
+{{body}}
+<script>
+for (const plot of document.querySelectorAll(".plot")) {
+  const {left, right, lines} = JSON.parse(plot.nextElementSibling.textContent);
+  const cursor = plot.querySelector(".cursor"), tip = plot.querySelector("output");
+  const show = on => cursor.style.display = tip.style.display = on ? "block" : "none";
+  const nearest = (points, x) => points.reduce(
+    (a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
+  plot.onpointerleave = () => show(false);
+  plot.onpointermove = plot.onpointerdown = event => {
+    const box = plot.getBoundingClientRect();
+    const step = left + (event.clientX - box.left) / box.width * (right - left);
+    const found = lines.map(line => nearest(line.points, step));
+    const at = 100 * (found[0][0] - left) / (right - left);
+    tip.textContent = lines.map((line, i) => `step ${found[i][0].toLocaleString("en")}`
+      + `  ${line.name} ${+found[i][1].toPrecision(5)}`).join("\\n");
+    cursor.style.left = at + "%";
+    tip.style.left = at < 50 ? `calc(${at}% + 10px)` : "auto";
+    tip.style.right = at < 50 ? "auto" : `calc(${100 - at}% + 10px)`;
+    show(true);
+  };
+}
+</script></body></html>
+"""
