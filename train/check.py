@@ -101,7 +101,7 @@ class _Check:
         self.loader: Any = GlobalHydra.instance().config_loader()
         self.parser = OverridesParser.create(config_loader=self.loader)
         self.rejected: set[str] = set()  # groups whose choice cannot be used
-        self.files: set[str] = set()  # presets that were looked at
+        self.files: dict[str, bool] = {}  # presets looked at: whether they are right
         self.choices: dict[str, Any] = {}  # of each group that this command knows
         self.tree = schema_node(schema)
         try:
@@ -171,19 +171,14 @@ class _Check:
         """Record what is wrong with one override; say whether nothing is."""
         before, tree = len(self.found), self.tree
         key, value = override.key_or_group, override.value()
-        if (options := self.loader.get_group_options(key)) and not isinstance(
-            value, dict
-        ):
-            self._group(override, options)
-            if len(self.found) == before:
-                self._preset_mistakes([str(override.input_line)])
-            if len(self.found) > before:
-                self.rejected.add(key)
-        elif override.package is not None:
+        options = self.loader.get_group_options(key)
+        if options and not isinstance(value, dict):
+            return self._group_right(override, options)
+        if override.package is not None:
             self._add(key, value, f"takes no package; leave out @{override.package}")
         elif override.is_add() and has_key(tree, key):
             self._add(key, value, f"is there already; write {key}=... without the +")
-        elif override.is_delete() and not in_table(tree, key):
+        elif override.is_delete() and not (has_key(tree, key) and in_table(tree, key)):
             rule = "cannot be removed; leave it out, and it has its default"
             self._add(key, "", rule if has_key(tree, key) else unknown_key(tree, key))
         elif not override.is_delete():
@@ -191,61 +186,68 @@ class _Check:
             self.found += value_mistakes(tree, key, value, open_tables=new)
         return len(self.found) == before
 
-    def _group(self, override: Override, options: list[str]) -> None:
-        key, value = override.key_or_group, override.value()
-        chosen = value if isinstance(value, list) else [value]
+    def _group_right(self, override: Override, options: list[str]) -> bool:
+        key, value, rule = override.key_or_group, override.value(), ""
+        listed = ", ".join(options)
         if key not in self.choices:
-            own = ", ".join(g for g in self.choices if "/" not in g)
-            rule = "is not for this command"
-            rule += (
-                f", whose groups are {own}"
-                if own
-                else ": it has no groups; "
-                + ("model, data and tokenizer are those of the run that it reads")
+            own = ", ".join(group for group in self.choices if "/" not in group)
+            self._add(
+                key, value, f"is no group of this command: {own or 'it has none'}"
             )
-            self._add(key, value, rule)
-        elif override.package is not None:
-            self._add(key, value, f"takes no package; leave out @{override.package}")
+            return False
+        if override.package is not None:
+            rule = f"takes no package; leave out @{override.package}"
+        elif override.is_delete():
+            pass
         elif override.is_add() or override.is_force_add():
             rule = f"is one of this command's groups already; write {key}={value}"
-            self._add(key, value, rule)
-        elif value is None and not override.is_delete():
-            self._add(
-                key, value, f"must be one of {', '.join(options)}; ~{key} is none"
-            )
-        elif not override.is_delete():
-            for choice in chosen:
+        elif value is None:
+            rule = f"must be one of {listed}; ~{key} is none"
+        else:
+            for choice in value if isinstance(value, list) else [value]:
                 if str(choice) not in options:
                     close = did_you_mean(str(choice), options)
-                    rule = f"must be one of {', '.join(options)}{close}"
-                    self._add(key, choice, rule)
+                    rule = f"must be one of {listed}{close}"
+        if rule:
+            self._add(key, value, rule)
+        elif not self._preset_mistakes([str(override.input_line)]):
+            return True
+        self.rejected.add(key)
+        return False
 
     def _preset_mistakes(self, overrides: list[str]) -> bool:
         """Check every YAML file that a choice draws in; say whether one is wrong."""
-        before = len(self.found)
+        wrong = False
         try:
             defaults = self._defaults(overrides).defaults
         except Exception as e:
             key, _, value = "".join(overrides).partition("=")
-            where = (
-                f"\nin the file of {key}={value}, or one that it names" if key else ""
-            )
-            self._add(key or self.config_name, value, _why(e) + where)
+            rule = f"{_why(e)}\nin the file of {key}={value}, or one that it names"
+            if key:
+                self._add(key, value, rule)
+            else:
+                self._add(self.config_name, "", _why(e))
             return True
         for default in defaults:
             path = str(default.config_path)
-            if path in self.files or path == "schema" or path.startswith("hydra/"):
+            if path == "schema" or path.startswith("hydra/"):
                 continue
-            self.files.add(path)
-            preset = self.loader.repository.load_config(path)
-            where = f"{preset.path.removeprefix('file://')}/{path}.yaml"
-            prefix = f"{default.package}." if default.package else ""
-            tree = schema_node(self.schema)
-            for name, value in OmegaConf.to_container(preset.config).items():  # type: ignore
-                if prefix or name != "hydra":
-                    for mistake in value_mistakes(tree, f"{prefix}{name}", value, True):
-                        self._add(*mistake[:2], f"{mistake.rule}\nin {where}")
-        return len(self.found) > before
+            if path not in self.files:
+                self.files[path] = self._preset_right(path, default.package)
+            wrong |= not self.files[path]
+        return wrong
+
+    def _preset_right(self, path: str, package: str | None) -> bool:
+        before = len(self.found)
+        preset = self.loader.repository.load_config(path)
+        where = f"{preset.path.removeprefix('file://')}/{path}.yaml"
+        prefix = f"{package}." if package else ""
+        tree = schema_node(self.schema)
+        for name, value in OmegaConf.to_container(preset.config).items():  # type: ignore
+            if prefix or name != "hydra":
+                for mistake in value_mistakes(tree, f"{prefix}{name}", value, True):
+                    self._add(*mistake[:2], f"{mistake.rule}\nin {where}")
+        return len(self.found) == before
 
     def _defaults(self, overrides: list[str]) -> Any:
         return self.loader.compute_defaults_list(

@@ -1,0 +1,232 @@
+"""What a config may be, what a run is called, what a change means."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from data.config import DataConfig
+from model.config import Attention, ModelConfig, Position
+from train.config import (
+    Config,
+    ConfigError,
+    DcnConfig,
+    EvalConfig,
+    EvaluateConfig,
+    MeshConfig,
+    Mistake,
+    Optimizer,
+    OptimizerConfig,
+    ProfileConfig,
+    Remat,
+    RunConfig,
+    RuntimeConfig,
+    SampleConfig,
+    Schedule,
+    ScheduleConfig,
+    TrackerConfig,
+    TrainConfig,
+)
+from train.identity import Kind, differences, flatten, refused, run_dir, run_name
+from train.rules import validate, without_effect
+from train.schema import did_you_mean, read_yaml, to_yaml
+
+
+def keys(config: Any) -> list[str]:
+    return [mistake.key for mistake in validate(config)]
+
+
+def test_the_defaults_are_right():
+    assert validate(Config()) == []
+    assert without_effect(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (Config(runtime=RuntimeConfig(cpu_devices=0)), "runtime.cpu_devices"),
+        (Config(model=ModelConfig(num_heads=3)), "model.embed_dim"),
+        (Config(data=DataConfig(batch_size=0)), "data.batch_size"),
+        (Config(optimizer=OptimizerConfig(b2=1.0)), "optimizer.b2"),
+        (
+            Config(optimizer=OptimizerConfig(learning_rate=float("nan"))),
+            "optimizer.learning_rate",
+        ),
+        (Config(train=TrainConfig(accumulation_steps=3)), "data.batch_size"),
+        (Config(train=TrainConfig(accumulation_steps=0)), "train.accumulation_steps"),
+        (Config(train=TrainConfig(num_steps=100)), "schedule.warmup_steps"),
+        (
+            Config(schedule=ScheduleConfig(name=Schedule.wsd, decay_steps=901)),
+            "schedule.decay_steps",
+        ),
+        (Config(eval=EvalConfig(num_batches=0)), "eval.num_batches"),
+        (Config(tracker=TrackerConfig(mode="on")), "tracker.mode"),
+        (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
+        (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
+        (Config(mesh=MeshConfig(context=2)), "mesh.context"),
+        (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
+        (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "mesh.fsdp"),
+        (Config(mesh=MeshConfig(tensor=0)), "mesh.tensor"),
+        (Config(mesh=MeshConfig(data=4, dcn=DcnConfig(data=3))), "mesh.dcn.data"),
+        (Config(mesh=MeshConfig(data=-1, dcn=DcnConfig(data=0))), "mesh.dcn.data"),
+        (
+            Config(mesh=MeshConfig(params={"embedding": "fsdp"})),
+            "mesh.params.embedding",
+        ),
+        (Config(mesh=MeshConfig(params={"embed": "embed"})), "mesh.params.embed"),
+        (
+            Config(mesh=MeshConfig(activations={"batch": ["data", "data"]})),
+            "mesh.activations.batch",
+        ),
+        (EvaluateConfig(run=RunConfig(dir="r"), batch_size=0), "batch_size"),
+        (SampleConfig(run=RunConfig(dir="r"), top_p=0.0), "top_p"),
+        (SampleConfig(), "run.dir"),
+    ],
+)
+def test_each_rule_names_its_key(config: Any, key: str):
+    assert keys(config) == [key]
+
+
+def test_what_is_allowed_at_the_edge():
+    mesh = MeshConfig(data=4, fsdp=-1, dcn=DcnConfig(data=2, fsdp=3))
+    mesh = replace(mesh, params={"embed": ["fsdp", "tensor"], "layers": None})
+    steps = ProfileConfig(steps=[0, 1])
+    schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
+    train = TrainConfig(num_steps=10)
+    assert (
+        validate(Config(mesh=mesh, profile=steps, schedule=schedule, train=train)) == []
+    )
+
+
+def test_learned_positions_bound_the_rows():
+    model = ModelConfig(position=Position.learned, max_sequence_length=128)
+    assert keys(Config(model=model)) == ["data.sequence_length"]
+    assert keys(Config(model=replace(model, position=Position.rotary))) == []
+    assert keys(Config(model=replace(model, max_sequence_length=256))) == []
+
+
+def test_the_error_shows_key_value_and_rule():
+    text = str(ConfigError([Mistake("a.b", None, "must be 1"), Mistake("c", 2, "no")]))
+    assert text.splitlines()[0].startswith("2 mistakes")
+    assert "a.b = null\n      must be 1" in text
+    assert "c = 2\n      no" in text
+
+
+def test_a_setting_without_effect_is_named():
+    adamw = OptimizerConfig(name=Optimizer.adamw, muon_momentum=0.5)
+    (warning,) = without_effect(Config(optimizer=adamw))
+    assert "optimizer.muon_momentum" in warning
+    assert "adamw" in warning
+    assert without_effect(Config(optimizer=replace(adamw, name=Optimizer.muon))) == []
+
+
+def test_the_name_is_of_what_makes_the_run():
+    config = Config()
+    name = run_name(config)
+    assert name.startswith("gpt-python-")
+    assert len(name.rpartition("-")[2]) == 8
+    same = [
+        replace(config, train=TrainConfig(num_steps=5, remat=Remat.full)),
+        replace(config, mesh=MeshConfig(data=8)),
+        replace(config, runtime=RuntimeConfig(cpu_devices=4)),
+        replace(config, data=DataConfig(prefetch=9, cache_dir="x")),
+        replace(config, eval=EvalConfig(num_batches=1)),
+    ]
+    assert {run_name(other) for other in same} == {name}
+    others = [
+        replace(config, seed=1),
+        replace(config, optimizer=OptimizerConfig(learning_rate=2e-3)),
+        replace(config, data=DataConfig(batch_size=8)),
+        replace(config, model=ModelConfig(num_layers=5)),
+        replace(config, train=TrainConfig(accumulation_steps=2)),
+        replace(config, schedule=ScheduleConfig(warmup_steps=7)),
+    ]
+    assert len({name, *map(run_name, others)}) == len(others) + 1
+    assert run_dir(config) == f"runs/{name}"
+    assert run_name(replace(config, run=RunConfig(name="me"))) == "me"
+    assert (
+        run_dir(replace(config, run=RunConfig(name="me", dir="gs://b/r"))) == "gs://b/r"
+    )
+
+
+def test_differences_are_classified():
+    new = Config(
+        seed=1,
+        model=ModelConfig(attention=Attention.xla, num_layers=9),
+        data=DataConfig(cache_dir="x", batch_size=4),
+        mesh=MeshConfig(fsdp=2, params={"embed": "fsdp"}),
+        train=TrainConfig(num_steps=2000),
+        eval=EvalConfig(interval_steps=7),
+    )
+    kinds = {diff.key: diff.kind for diff in differences(Config(), new)}
+    assert kinds == {
+        "seed": Kind.refused,
+        "model.num_layers": Kind.refused,
+        "model.attention": Kind.allowed,
+        "data.batch_size": Kind.refused,
+        "data.cache_dir": Kind.harmless,
+        "mesh.fsdp": Kind.allowed,
+        "mesh.params.embed": Kind.allowed,
+        "train.num_steps": Kind.allowed,
+        "eval.interval_steps": Kind.harmless,
+    }
+    diffs = differences(Config(), new)
+    assert {d.key for d in refused(diffs, ["seed", "model"])} == {"data.batch_size"}
+    # A prefix is a whole section, not the start of a word.
+    assert len(refused(diffs, ["mod", "data.batch"])) == 3
+    assert str(diffs[0]) == "seed: 0 -> 1 (refused)"
+
+
+def test_every_key_of_the_tables_exists():
+    from train.identity import ALLOWED, HARMLESS
+    from train.rules import _RANGES
+
+    known = [*flatten(Config()), *(f.name for f in fields(Config))]
+    known += [*flatten(EvaluateConfig()), *flatten(SampleConfig())]
+    assert [key for key in (*ALLOWED, *HARMLESS, *_RANGES) if key not in known] == []
+
+
+def test_yaml_round_trip(tmp_path):
+    config = Config(
+        seed=3,
+        run=RunConfig(allow_change=["data"]),
+        mesh=MeshConfig(fsdp=-1, params={"embed": "fsdp", "layers": None}),
+        optimizer=OptimizerConfig(name=Optimizer.muon, learning_rate=1e-5),
+        profile=ProfileConfig(steps=[1, 2]),
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    back = read_yaml(path)
+    assert back == config
+    assert type(back.optimizer.name) is Optimizer
+    assert run_name(back) == run_name(config)
+
+
+def test_a_bad_config_file_names_every_bad_key(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: x\nmodel: {num_heads: 3, layers: 4}\nold: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert [m.key for m in caught.value.mistakes] == ["seed", "model.layers", "old"]
+    assert str(path) in str(caught.value)
+    path.write_text("seed: 4\n")
+    assert read_yaml(path) == Config(seed=4)  # what it lacks has its default
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("optimizer.learing_rate", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("modle.num_heads", "model.num_heads"),
+    ],
+)
+def test_did_you_mean(word: str, meant: str):
+    assert meant in did_you_mean(word, flatten(Config()))
+
+
+def test_no_suggestion_is_better_than_a_silly_one():
+    assert did_you_mean("mesh.params.xyz", flatten(Config())) == ""
