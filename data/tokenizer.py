@@ -1,0 +1,160 @@
+"""Bytes to token ids and back, losslessly, with tiktoken.
+
+Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
+holds the 256 single bytes, as all of tiktoken's do, also bytes that are not UTF-8.
+Text that contains the name of a special token is text, never control. Nothing is
+downloaded for "bytes" or a local rank file.
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from data.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = "bytes"
+PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
+
+# A rank file holds no pattern; this is cl100k_base's, which Llama 3's file expects too.
+# Source: tiktoken 0.14, tiktoken_ext/openai_public.py.
+RANK_FILE_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# What "surrogateescape" makes of the bytes that are not UTF-8.
+_NOT_UTF8 = re.compile("([\udc80-\udcff])")
+
+
+def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
+    """Load the tokenizer of that name.
+
+    Args:
+        name: "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of
+            `PUBLISHED` (downloaded on first use), or the path of a tiktoken rank
+            file (<|endoftext|> follows its last rank).
+        sha256: of the rank file, required with one; in hexadecimal.
+
+    Raises:
+        ValueError: a rank file is named without its hash.
+        DataError: the vocabulary is missing, damaged, or cannot be downloaded.
+    """
+    if name == BYTES:
+        return tiktoken.Encoding(
+            name=BYTES,
+            pat_str=r"(?s:.)",
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+    if name not in PUBLISHED:
+        return _load_rank_file(name, sha256)
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+        raise DataError(
+            f"data.tokenizer={name}: its vocabulary is neither in tiktoken's cache nor "
+            f"can it be downloaded ({type(error).__name__}: {error}). Run once where "
+            f"there is a network and copy the folder that TIKTOKEN_CACHE_DIR names, "
+            f"name a local rank file, or use data.tokenizer=bytes, which needs none"
+        ) from error
+
+
+def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
+    path = Path(name).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer={name}: is not one of {', '.join((BYTES, *PUBLISHED))}, "
+            f"nor a rank file that can be read ({error}). Name one of these or a file"
+        ) from error
+    actual = hashlib.sha256(content).hexdigest()
+    if sha256 is None:
+        raise ValueError(
+            f"data.tokenizer_sha256=null: a rank file needs its SHA-256. If {path} is "
+            f"the file that you mean, set data.tokenizer_sha256={actual}"
+        )
+    if actual != sha256.lower():
+        raise DataError(
+            f"data.tokenizer={path}: its SHA-256 is {actual}, but "
+            f"data.tokenizer_sha256={sha256}. The file is damaged or another one: "
+            f"fetch it again, or correct the hash"
+        )
+    try:
+        pairs = (line.split() for line in content.splitlines() if line)
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+        return tiktoken.Encoding(
+            name=f"{path.name}:{actual[:12]}",
+            pat_str=RANK_FILE_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
+        )
+    except (ValueError, binascii.Error) as error:
+        raise DataError(
+            f"data.tokenizer={path}: is not a tiktoken rank file ({error}). Each line "
+            f"must hold a token in base64 and its rank"
+        ) from error
+
+
+def fingerprint(encoding: tiktoken.Encoding) -> str:
+    """Hash what decides the ids: ranks, special tokens and pattern; not the name."""
+    digest = hashlib.sha256()
+    # Source: tiktoken's README, "Extending tiktoken", documents these three.
+    for token, rank in sorted(encoding._mergeable_ranks.items()):
+        digest.update(b"%d:%d:%s;" % (rank, len(token), token))
+    for special, rank in sorted(encoding._special_tokens.items()):
+        digest.update(f"special {rank}:{len(special)}:{special};".encode())
+    digest.update(encoding._pat_str.encode())
+    return digest.hexdigest()
+
+
+def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
+    """Round the number of ids up to a multiple of 128, which any mesh can shard."""
+    return -(-encoding.n_vocab // 128) * 128
+
+
+def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
+    """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
+
+    The end-of-text token is never among them, whatever the text says.
+    """
+    if encoding.name == BYTES:
+        return np.frombuffer(text, np.uint8)
+    pieces = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
+    parts = []
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            stray = encoding.encode_single_token(bytes([ord(piece) - 0xDC00]))
+            parts.append(np.array([stray], np.uint32))
+        elif piece:
+            parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+
+
+def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> bytes:
+    """Decode ids of any integer dtype; those without a token stand for nothing."""
+    ids = np.asarray(ids, np.int64).reshape(-1)
+    ids = ids[(ids >= 0) & (ids < encoding.n_vocab)]
+    if encoding.name == BYTES and not (ids == encoding.eot_token).any():
+        return ids.astype(np.uint8).tobytes()
+    try:
+        return encoding.decode_bytes(ids.tolist())
+    except KeyError:  # some vocabularies leave gaps between their special tokens
+        return b"".join(_token_bytes(encoding, token) for token in ids.tolist())
+
+
+def _token_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
+    try:
+        return encoding.decode_single_token_bytes(token)
+    except KeyError:
+        return b""
+
+
+def decode(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> str:
+    """Decode any ids, never raising: what is not UTF-8 becomes U+FFFD."""
+    return decode_bytes(encoding, ids).decode("utf-8", "replace")
