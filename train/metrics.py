@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ _logger = logging.getLogger(__name__)
 _UPLOAD_INTERVAL_S = 60.0
 
 
-def _parse(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects among the lines of `data`, skipping any other line."""
+def _parse(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the lines of `data` that are JSON objects, each with its object."""
     rows = []
     for line in data.split(b"\n"):
         try:
@@ -36,7 +36,7 @@ def _parse(data: bytes) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append((line + b"\n", row))
     return rows
 
 
@@ -55,18 +55,21 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 class _JsonLines:
-    """A file of JSON lines that starts from `rows` and grows by whole lines."""
+    """A file of JSON lines that keeps `lines` of the old and grows by whole ones."""
 
-    def __init__(self, path: epath.Path, old: bytes, rows: list[dict[str, Any]]):
+    def __init__(self, path: epath.Path, old: bytes, lines: Iterable[bytes]):
         self._path = path
         self._remote = "://" in os.fspath(path)
-        content = b"".join(map(_line, rows))
+        content = b"".join(lines)
         path.parent.mkdir(parents=True, exist_ok=True)
         if content != old:
             # A single object's upload is atomic; a local file needs the rename.
             new = path if self._remote else path.parent / f"{path.name}.tmp"
             new.write_bytes(content)
             if not self._remote:
+                # Else a power cut may leave the new name with nothing in it.
+                with Path(new).open("rb") as file:
+                    os.fsync(file.fileno())
                 new.replace(path)
         if self._remote:
             self._content = bytearray(content)
@@ -110,12 +113,12 @@ def _read(path: epath.Path) -> bytes:
 
 def read_metrics(run_dir: epath.Path | Path) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl` in order; none if there is no file."""
-    return _parse(_read(epath.Path(run_dir) / "metrics.jsonl"))
+    return [row for _, row in _parse(_read(epath.Path(run_dir) / "metrics.jsonl"))]
 
 
 def read_events(run_dir: epath.Path | Path) -> list[dict[str, Any]]:
     """Return the lines of `events.jsonl` in order; none if there is no file."""
-    return _parse(_read(epath.Path(run_dir) / "events.jsonl"))
+    return [row for _, row in _parse(_read(epath.Path(run_dir) / "events.jsonl"))]
 
 
 class MetricsLog:
@@ -135,8 +138,9 @@ class MetricsLog:
         if write:
             path = epath.Path(run_dir) / "metrics.jsonl"
             old = _read(path)
-            rows = [row for row in _parse(old) if row.get("step", 0) <= last_step]
-            self._lines = _JsonLines(path, old, rows)
+            rows = _parse(old)
+            kept = (line for line, row in rows if row.get("step", 0) <= last_step)
+            self._lines = _JsonLines(path, old, kept)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line, `step` first; non-finite values become null."""
@@ -175,10 +179,10 @@ class EventLog:
         path = epath.Path(run_dir) / "events.jsonl"
         old = _read(path)
         rows = _parse(old)
-        self._lines = _JsonLines(path, old, rows)
+        self._lines = _JsonLines(path, old, (line for line, _ in rows))
         if rows:
-            self.start = max(row.get("start", 0) for row in rows) + 1
-            idle_s = time.time() - max(row.get("time", 0.0) for row in rows)
+            self.start = max(row.get("start", 0) for _, row in rows) + 1
+            idle_s = time.time() - max(row.get("time", 0.0) for _, row in rows)
             self.record("idle", max(0.0, idle_s))  # clocks of two hosts may disagree
 
     def record(self, event: str, seconds: float, **fields: Any) -> None:
