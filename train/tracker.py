@@ -141,6 +141,7 @@ class _WandbTracker:
         folder = root / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # else ~/.cache/wandb
+        os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
         import wandb  # half a second, which those who turn it off do not pay
 
         mode = self._config.mode

@@ -122,6 +122,7 @@ class FakeRun:
 def fake(monkeypatch):
     """Stand in for wandb; `fake.run` records, `fake.init_kwargs` shows the call."""
     monkeypatch.setenv("WANDB_CACHE_DIR", "put back after the test")
+    monkeypatch.setenv("WANDB_SILENT", "put back after the test")
     module = types.ModuleType("wandb")
     vars(module).update(run=FakeRun(), init_kwargs={})
 
@@ -153,6 +154,7 @@ def _warnings(caplog) -> list[str]:
 
 def test_without_wandb_there_is_one_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_CACHE_DIR", "put back after the test")
+    monkeypatch.setenv("WANDB_SILENT", "put back after the test")
     monkeypatch.setitem(sys.modules, "wandb", None)
     _use(tmp_path)
     (warning,) = _warnings(caplog)
