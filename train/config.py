@@ -145,6 +145,7 @@ class EvalConfig:
 
     interval_steps: int = 500
     num_batches: int = 16  # -1: the whole validation split
+    final_num_batches: int = -1  # likewise, of the last evaluation
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ _RANGES = {
         lambda n: n == -1 or n >= 1,
         "must be at least 1, or -1 for the whole validation split",
     ),
+    "eval.final_num_batches": (
+        lambda n: n == -1 or n >= 1,
+        "must be at least 1, or -1 for the whole validation split",
+    ),
     "log.interval_steps": (lambda n: n >= 1, "must be at least 1"),
     "checkpoint.save_interval_steps": (lambda n: n >= 1, "must be at least 1"),
     "checkpoint.save_interval_minutes": (lambda x: x > 0, "must be positive"),

@@ -221,7 +221,7 @@ def test_a_bad_config_file_names_every_bad_key(tmp_path):
         ("optimizer.learing_rate", "optimizer.learning_rate"),
         ("learning_rate", "optimizer.learning_rate"),
         ("lr", "optimizer.learning_rate"),
-        ("modle.num_heads", "model.num_heads"),
+        ("mode1.num_heads", "model.num_heads"),
     ],
 )
 def test_did_you_mean(word: str, meant: str):
