@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from model.axes import AxisRules
+from model.axes import ANYWHERE, AxisRules
 from model.config import Attention
 from model.linear import product
 
@@ -48,7 +48,7 @@ def why_not(
         if platform not in ("cuda", "gpu"):
             return "cudnn attention needs an NVIDIA GPU"
         if head_dim % 8 or head_dim > 256:
-            return f"cudnn attention needs a head dim that is a multiple of 8 up to 256"
+            return "cudnn attention needs a head dim that is a multiple of 8, up to 256"
     if implementation is Attention.splash:
         if platform != "tpu":
             return "splash attention needs a TPU"
@@ -82,12 +82,14 @@ def attention(
     *,
     implementation: Attention,
     compute: DTypeLike,
-    rules: AxisRules = AxisRules(),
+    rules: AxisRules = ANYWHERE,
 ) -> jax.Array:
     """Attend from each position to itself and those before it in its document.
 
     Args:
-        q_BTNH: queries; k_BSKH, v_BSKH: keys and values, S = T.
+        q_BTNH: queries.
+        k_BSKH: keys, S = T.
+        v_BSKH: values.
         segment_ids_BT: int32 document of each position; None: one document a row.
         implementation: the kernel; not `auto`.
         compute: dtype of the products' operands.

@@ -12,19 +12,6 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-LOGICAL_AXES = (
-    "batch",
-    "seq",
-    "vocab",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "mlp",
-    "experts",
-    "layers",
-)
-
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -66,3 +53,6 @@ class AxisRules:
         if not self.pairs:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
+
+
+ANYWHERE = AxisRules()

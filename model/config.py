@@ -3,6 +3,20 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+# What a dim of a parameter or an activation is; rule tables map them to mesh axes.
+LOGICAL_AXES = (
+    "batch",
+    "seq",
+    "vocab",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "experts",
+    "layers",
+)
+
 
 class Norm(StrEnum):
     """Normalisation before each block and before the head."""

@@ -8,6 +8,7 @@ H head dim.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ class GPT(nnx.Module):
         """Run all layers.
 
         Args:
-            tokens_BT: int32 ids; positions_BT: int32, from 0 in each document.
+            tokens_BT: int32 ids.
+            positions_BT: int32, from 0 in each document.
             segment_ids_BT: int32 document of each position; None: one a row.
             how: dtypes, kernel, recomputation and placement.
             cache: keys and values [L, B, S, K, H] that came before, for generation.
@@ -159,7 +161,18 @@ def abstract_gpt(config: ModelConfig) -> GPT:
     return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
 
 
+def params_of(model: GPT) -> dict[str, Any]:
+    """Take the parameters out as nested dicts of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def bind(model: GPT, params: dict[str, Any]) -> GPT:
+    """Give a model, abstract or not, these parameters; the model stays as it was."""
+    graph, state = nnx.split(model)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
 def num_params(config: ModelConfig) -> int:
     """Count parameters, without memory."""
-    leaves = jax.tree.leaves(nnx.state(abstract_gpt(config), nnx.Param))
-    return sum(leaf.size for leaf in leaves)
+    return sum(p.size for p in jax.tree.leaves(params_of(abstract_gpt(config))))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.attention import KeysValues, attention, cached_attention
-from model.axes import AxisRules
+from model.axes import ANYWHERE, AxisRules
 from model.config import Activation, Attention, Init, ModelConfig, Norm
 from model.linear import Linear
 from model.params import Kind, ParamInfo
@@ -25,7 +25,7 @@ class Execution(NamedTuple):
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of products' operands
     attention: Attention = Attention.xla
     remat: str = "none"
-    rules: AxisRules = AxisRules()
+    rules: AxisRules = ANYWHERE
 
 
 class Normalize(nnx.Module):
@@ -118,7 +118,7 @@ class SelfAttention(nnx.Module):
         how: Execution,
         cache: KeysValues | None,
     ) -> tuple[jax.Array, KeysValues | None]:
-        """Attend; with a cache, also to the keys before x, and give the longer cache."""
+        """Attend; with a cache, also to what came before x, and give the longer one."""
         q_BTNH = self.query(x_BTD, how.compute_dtype)
         k_BTKH = self.key(x_BTD, how.compute_dtype)
         v_BTKH = self.value(x_BTD, how.compute_dtype)

@@ -2,8 +2,8 @@
 
 Operands are rounded to the compute dtype, products accumulate in float32, and the
 backward pass rounds the cotangent too, so that all three products of a linear layer
-run on the machine's fast units. Plain `x @ w` does neither: with bfloat16 operands XLA's
-CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
+run on the machine's fast units. Plain `x @ w` does neither: with bfloat16 operands
+XLA's CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
 (docs/log.md has the figures). Nothing is flattened or transposed on the way: einsums
 with the weight's own dims are the form that XLA's CPU is fast on.
 """
@@ -74,8 +74,7 @@ class Linear(nnx.Module):
     ):
         """Draw the weight from N(0, std²); `axes` are its logical axes."""
         operands, result = spec.split("->")
-        left, right = operands.split(",")
-        inputs = sum(letter not in result for letter in right)
+        inputs = sum(letter not in result for letter in operands.split(",")[1])
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         self.spec = spec
         self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs))

@@ -18,8 +18,8 @@ STACKED = "layers"  # the subtree whose parameters carry a leading `layers` dim
 class Kind(StrEnum):
     """How optimizers see a parameter.
 
-    `matrix`: a linear map inside the network. `table`: an embedding or the head, indexed
-    by token or position. `vector`: a scale or a bias.
+    `matrix`: a linear map inside the network. `table`: an embedding or the head,
+    indexed by token or position. `vector`: a scale or a bias.
     """
 
     matrix = "matrix"

@@ -6,7 +6,7 @@ of devices is checked where they are counted.
 
 import math
 
-from model.config import Position
+from model.config import LOGICAL_AXES, Position
 from train.config import (
     Config,
     EvaluateConfig,
@@ -128,13 +128,6 @@ def _across(config: Config, wrong: set[str]) -> list[Mistake]:
             " or choose model.position=rotary",
         )
     if not wrong & {"schedule.warmup_steps", "train.num_steps"}:
-        check(
-            schedule.warmup_steps < train.num_steps,
-            "schedule.warmup_steps",
-            schedule.warmup_steps,
-            f"must be below train.num_steps={train.num_steps}, else the learning rate "
-            "never reaches its peak; lower it or raise that",
-        )
         decay = schedule.decay_steps
         check(
             schedule.name is not Schedule.wsd
@@ -150,9 +143,6 @@ def _across(config: Config, wrong: set[str]) -> list[Mistake]:
 
 def _mesh(config: Config) -> list[Mistake]:
     """Sizes of the axes, their factors across hosts, and the two rule tables."""
-    # Imported here because it imports jax, which `--help` and a typo need not wait for.
-    from model.axes import LOGICAL_AXES
-
     mesh = config.mesh
     found: list[Mistake] = []
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
@@ -187,7 +177,7 @@ def _mesh(config: Config) -> list[Mistake]:
 
 
 def without_effect(config: Config) -> list[str]:
-    """Name the settings that were changed from their default and that nothing reads."""
+    """Name changed settings that nothing reads, and a warm-up that never ends."""
     changed = {diff.key for diff in differences(Config(), config)}
     idle: list[tuple[bool, str, str]] = [
         (config.optimizer.name is Optimizer.adamw, "optimizer.muon_", "adamw"),
@@ -202,6 +192,11 @@ def without_effect(config: Config) -> list[str]:
         (config.tracker.name is Tracker.none, "tracker.mode", "none"),
         (config.tracker.name is Tracker.none, "tracker.project", "none"),
     ]
+    steps, warmup = config.train.num_steps, config.schedule.warmup_steps
+    short = [
+        f"schedule.warmup_steps={warmup} is not below train.num_steps={steps}: the "
+        "learning rate never reaches its peak"
+    ]
     group = {"model": "model.position", "optimizer": "optimizer.name"}
     return [
         f"{key} has no effect: "
@@ -210,4 +205,4 @@ def without_effect(config: Config) -> list[str]:
         if unused
         for key in sorted(changed)
         if key.startswith(prefix)
-    ]
+    ] + (short if warmup >= steps else [])

@@ -1,0 +1,43 @@
+"""Score parameters on the validation split."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from data.batches import validation_batches
+from data.store import Store
+from train.feed import Feed, local_rows
+from train.program import Program
+
+
+class Score(NamedTuple):
+    """Mean cross-entropy per token, and per byte of text."""
+
+    loss: float  # nats per token
+    bits_per_byte: float
+    num_targets: int
+
+
+def evaluate(program: Program, params: Any, store: Store, num_batches: int) -> Score:
+    """Run over the validation split.
+
+    Args:
+        program: model and layout.
+        params: sharded as `program.shardings.params`.
+        store: tokens.
+        num_batches: how many batches at most; -1 is all: every token but the first
+            is a target once.
+    """
+    data = program.config.data
+    rows = local_rows(program.batch)
+    nats = targets = 0.0
+    for batch in Feed(
+        validation_batches(store, data, num_batches, rows), program.batch
+    ):
+        # Summed on the host in float64; also keeps a CPU's virtual devices in step.
+        batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
+        nats, targets = nats + float(batch_nats), targets + float(batch_targets)
+    loss = nats / targets if targets else math.nan
+    tokens_per_byte = store.num_tokens("validation") / store.num_bytes("validation")
+    return Score(loss, loss * tokens_per_byte / math.log(2), int(targets))

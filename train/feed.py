@@ -1,0 +1,75 @@
+"""Batches from the host to the devices, each process reading just its rows."""
+
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from data.batches import Batch
+
+
+def local_rows(like: Batch) -> list[slice]:
+    """Give the slices of a global batch's rows that this process' devices hold.
+
+    Args:
+        like: `jax.ShapeDtypeStruct` fields with their sharding.
+    """
+    rows = like.inputs
+    indices = rows.sharding.addressable_devices_indices_map(rows.shape).values()
+    spans = {index[0].indices(rows.shape[0])[:2] for index in indices}
+    return [slice(*span) for span in sorted(spans)]
+
+
+def place(batch: Batch, like: Batch) -> Batch:
+    """Put this process' rows of a global batch on its devices.
+
+    Args:
+        batch: int32 [local rows, T] fields, the rows of `local_rows` end to end.
+        like: `jax.ShapeDtypeStruct` fields [B, T] with their sharding; a field that is
+            None is left out.
+    """
+    starts, at = {}, 0
+    for rows in local_rows(like):
+        starts[rows.start] = at
+        at += rows.stop - rows.start
+
+    def array(shape: jax.ShapeDtypeStruct | None, field: np.ndarray):
+        if shape is None or shape.sharding.is_fully_addressable:
+            return None if shape is None else jax.device_put(field, shape.sharding)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(shape.shape[0])
+            return field[starts[start] : starts[start] + stop - start, index[1]]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+
+    return Batch(*map(array, like, batch))
+
+
+class Feed:
+    """Device batches, the next one already on its way; counts the time waited."""
+
+    def __init__(self, batches: Iterator[Batch], like: Batch):
+        """Take host batches from an iterator, to lie as `like` says."""
+        self._batches, self._like = batches, like
+        self.seconds_waited = 0.0
+        self._next = self._take()
+
+    def _take(self) -> Batch | None:
+        start = time.perf_counter()
+        batch = next(self._batches, None)
+        self.seconds_waited += time.perf_counter() - start
+        return None if batch is None else place(batch, self._like)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate to the end of the host's batches."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Give a batch and start the transfer of the one after it."""
+        batch = self._next
+        if batch is None:
+            raise StopIteration
+        self._next = self._take()
+        return batch

@@ -1,0 +1,91 @@
+"""The device mesh: named axes, slowest network first."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from train.config import ConfigError, MeshConfig, Mistake
+
+# data: copies of the model; fsdp: parameter shards; context, expert: to come; tensor:
+# parts of each layer.
+MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")
+
+
+def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Give every axis its size, -1 replaced by what is left.
+
+    Raises:
+        ConfigError: if the sizes do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free and num_devices % fixed == 0:
+        sizes[free[0]] = num_devices // fixed
+    if math.prod(sizes.values()) != num_devices:
+        text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        rule = (
+            f"must multiply to the {num_devices} devices there are; change a size, set "
+            "one axis to -1 (what is left), or runtime.cpu_devices on a CPU"
+        )
+        raise ConfigError([Mistake("mesh", text, rule)])
+    return sizes
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lay the devices out so that the fast network carries the axes it can.
+
+    With `mesh.dcn` factors the axes cross slices (or, where there are none, processes;
+    or else equal blocks of devices, to try a layout on one machine).
+
+    Raises:
+        ConfigError: if sizes and devices do not fit together.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = axis_sizes(config, len(devices))
+    dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
+    mistakes = [
+        Mistake(f"mesh.dcn.{axis}", dcn[axis], f"must divide mesh.{axis}={size}")
+        for axis, size in sizes.items()
+        if size % dcn[axis]
+    ]
+    granules = _granules(devices, math.prod(dcn.values()))
+    if len(granules) != math.prod(dcn.values()):
+        rule = f"must multiply to the {len(granules)} slices (or hosts) there are"
+        mistakes.append(Mistake("mesh.dcn", dcn, rule))
+    if mistakes:
+        raise ConfigError(mistakes)
+    inner = [sizes[axis] // dcn[axis] for axis in MESH_AXES]
+    blocks = [mesh_utils.create_device_mesh(inner, granule) for granule in granules]
+    grid = np.array(blocks).reshape(*dcn.values(), *inner)
+    rank = len(MESH_AXES)
+    order = [i for axis in range(rank) for i in (axis, axis + rank)]
+    grid = grid.transpose(order).reshape(*sizes.values())
+    # Auto: shardings are hints to XLA's partitioner, not part of every array's type.
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
+
+
+def _granules(devices: list[jax.Device], wanted: int) -> list[list[jax.Device]]:
+    """Group devices by the network between them."""
+    if wanted == 1:
+        return [devices]
+
+    def slice_of(device: jax.Device) -> int:
+        return getattr(device, "slice_index", 0)
+
+    def process_of(device: jax.Device) -> int:
+        return device.process_index
+
+    for key in (slice_of, process_of):
+        groups = [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
+        if len(groups) > 1:
+            return groups
+    size, rest = divmod(len(devices), wanted)
+    if rest:
+        return [devices]
+    return [devices[i * size : (i + 1) * size] for i in range(wanted)]

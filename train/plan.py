@@ -1,0 +1,24 @@
+"""`python -m train.plan`: what training would do, without doing it."""
+
+from train.command import run_command
+from train.config import Config
+
+
+def main(config: Config) -> int:
+    """Print layout and cost; with `plan.array`, which device holds which slice."""
+    from data.tokenizer import load_tokenizer, padded_vocab_size
+    from train.describe import describe, describe_array
+    from train.program import make_program, settle
+    from train.runtime import set_up
+
+    set_up(config.runtime)
+    encoding = load_tokenizer(config.data.tokenizer, config.data.tokenizer_sha256)
+    program = make_program(settle(config, padded_vocab_size(encoding)))
+    describe(program)
+    if config.plan.array is not None:
+        describe_array(program, config.plan.array)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,176 @@
+"""From a config to everything that `jit` needs, on a given set of devices.
+
+Training, evaluation, sampling and the plan all start here, so that what is planned is
+what runs.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.batches import Batch
+from model.config import Position
+from model.gpt import GPT, abstract_gpt
+from model.layers import Execution
+from model.params import param_infos
+from train.chips import flops_per_token
+from train.config import Config, ConfigError, Mistake
+from train.mesh import make_mesh
+from train.optimizer import Optimizer, make_optimizer
+from train.runtime import execution
+from train.sharding import (
+    activation_rules,
+    batch_sharding,
+    check_batch,
+    state_shardings,
+)
+from train.state import TrainState, abstract_state, initial_state
+from train.step import make_eval_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """A settled config on a mesh. `state` holds shapes, dtypes and shardings."""
+
+    config: Config
+    mesh: Mesh
+    model: GPT  # abstract
+    infos: Any
+    optimizer: Optimizer
+    how: Execution
+    state: TrainState  # of jax.ShapeDtypeStruct
+    batch: Batch  # of jax.ShapeDtypeStruct
+
+    @property
+    def shardings(self) -> TrainState:
+        """Where each leaf of the state lies."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
+
+    @functools.cached_property
+    def init(self):
+        """Jitted: () -> the state of step 0, born sharded."""
+        start = functools.partial(
+            initial_state, self.config.model, self.optimizer, self.config.seed
+        )
+        return jax.jit(start, out_shardings=self.shardings)
+
+    @functools.cached_property
+    def train_step(self):
+        """Jitted: (state, batch) -> (state, metrics); the old state is donated."""
+        step = make_train_step(self.model, self.optimizer, self.how, self.config.train)
+        return jax.jit(
+            step,
+            in_shardings=(self.shardings, self.batch_shardings),
+            out_shardings=(self.shardings, self.replicated),
+            donate_argnums=0,
+        )
+
+    @functools.cached_property
+    def eval_step(self):
+        """Jitted: (params, batch) -> (nats, targets)."""
+        step = make_eval_step(self.model, self.how, self.config.train)
+        return jax.jit(
+            step,
+            in_shardings=(self.shardings.params, self.batch_shardings),
+            out_shardings=self.replicated,
+        )
+
+    @property
+    def batch_shardings(self) -> Batch:
+        """Where each field of a batch lies."""
+        return jax.tree.map(lambda field: field.sharding, self.batch)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """On every device, whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.config.data.batch_size * self.config.data.sequence_length
+
+    @property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of a step (convention: train/chips.py)."""
+        length = self.config.data.sequence_length
+        params = self.state.params
+        per_token = flops_per_token(self.config.model, params, self.infos, length)
+        return per_token * self.tokens_per_step
+
+
+def settle(config: Config, vocab_size: int) -> Config:
+    """Fill in what the model takes from the data: vocabulary and longest row.
+
+    Args:
+        config: as composed.
+        vocab_size: the tokenizer's, padded to a multiple of 128.
+
+    Raises:
+        ConfigError: if the model's vocabulary is smaller than the tokenizer's.
+    """
+    model = config.model
+    if model.vocab_size is None:
+        model = replace(model, vocab_size=vocab_size)
+    if model.position is Position.learned and model.max_sequence_length is None:
+        model = replace(model, max_sequence_length=config.data.sequence_length)
+    return replace(config, model=model)
+
+
+def make_program(
+    config: Config,
+    devices: Sequence[jax.Device] | None = None,
+    schedule_steps: int | None = None,
+) -> Program:
+    """Lay a settled config out on devices.
+
+    Args:
+        config: settled.
+        devices: default: all there are.
+        schedule_steps: the schedule's length, if not train.num_steps: a run that goes
+            on beyond its first end keeps its schedule, at the last value.
+
+    Raises:
+        ConfigError: if it does not fit on them.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    rules = activation_rules(config.mesh)
+    check_batch(config.data.batch_size, config.train.accumulation_steps, mesh, rules)
+    platform, length = mesh.devices.flat[0].platform, config.data.sequence_length
+    try:
+        how = execution(config.model, platform, length, rules, config.train.remat)
+    except ValueError as error:
+        mistake = Mistake("model.attention", config.model.attention, str(error))
+        raise ConfigError([mistake]) from None
+    model = abstract_gpt(config.model)
+    infos = param_infos(model)
+    optimizer = make_optimizer(
+        config.optimizer,
+        config.schedule,
+        schedule_steps or config.train.num_steps,
+        infos,
+    )
+    state = abstract_state(config.model, optimizer)
+    shardings = state_shardings(state, infos, mesh, config.mesh.params)
+    rows = jax.ShapeDtypeStruct(
+        (config.data.batch_size, length),
+        jnp.int32,
+        sharding=batch_sharding(mesh, rules),
+    )
+    return Program(
+        config=config,
+        mesh=mesh,
+        model=model,
+        infos=infos,
+        optimizer=optimizer,
+        how=how,
+        state=jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
+        ),
+        batch=Batch(rows, rows, rows if config.data.document_mask else None, rows),
+    )

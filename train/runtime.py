@@ -1,0 +1,86 @@
+"""The machine, settled before JAX first touches a device."""
+
+import logging
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from model.attention import choose
+from model.axes import AxisRules
+from model.config import Dtype, ModelConfig
+from model.layers import Execution
+from train.config import Platform, Remat, RuntimeConfig
+
+log = logging.getLogger(__name__)
+
+
+def set_up(config: RuntimeConfig) -> None:
+    """Choose platform, virtual CPU devices, determinism and compilation cache.
+
+    Must run before anything asks JAX for a device.
+    """
+    if config.platform is not Platform.auto:
+        jax.config.update("jax_platforms", config.platform.value)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
+    if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    cache = config.compilation_cache or cache_dir() / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def cores() -> int:
+    """Count the cores that may be used, up to two.
+
+    One virtual device a core beats one device with two threads by a quarter on a small
+    model; more than two were not measured (docs/log.md).
+    """
+    return min(
+        2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    )
+
+
+def cache_dir() -> Path:
+    """Where caches live: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "longhaul"
+
+
+def execution(
+    model: ModelConfig,
+    platform: str,
+    sequence_length: int,
+    rules: AxisRules,
+    remat: Remat = Remat.none,
+) -> Execution:
+    """Settle dtypes and attention kernel for a platform (`cpu`, `gpu`, `tpu`).
+
+    On a CPU only the operands of products are rounded to bfloat16, what passes between
+    layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
+
+    Raises:
+        ValueError: if the platform cannot run the attention kernel asked for.
+    """
+    compute = model.compute_dtype
+    if compute is Dtype.auto:
+        plain_cpu = platform == "cpu" and not cpu_multiplies_bfloat16()
+        compute = Dtype.float32 if plain_cpu else Dtype.bfloat16
+    return Execution(
+        activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
+        compute_dtype=jnp.dtype(compute),
+        attention=choose(model.attention, platform, sequence_length, model.head_size),
+        remat=remat,
+        rules=rules,
+    )
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Say whether this CPU has bfloat16 dot products (AMX or AVX-512 BF16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 2)[1].split("\n")[0]
+    except (OSError, IndexError):
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags

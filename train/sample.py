@@ -1,0 +1,33 @@
+"""`python -m train.sample run.dir=... prompt=...`: generate text from a checkpoint."""
+
+from train.command import run_command
+from train.config import SampleConfig
+
+
+def main(asked: SampleConfig) -> int:
+    """Print prompt and continuation, samples separated by a line of dashes."""
+    import jax
+
+    from train.generate import Sampling
+    from train.summary import sample_text
+    from train.trained import load_trained
+
+    program, store, _, params = load_trained(asked)
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    with jax.set_mesh(program.mesh):
+        texts = sample_text(
+            program,
+            params,
+            store,
+            asked.prompt,
+            asked.num_tokens,
+            sampling,
+            asked.seed,
+            asked.num_samples,
+        )
+    print(f"\n{'-' * 72}\n".join(texts))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main, "sample", SampleConfig)

@@ -1,0 +1,124 @@
+"""Where every array lies: the only place that decides.
+
+A rule table maps the logical axes of a parameter to mesh axes. `state_shardings` turns
+it into one `NamedSharding` per leaf of the train state, which initialisation, the step,
+checkpoint restore and the plan all use.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model.axes import AxisRules, MeshAxes, partition_spec
+from model.params import ParamInfo
+from train.config import ConfigError, MeshConfig, Mistake
+
+
+def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
+    """Freeze a rule table: lists of mesh axes become tuples."""
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+
+
+def activation_rules(config: MeshConfig) -> AxisRules:
+    """Give the rules that the model takes along."""
+    return AxisRules(tuple(rule_table(config.activations).items()))
+
+
+def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
+    """Lay the rows [B, T] of a batch over the mesh."""
+    return NamedSharding(mesh, rules.spec("batch", "seq"))
+
+
+def num_shards(mesh: Mesh, entry: MeshAxes) -> int:
+    """Into how many parts a dim with this entry of a PartitionSpec is cut."""
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    size = 1
+    for axis in axes:
+        size *= mesh.shape[axis]
+    return size
+
+
+def param_specs(
+    params: Any, infos: Any, mesh: Mesh, table: dict[str, Any]
+) -> dict[str, Any]:
+    """Map each parameter to its PartitionSpec.
+
+    Args:
+        params: tree of arrays or `jax.ShapeDtypeStruct`.
+        infos: the same tree of `ParamInfo`.
+        mesh: the mesh.
+        table: `mesh.params`.
+
+    Raises:
+        ConfigError: naming every dim that its mesh axes do not divide, every logical
+            axis without a rule, and every parameter with two dims on one mesh axis.
+    """
+    rules, mistakes = rule_table(table), dict[str, Mistake]()
+
+    def spec(path: Any, param: Any, info: ParamInfo) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        try:
+            found = partition_spec(rules, info.axes)
+        except ValueError as error:
+            mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
+            return PartitionSpec()
+        for dim, axis, entry in zip(param.shape, info.axes, found, strict=True):
+            shards = num_shards(mesh, entry)
+            if dim % shards:
+                rule = (
+                    f"puts the {axis} dim {dim} of {name} on {shards} devices, which "
+                    f"do not divide it; change size or mesh, or map {axis} to null"
+                )
+                key = f"mesh.params.{axis}"
+                mistakes.setdefault(key, Mistake(key, entry, rule))
+        return found
+
+    specs = jax.tree_util.tree_map_with_path(spec, params, infos)
+    if mistakes:
+        raise ConfigError(list(mistakes.values()))
+    return specs
+
+
+def state_shardings(
+    abstract_state: Any, infos: Any, mesh: Mesh, table: dict[str, Any]
+) -> Any:
+    """Give every leaf of a train state its `NamedSharding`.
+
+    A leaf of the optimizer whose path ends with a parameter's path and which has its
+    shape (a moment, an average) lies where the parameter lies; anything else (step,
+    counts) is replicated. `tx.init` under `jit` alone would replicate the moments.
+    """
+    specs = param_specs(abstract_state.params, infos, mesh, table)
+    by_path = {
+        path: (param.shape, spec)
+        for (path, param), spec in zip(
+            jax.tree_util.tree_leaves_with_path(abstract_state.params),
+            jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)),
+            strict=True,
+        )
+    }
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            shape, spec = by_path.get(path[start:], (None, None))
+            if shape == leaf.shape and spec is not None:
+                return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract_state)
+
+
+def check_batch(batch_size: int, accumulation: int, mesh: Mesh, rules: AxisRules):
+    """Check that every device gets whole rows of each microbatch.
+
+    Raises:
+        ConfigError: if not.
+    """
+    shards = num_shards(mesh, rules.spec("batch")[0])
+    if batch_size % (shards * accumulation):
+        rule = (
+            f"must be divisible by {shards} (devices that share the batch) x "
+            f"{accumulation} (train.accumulation_steps)"
+        )
+        raise ConfigError([Mistake("data.batch_size", batch_size, rule)])

@@ -1,0 +1,99 @@
+"""One update: gradients over microbatches, the optimizer, and the guard around both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from data.batches import Batch
+from model.gpt import GPT, bind
+from model.layers import Execution
+from train.config import TrainConfig
+from train.loss import loss_sum
+from train.optimizer import Optimizer
+from train.state import TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    model: GPT, optimizer: Optimizer, how: Execution, config: TrainConfig
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
+
+    The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
+    target), grad_norm (before clipping), learning_rate, skipped (1 if the loss or the
+    gradient was not finite and the update was left out).
+    """
+    microbatches = config.accumulation_steps
+
+    def gradients(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
+
+        def mean_loss(params: Any, part: Batch) -> tuple[jax.Array, jax.Array]:
+            loss, nats = loss_sum(
+                bind(model, params), part, how, config.z_loss, config.loss_chunk_tokens
+            )
+            return loss / num_targets, nats / num_targets
+
+        value_and_grad = jax.grad(mean_loss, has_aux=True)
+        if microbatches == 1:
+            grads, loss = value_and_grad(params, batch)
+            return loss, grads
+
+        def add(total, part: Batch):
+            grads, loss = value_and_grad(params, part)
+            return jax.tree.map(jnp.add, total, (loss, grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (jnp.zeros((), jnp.float32), zeros)
+        return jax.lax.scan(add, start, split(batch, microbatches))[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss, grads = gradients(state.params, batch)
+        norm = optax.global_norm(grads)
+        params, opt = optimizer.update(
+            grads, norm, state.optimizer, state.params, state.step
+        )
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        params, opt = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (params, opt),
+            (state.params, state.optimizer),
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": optimizer.learning_rate(state.step),
+            "skipped": jnp.where(finite, 0.0, 1.0),
+        }
+        return TrainState(state.step + 1, params, opt), metrics
+
+    return train_step
+
+
+def split(batch: Batch, parts: int) -> Batch:
+    """Cut [B, T] into microbatches [parts, B/parts, T], each spread over all devices.
+
+    Every parts-th row goes to the same microbatch, so that no row changes its device.
+    """
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1),
+        batch,
+    )
+
+
+def make_eval_step(
+    model: GPT, how: Execution, config: TrainConfig
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """Build `eval_step(params, batch) -> (sum of nats, number of targets)`."""
+
+    def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        _, nats = loss_sum(
+            bind(model, params), batch, how, 0.0, config.loss_chunk_tokens
+        )
+        return nats, jnp.sum(batch.targets >= 0)
+
+    return eval_step

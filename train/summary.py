@@ -1,0 +1,76 @@
+"""What a finished run has to show: its score beside common compressors, a sample."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from data.store import Store, compression_bits_per_byte
+from data.tokenizer import decode, encode
+from train.evaluation import Score
+from train.generate import Sampling, generate
+from train.program import Program
+from train.progress import format_bytes
+
+_SAMPLE_TOKENS = 400
+_PLAIN = Sampling()
+
+
+def sample_text(
+    program: Program,
+    params: Any,
+    store: Store,
+    prompt: str,
+    num_tokens: int,
+    sampling: Sampling = _PLAIN,
+    seed: int = 0,
+    num_samples: int = 1,
+) -> list[str]:
+    """Continue a prompt; an empty one is an end of text, so that a document begins."""
+    encoding = store.encoding
+    ids = encode(encoding, prompt.encode())
+    if not len(ids):
+        ids = np.array([encoding.eot_token])
+    out = generate(
+        program.model,
+        params,
+        jnp.tile(jnp.asarray(ids, jnp.int32), (num_samples, 1)),
+        jax.random.key(seed),
+        num_tokens,
+        encoding.n_vocab,
+        sampling,
+        program.how,
+    )
+    return [prompt + decode(encoding, np.asarray(row)) for row in out]
+
+
+def results(program: Program, params: Any, store: Store, step: int, score: Score):
+    """Gather what the end of a run leaves behind, as JSON."""
+    room = program.config.model.max_sequence_length or _SAMPLE_TOKENS + 1
+    text = store.text("validation")
+    return {
+        "step": step,
+        "eval/loss": score.loss,
+        "eval/bits_per_byte": score.bits_per_byte,
+        "validation_bytes": len(text),
+        "compressed": compression_bits_per_byte(text),  # bits per byte
+        "sample": sample_text(
+            program, params, store, "", min(_SAMPLE_TOKENS, room - 1)
+        )[0],
+    }
+
+
+def print_results(found: dict[str, Any], command: str) -> None:
+    """Print results to stdout, and how to go on."""
+    step = found["step"]
+    others = ", ".join(f"{k} -9 {v:.3f}" for k, v in found["compressed"].items())
+    print()
+    print(f"finished    {step:,} steps")
+    print(f"validation  {found['eval/loss']:.4f} nats a token, ", end="")
+    print(f"{found['eval/bits_per_byte']:.3f} bits per byte")
+    size = format_bytes(found["validation_bytes"])
+    print(f"            the same {size} in bits per byte: {others}")
+    print("sample")
+    print("\n".join(f"  | {line}" for line in found["sample"].split("\n")))
+    print(f"to go on    {command} train.num_steps={2 * step}", flush=True)

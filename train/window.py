@@ -1,0 +1,109 @@
+"""The steps between two log lines: their metrics and what their time went to."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from train.chips import peak_flops
+from train.feed import Feed
+from train.program import Program
+from train.progress import Progress
+from train.rundir import RunDir
+from train.step import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Window:
+    """Collects device metrics unread, and reads them all at once when it closes."""
+
+    def __init__(self, program: Program, run: RunDir, feed: Feed):
+        """Open the first window."""
+        self._program, self._run, self._feed = program, run, feed
+        peak = peak_flops(program.mesh.devices.flat[0].device_kind)
+        self.peak = peak and peak * program.mesh.size
+        self.skipped_in_a_row = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._metrics: list[Metrics] = []
+        self._began, self._paused = time.monotonic(), 0.0
+        self._waited = self._feed.seconds_waited
+
+    def add(self, metrics: Metrics) -> None:
+        """Take the metrics of a step that was dispatched."""
+        self._metrics.append(metrics)
+
+    @contextmanager
+    def pause(self, event: str) -> Iterator[None]:
+        """Leave what the body does out of the step time; record it as an event."""
+        began = time.monotonic()
+        with self._run.events.span(event):
+            yield
+        self._paused += time.monotonic() - began
+
+    def close(self, step: int, progress: Progress, write: bool) -> None:
+        """Wait for the devices, show and record the window, open the next.
+
+        Args:
+            step: completed updates.
+            progress: what the user sees.
+            write: whether `step` gets its line in metrics.jsonl.
+        """
+        steps = jax.device_get(self._metrics)
+        seconds = time.monotonic() - self._began - self._paused
+        waited = self._feed.seconds_waited - self._waited
+        for metrics in steps:
+            skipped = metrics["skipped"] > 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        num_skipped = int(sum(metrics["skipped"] for metrics in steps))
+        if num_skipped:
+            progress.note(
+                f"step {step:,}: {num_skipped} of {len(steps)} updates were not finite "
+                "and were left out"
+            )
+        program, last = self._program, steps[-1]
+        speed = program.tokens_per_step * len(steps) / seconds
+        flops = program.flops_per_step * len(steps) / seconds
+        mfu = flops / self.peak if self.peak else None
+        self._run.events.record("step", seconds - waited, steps=len(steps), step=step)
+        self._run.events.record("data_wait", waited)
+        loss = float(last["loss"])
+        progress.update(step, loss, speed, mfu)
+        if write:
+            values = {
+                "loss": loss,
+                "grad_norm": float(last["grad_norm"]),
+                "learning_rate": float(last["learning_rate"]),
+                "tokens": step * program.tokens_per_step,
+                "tokens_per_second": speed,
+                "step_seconds": seconds / len(steps),
+                "mfu": math.nan if mfu is None else mfu,
+            }
+            self._run.log(step, values)
+        self._open()
+
+
+class Profiler:
+    """Traces the steps asked for into `<run_dir>/profile`."""
+
+    def __init__(self, steps: list[int], folder: str):
+        """Take `profile.steps`: [first, last], or nothing."""
+        self._first, self._last = steps or (None, None)
+        self._folder = folder
+
+    def before(self, step: int) -> None:
+        """Begin, if this is the first step to trace."""
+        if step == self._first:
+            jax.profiler.start_trace(self._folder)
+
+    def after(self, step: int, metrics: Metrics) -> None:
+        """End, if this was the last one, once the devices are through with it."""
+        if step == self._last and self._first is not None:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+            log.info("profile of steps %d to %d: %s", self._first, step, self._folder)
