@@ -1,0 +1,359 @@
+"""Time training steps of PyTorch and Longhaul against each other, in alternation.
+
+    python -m benchmarks.step --preset nano --json nano.json
+    python -m benchmarks.step --preset gpt2_124m --device gpu
+
+Each contender is a process of its own that trains the same shape on the same token
+batches, already on the device. Before any timing its loss must fall, and agree with
+the first contender's. The slower PyTorch variants drop out after a short run; the
+others take turns, block by block, so that load from elsewhere hits all alike.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+NUM_BATCHES = 8  # distinct ones, used in turn
+CHECK_STEPS = 40  # a multiple of NUM_BATCHES: first and last loss of one batch
+TORCH_KEPT = 2  # variants that reach the long run
+# Compiled or eager, bfloat16 autocast or not, PyTorch's attention kernel or its own
+# products and softmax ("written", the faster one on a CPU at a short context).
+TORCH_VARIANTS = [
+    f"torch-{mode}-{precision}{attention}"
+    for mode in ("eager", "compile")
+    for precision in ("f32", "bf16")
+    for attention in ("", "-written")
+]
+# On a GPU one is known to be the fastest, and eight would not fit together.
+DEFAULT_CONTENDERS = {"cpu": TORCH_VARIANTS, "gpu": ["torch-compile-bf16"]}
+# Dense bfloat16 peak, FLOP/s. Source: NVIDIA's data sheets of A100, H100 and H200.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of the batch."""
+
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    context: int
+    batch_size: int
+    vocab_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch_size * self.context
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one step; see MFU_CONVENTION."""
+        c, layers = self.embed_dim, self.num_layers
+        matrices = 12 * layers * c * c + self.vocab_size * c
+        return (6 * matrices + 12 * layers * c * self.context) * self.tokens
+
+    def batches(self) -> np.ndarray:
+        """Draw token ids (NUM_BATCHES, B, T + 1), frequent ones first (Zipf)."""
+        weights = 1 / np.arange(1, self.vocab_size + 1)
+        size = (NUM_BATCHES, self.batch_size, self.context + 1)
+        ids = np.random.default_rng(0).choice(
+            self.vocab_size, size=size, p=weights / weights.sum()
+        )
+        return ids.astype(np.int32)
+
+
+PRESETS = {
+    "nano": Shape(4, 4, 128, 64, 12, 384),
+    "small": Shape(4, 8, 256, 256, 4, 4096),
+    "gpt2_124m": Shape(12, 12, 768, 1024, 64, 50304),
+}
+
+
+class Worker(Protocol):
+    """What a contender's process holds."""
+
+    def step_block(self, num_steps: int) -> tuple[float, float]:
+        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        ...
+
+    def device_peak_bytes(self) -> int | None:
+        """Most GPU memory ever allocated; None on the CPU."""
+        ...
+
+
+def longhaul_worker(shape: Shape) -> Worker:
+    """Build Longhaul's step; it trains on `shape.batches()` in turn."""
+    raise SystemExit("longhaul: this contender is not wired up yet")
+
+
+def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
+    """Build the PyTorch variant `name`."""
+    from benchmarks.torch_gpt import TorchWorker
+
+    return TorchWorker(
+        shape.batches(),
+        compiled="compile" in name,
+        bfloat16="bf16" in name,
+        written_out="written" in name,
+        device="cuda" if device == "gpu" else "cpu",
+        num_threads=threads,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        embed_dim=shape.embed_dim,
+        context=shape.context,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def serve(name: str, shape: Shape, device: str, threads: int) -> None:
+    """Answer `warm`, `run N` and `quit` on stdin with one JSON line each.
+
+    `warm` builds, compiles and does the first step. Host memory is the peak since
+    then, so that a compiler's own does not count.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    worker: Worker | None = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "quit":
+            return
+        if command == "warm":
+            if name == "longhaul":
+                worker = longhaul_worker(shape)
+            else:
+                worker = torch_worker(name, shape, device, threads)
+        assert worker is not None, "warm comes first"
+        seconds, loss = worker.step_block(int(arguments[0]) if arguments else 1)
+        peak = worker.device_peak_bytes()
+        answer = {"seconds": seconds, "loss": loss, "bytes": peak or host_peak_bytes()}
+        print(json.dumps(answer), file=answers, flush=True)
+        reset = Path("/proc/self/clear_refs")
+        if command == "warm" and reset.exists():
+            reset.write_text("5")
+
+
+def host_peak_bytes() -> int:
+    """Read this process's peak resident memory."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Contender:
+    """A worker process, seen from the harness."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.blocks: list[float] = []  # seconds of a step, one per block
+        self.memory = 0
+        flags = ["--preset", options.preset, "--device", options.device]
+        flags += ["--threads", str(options.threads), "--worker", name]
+        environment = {"OMP_NUM_THREADS": str(options.threads)}
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU is shared
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.step", *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, **environment},
+        )
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended early: see its message above")
+        return json.loads(line)
+
+    def run(self, num_steps: int) -> None:
+        """Time one block."""
+        answer = self.ask(f"run {num_steps}")
+        self.blocks.append(answer["seconds"] / num_steps)
+        self.memory = answer["bytes"]
+
+    def quit(self) -> None:
+        """End the process."""
+        if self.process.stdin:
+            self.process.stdin.close()  # ends its loop over lines
+        self.process.wait()
+
+
+def check(contenders: list[Contender]) -> None:
+    """Warm every contender and compare losses on the same batch, 40 steps apart."""
+    reference: list[float] = []
+    for contender in contenders:
+        start = contender.ask("warm")
+        end = contender.ask(f"run {CHECK_STEPS}")
+        losses = [start["loss"], end["loss"]]
+        warm_s = start["seconds"]
+        print(
+            f"{contender.name}: loss {losses[0]:.4f} -> {losses[1]:.4f}, "
+            f"first step {warm_s:.1f} s",
+            flush=True,
+        )
+        if not losses[1] < 0.95 * losses[0]:
+            raise SystemExit(f"{contender.name}: the loss does not fall")
+        reference = reference or losses
+        # The weights are Longhaul's own, so its losses agree less closely.
+        tolerance = 0.01 if contender.name in TORCH_VARIANTS else 0.05
+        if not np.allclose(losses, reference, rtol=tolerance, atol=0):
+            raise SystemExit(f"{contender.name}: losses differ from {reference}")
+
+
+def alternate(contenders: list[Contender], blocks: int, steps: int) -> None:
+    """Time blocks of steps, turn by turn; every other round runs backwards."""
+    for contender in contenders:
+        contender.blocks.clear()
+    for round_ in range(blocks):
+        for contender in contenders[:: -1 if round_ % 2 else 1]:
+            contender.run(steps)
+
+
+def prune(contenders: list[Contender], steps: int) -> list[Contender]:
+    """Keep the fastest PyTorch variants and everyone else."""
+    alternate(contenders, 4, steps)
+    by_time = sorted(contenders, key=lambda c: statistics.median(c.blocks))
+    torch_names = [c.name for c in by_time if c.name in TORCH_VARIANTS]
+    dropped = torch_names[TORCH_KEPT:]
+    for contender in by_time:
+        step_ms = 1e3 * statistics.median(contender.blocks)
+        fate = ", dropped" if contender.name in dropped else ""
+        print(f"short run: {contender.name} {step_ms:.2f} ms{fate}", flush=True)
+        if fate:
+            contender.quit()
+    return [c for c in contenders if c.name not in dropped]
+
+
+def hardware(device: str) -> str:
+    """Name the processor, and the GPU where that is what is timed."""
+    model, info = platform.processor(), Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [s for s in info.read_text().splitlines() if "model name" in s]
+        model = lines[0].split(":")[1].strip() if lines else model
+    cpu = f"{model}, {usable_cores()} cores"
+    if device == "cpu":
+        return cpu
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return f"{gpus.splitlines()[0]}; {cpu}"
+
+
+def usable_cores() -> int:
+    """Count the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def report(contenders: list[Contender], options: argparse.Namespace) -> dict[str, Any]:
+    """Print the table; return it as plain values."""
+    shape, machine = PRESETS[options.preset], hardware(options.device)
+    peak = next((f for gpu, f in PEAK_FLOPS.items() if gpu in machine), None)
+    medians = {c.name: statistics.median(c.blocks) for c in contenders}
+    best_torch = min((medians[n] for n in TORCH_VARIANTS if n in medians), default=None)
+    versions = {}
+    for package in ("torch", "jax", "jaxlib", "flax", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    rows = [
+        {
+            "contender": c.name,
+            "step_ms": 1e3 * medians[c.name],
+            "min_ms": 1e3 * min(c.blocks),
+            "max_ms": 1e3 * max(c.blocks),
+            "tokens_per_s": shape.tokens / medians[c.name],
+            "speed_to_torch": best_torch and best_torch / medians[c.name],
+            "memory_mib": c.memory / 2**20,
+            "mfu": peak and shape.flops / medians[c.name] / peak,
+            "blocks_ms": [1e3 * s for s in c.blocks],
+        }
+        for c in contenders
+    ]
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": machine,
+        "load_average": os.getloadavg(),
+        "threads": options.threads,
+        "versions": {"python": platform.python_version(), **versions},
+        "preset": options.preset,
+        "shape": asdict(shape),
+        "mfu_convention": MFU_CONVENTION,
+        "rows": rows,
+    }
+    for key in ("date", "hardware", "threads", "versions", "shape"):
+        print(f"{key}: {result[key]}")
+    memory = "peak host memory" if options.device == "cpu" else "peak GPU memory"
+    print(f"speed: PyTorch's best is 1; memory: {memory}; MFU: {MFU_CONVENTION}\n")
+    print("| contender | step ms (min..max) | tokens/s | speed | MiB | MFU |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        span = f"{row['step_ms']:.2f} ({row['min_ms']:.2f}..{row['max_ms']:.2f})"
+        speed = f"{row['speed_to_torch']:.2f}" if row["speed_to_torch"] else "-"
+        mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+        print(
+            f"| {row['contender']} | {span} | {row['tokens_per_s']:,.0f} | {speed} "
+            f"| {row['memory_mib']:.0f} | {mfu} |"
+        )
+    return result
+
+
+def main() -> None:
+    """Check, prune, alternate, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, default="nano")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--contenders", help="names with commas between")
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20, help="of one block")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        shape = PRESETS[options.preset]
+        return serve(options.worker, shape, options.device, options.threads)
+    names = DEFAULT_CONTENDERS[options.device]
+    if options.contenders:
+        names = options.contenders.split(",")
+    if unknown := set(names) - {*TORCH_VARIANTS, "longhaul"}:
+        parser.error(f"--contenders: unknown {sorted(unknown)}")
+    contenders = [Contender(name, options) for name in names]
+    try:
+        check(contenders)
+        contenders = prune(contenders, options.steps)
+        alternate(contenders, options.blocks, options.steps)
+        result = report(contenders, options)
+    finally:
+        for contender in contenders:
+            contender.quit()
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
