@@ -75,10 +75,9 @@ class Corpus:
     def _part(self, split: Split) -> bytes:
         text = _read(self.root)
         cut = len(text) - int(len(text) * self.validation)
-        # UTF-8's continuation bytes; in other encodings no run of them is longer than
-        # a character's, or any cut is as good.
-        while 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:
-            cut -= 1
+        for _ in range(3):  # as many continuation bytes as a UTF-8 character can have
+            if 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:
+                cut -= 1
         part = text[:cut] if split == "train" else text[cut:]
         if not part:
             raise DataError(

@@ -1,0 +1,273 @@
+import dataclasses
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.store
+from data.batches import (
+    Batch,
+    cut_rows,
+    num_rows,
+    train_batch,
+    train_batches,
+    validation_batches,
+)
+from data.config import DataConfig, Source
+from data.errors import DataError
+from data.store import prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+def take(batches, count: int) -> list[Batch]:
+    found = list(itertools.islice(batches, count))
+    batches.close()
+    return found
+
+
+def assert_equal(a: Batch, b: Batch) -> None:
+    for name, left, right in zip(Batch._fields, a, b, strict=True):
+        np.testing.assert_array_equal(left, right, err_msg=name)
+
+
+def joined(batches: list[Batch]) -> Batch:
+    return Batch(*map(np.concatenate, zip(*batches, strict=True)))
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
+    """A single file whose windows of 4 bytes are all different, and its tokens."""
+    text = b"".join(index.to_bytes(2, "big") for index in range(1000))
+    (tmp_path / "numbers").write_bytes(text)
+    config = DataConfig(
+        source=Source.text,
+        path=str(tmp_path / "numbers"),
+        sequence_length=16,
+        batch_size=8,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    return config, np.frombuffer(text, np.uint8).astype(np.int32)
+
+
+def test_a_batch_does_not_depend_on_where_reading_began(config):
+    store = prepare(config)
+    batches = take(train_batches(store, config, seed=3), 40)
+    for step, batch in enumerate(take(train_batches(store, config, 3, 25), 15), 25):
+        assert_equal(batch, batches[step])
+        assert_equal(batch, train_batch(store, config, 3, step))
+    for array in batches[0]:
+        assert array.dtype == np.int32
+        assert array.shape == (8, 16)
+
+
+def test_a_late_start_costs_nothing(config):
+    store = prepare(config)
+    started = time.monotonic()
+    (late,) = take(train_batches(store, config, 3, 10**12), 1)
+    assert time.monotonic() - started < 5
+    assert_equal(late, train_batch(store, config, 3, 10**12))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_together_read_the_global_batch(config, processes):
+    store = prepare(config)
+    size = config.batch_size // processes
+    parts = [slice(rank * size, (rank + 1) * size) for rank in range(processes)]
+    readers = [train_batches(store, config, 5, 2, part) for part in parts]
+    for step in range(2, 6):
+        together = joined([next(reader) for reader in readers])
+        assert_equal(together, train_batch(store, config, 5, step))
+    halves = [slice(6, 8), slice(0, 2)]
+    expected = train_batch(store, config, 5, 2)
+    some = train_batch(store, config, 5, 2, halves)
+    np.testing.assert_array_equal(some.inputs, expected.inputs[[6, 7, 0, 1]])
+    whole = list(validation_batches(store, config))
+    split = [list(validation_batches(store, config, rows=part)) for part in parts]
+    for batch, pieces in zip(whole, zip(*split, strict=True), strict=True):
+        assert_equal(joined(list(pieces)), batch)
+
+
+def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
+    config, flat = numbers
+    store = prepare(config)
+    count = num_rows(store, config)
+    assert count == 112
+    rows = [flat[row * 16 : row * 16 + 17].tolist() for row in range(count)]
+
+    def order(seed: int, epoch: int) -> list[int]:
+        steps = count // config.batch_size
+        batch = joined(take(train_batches(store, config, seed, steps * epoch), steps))
+        assert_targets_follow(batch)
+        full = np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
+        return [rows.index(row) for row in full.tolist()]
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
+    for one in orders:
+        assert sorted(one) == list(range(count))
+    assert len({tuple(one) for one in orders}) == 6, "orders repeat"
+    assert list(range(count)) not in orders
+
+
+def assert_targets_follow(batch: Batch) -> None:
+    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+
+
+def test_batches_straddle_epochs_without_loss(numbers):
+    config, _ = numbers
+    config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
+    store = prepare(config)
+    batch = joined(take(train_batches(store, config, 0), 25))  # two epochs and a row
+    counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
+    assert counts.tolist() == [2] * 112
+
+
+E_ = 256  # the end of a document
+FLAT = np.array([1, 2, E_, 3, E_, E_, 4, 5, 6, 7, 8, E_, 9], np.int32)
+OFFSETS = np.array([0, 3, 5, 6, 12, 13])
+
+
+def test_rows_respect_documents():
+    starts = np.array([0, 4])
+    tokens = np.stack([FLAT[0:7], FLAT[4:11]])
+    batch = cut_rows(tokens, starts, OFFSETS, document_mask=True)
+    expected = Batch(
+        inputs=[[1, 2, E_, 3, E_, E_], [E_, E_, 4, 5, 6, 7]],
+        targets=[[2, E_, -1, E_, -1, -1], [-1, -1, 5, 6, 7, 8]],
+        segment_ids=[[1, 1, 1, 2, 2, 3], [1, 2, 3, 3, 3, 3]],
+        positions=[[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]],
+    )
+    assert_equal(batch, expected)
+
+
+def test_a_document_that_begins_with_the_row_is_its_first_segment():
+    batch = cut_rows(FLAT[None, 6:10], np.array([6]), OFFSETS, document_mask=True)
+    expected = ([[4, 5, 6]], [[5, 6, 7]], [[1, 1, 1]], [[0, 1, 2]])
+    assert_equal(batch, Batch(*expected))
+
+
+def test_without_document_mask_rows_are_running_text():
+    tokens = FLAT[None, 0:7]
+    batch = cut_rows(tokens, np.array([0]), OFFSETS, document_mask=False)
+    expected = (tokens[:, :-1], tokens[:, 1:], [[1] * 6], [list(range(6))])
+    assert_equal(batch, Batch(*expected))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_what_lies_behind_the_end_is_padding(mask):
+    tokens = np.array([[E_, 9, 0, 0, 0], [0] * 5], np.int32)
+    batch = cut_rows(tokens, np.array([11, 15]), OFFSETS, mask)
+    assert batch.inputs.tolist() == [[E_, 0, 0, 0], [0] * 4]
+    assert batch.targets.tolist() == [[-1 if mask else 9, -1, -1, -1], [-1] * 4]
+    assert batch.segment_ids.tolist() == [[1, 0, 0, 0], [0] * 4]
+    assert batch.positions.tolist() == [[0] * 4] * 2
+
+
+@pytest.mark.parametrize("limit", [0, 2**30])
+def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypatch):
+    """Cut each row into its documents, and find each in one document's own tokens."""
+    monkeypatch.setattr(data.store, "MEMORY_LIMIT_BYTES", limit)
+    store = prepare(config)
+    tokens = store.split("train")
+    documents = [
+        bytes(tokens.read(start, end).astype(np.uint8)[:-1]) + b"\0"
+        for start, end in itertools.pairwise(tokens.offsets)
+    ]
+    batch = train_batch(store, config, seed=0, step=0)
+    for inputs, targets, segments, positions in zip(*batch, strict=True):
+        for segment in np.unique(segments):
+            at = np.flatnonzero(segments == segment)
+            assert positions[at].tolist() == list(range(len(at)))
+            piece = np.append(inputs[at], targets[at[-1]])
+            if piece[-1] == -1:
+                assert inputs[at[-1]] == E_
+                piece = piece[:-1]
+            else:
+                assert at[-1] == len(segments) - 1, "unmasked only at the row's end"
+            np.testing.assert_array_equal(targets[at[:-1]], inputs[at[1:]])
+            ended = bytes(piece.astype(np.uint8))
+            assert any(ended in document for document in documents)
+
+
+def test_validation_goes_through_the_text_once(config):
+    store = prepare(config)
+    tokens = store.split("validation")
+    flat = tokens.read(0, len(tokens)).astype(np.int32)
+    config = dataclasses.replace(config, document_mask=False)
+    batches = list(validation_batches(store, config))
+    assert {batch.inputs.shape for batch in batches} == {(8, 16)}
+    batch = joined(batches)
+    real = batch.segment_ids > 0
+    np.testing.assert_array_equal(batch.inputs[real], flat[:-1])
+    np.testing.assert_array_equal(batch.targets[real], flat[1:])
+    assert (batch.targets[~real] == -1).all()
+    assert (~real).any()
+    assert len(list(validation_batches(store, config, 1))) == 1
+    assert_equal(next(validation_batches(store, config, 1)), batches[0])
+    assert len(list(validation_batches(store, config, 1000))) == len(batches)
+
+
+def test_too_little_text_is_refused_with_the_remedy(config):
+    for changes in ({"sequence_length": 4096}, {"batch_size": 10**6}):
+        starved = dataclasses.replace(config, **changes)
+        with pytest.raises(DataError, match="shorter sequences, a smaller batch"):
+            train_batches(prepare(starved), starved, seed=0)
+
+
+def test_an_abandoned_iterator_does_not_keep_the_process(config):
+    script = (
+        "import sys; from data.config import *; from data.store import prepare\n"
+        "from data.batches import train_batches\n"
+        "config = eval(sys.argv[1]); kept = train_batches(prepare(config), config, 0)\n"
+        "next(kept); print('done')"
+    )
+    arguments = repr(config).replace(repr(config.source), "Source.text")
+    result = subprocess.run(
+        [sys.executable, "-c", script, arguments],
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (result.stdout, result.returncode) == ("done\n", 0), result.stderr
+
+
+def test_a_closed_iterator_leaves_no_thread(config):
+    before = threading.active_count()
+    batches = train_batches(prepare(config), config, seed=0)
+    next(batches)
+    batches.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_reading_runs_ahead_but_not_far(config, monkeypatch):
+    store = prepare(config)
+    reads = []
+    tokens = store.split("train")
+    read_rows = tokens.read_rows
+    monkeypatch.setattr(
+        tokens, "read_rows", lambda *a: (reads.append(1), read_rows(*a))[1]
+    )
+    batches = train_batches(store, config, seed=0)
+    next(batches)
+    time.sleep(0.5)
+    assert len(reads) == 1 + config.prefetch
+    batches.close()
+
+
+def test_importing_data_initialises_no_backend():
+    script = (
+        "import data.batches, data.store, data.tokenizer, sys\n"
+        "if 'jax' in sys.modules:\n"
+        "    from jax._src import xla_bridge\n"
+        "    assert not xla_bridge.backends_are_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)

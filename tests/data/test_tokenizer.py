@@ -1,0 +1,124 @@
+import base64
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from data.errors import DataError
+from data.tokenizer import (
+    decode,
+    decode_bytes,
+    encode,
+    fingerprint,
+    load_tokenizer,
+    padded_vocab_size,
+)
+
+TEXT = "naïve 猫 <|endoftext|>\r\n  x".encode()
+EVERYTHING = bytes(range(256)) * 2 + TEXT + b"\xed\xa0"
+
+
+def write_ranks(path: Path, extra: tuple[bytes, ...] = (b"th", b"the", b" the")) -> str:
+    tokens = [bytes([byte]) for byte in range(256)] + list(extra)
+    lines = [
+        base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)
+    ]
+    path.write_bytes(b"".join(lines))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(params=["bytes", "ranks"])
+def encoding(request: pytest.FixtureRequest, tmp_path: Path) -> tiktoken.Encoding:
+    if request.param == "bytes":
+        return load_tokenizer("bytes")
+    path = tmp_path / "ranks"
+    return load_tokenizer(str(path), write_ranks(path))
+
+
+def test_any_bytes_round_trip(encoding):
+    assert decode_bytes(encoding, encode(encoding, EVERYTHING)) == EVERYTHING
+    assert decode_bytes(encoding, encode(encoding, b"")) == b""
+    assert decode(encoding, encode(encoding, "猫 the".encode())) == "猫 the"
+
+
+def test_a_rank_file_merges_around_bytes_that_are_not_utf8(tmp_path):
+    path = tmp_path / "bytes"  # its name must not make it the built-in one
+    encoding = load_tokenizer(str(path), write_ranks(path))
+    assert encode(encoding, b"the\xff the").tolist() == [257, 0xFF, 258]
+
+
+def test_the_name_of_a_special_token_is_text(encoding):
+    ids = encode(encoding, b"a<|endoftext|>b")
+    assert encoding.eot_token not in ids
+    assert decode(encoding, ids) == "a<|endoftext|>b"
+
+
+def test_any_ids_decode(encoding):
+    ids = np.arange(-5, 1000)
+    text = decode_bytes(encoding, ids)
+    assert text.startswith(bytes(range(256)))
+    assert text.endswith(b"<|endoftext|>")
+    assert decode(encoding, np.array([0xC3, 400])) == "�"
+
+
+def test_ids_in_a_gap_of_the_vocabulary_decode_to_nothing():
+    gap = tiktoken.Encoding(
+        "gap", pat_str=".", mergeable_ranks={b"a": 0}, special_tokens={"<|x|>": 5}
+    )
+    assert decode(gap, [0, 3, 5, 0]) == "a<|x|>a"
+
+
+def test_bytes_needs_no_list_of_ids():
+    encoding = load_tokenizer("bytes")
+    assert encoding.n_vocab == 257
+    assert encoding.eot_token == 256
+    assert padded_vocab_size(encoding) == 384
+    assert encode(encoding, b"ab").dtype == np.uint8
+    assert encoding.encode_ordinary("aé") == encode(encoding, "aé".encode()).tolist()
+
+
+def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path):
+    hashes = [
+        write_ranks(tmp_path / "a"),
+        write_ranks(tmp_path / "b"),
+        write_ranks(tmp_path / "c", (b"he", b"the")),
+    ]
+    prints = [
+        fingerprint(load_tokenizer(str(tmp_path / name), sha256))
+        for name, sha256 in zip("abc", hashes, strict=True)
+    ]
+    assert prints[0] == prints[1] != prints[2]
+    bytes_print = "427ac374a327c594eb2b324aaee4eeab922dda2d73e5d31c853f24460814ad1b"
+    assert fingerprint(load_tokenizer("bytes")) == bytes_print, (
+        "every existing store of bytes would be refused: raise the store's SCHEMA too"
+    )
+
+
+def test_a_rank_file_needs_its_hash(tmp_path):
+    path = tmp_path / "r.tiktoken"
+    sha256 = write_ranks(path)
+    with pytest.raises(ValueError, match=f"tokenizer_sha256={sha256}"):
+        load_tokenizer(str(path))
+    with pytest.raises(DataError, match=f"(?s){sha256}.*{'0' * 64}"):
+        load_tokenizer(str(path), "0" * 64)
+
+
+def test_a_missing_or_malformed_rank_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gtp2.*not one of bytes, gpt2"):
+        load_tokenizer("gtp2")
+    path = tmp_path / "novel.txt"
+    path.write_bytes(b"It was a dark and stormy night")
+    with pytest.raises(DataError, match=r"novel\.txt.*not a tiktoken rank file"):
+        load_tokenizer(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_without_network_a_published_vocabulary_says_so(name, tmp_path, monkeypatch):
+    for variable in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(DataError, match=r"can it be downloaded.*=bytes"):
+        load_tokenizer(name)
