@@ -23,6 +23,11 @@ from data.errors import DataError
 from data.store import prepare
 
 ROOT = Path(__file__).parents[2]
+NO_BACKEND = """
+if 'jax' in sys.modules:
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized()
+"""
 
 
 def take(batches, count: int) -> list[Batch]:
@@ -194,13 +199,15 @@ def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypat
             assert any(ended in document for document in documents)
 
 
-def test_validation_goes_through_the_text_once(config):
+@pytest.mark.parametrize("rows", [1, 8])
+def test_validation_goes_through_the_text_once(config, rows):
+    config = dataclasses.replace(config, batch_size=rows)
     store = prepare(config)
     tokens = store.split("validation")
     flat = tokens.read(0, len(tokens)).astype(np.int32)
     config = dataclasses.replace(config, document_mask=False)
     batches = list(validation_batches(store, config))
-    assert {batch.inputs.shape for batch in batches} == {(8, 16)}
+    assert {batch.inputs.shape for batch in batches} == {(rows, 16)}
     batch = joined(batches)
     real = batch.segment_ids > 0
     np.testing.assert_array_equal(batch.inputs[real], flat[:-1])
@@ -219,12 +226,12 @@ def test_too_little_text_is_refused_with_the_remedy(config):
             train_batches(prepare(starved), starved, seed=0)
 
 
-def test_an_abandoned_iterator_does_not_keep_the_process(config):
+def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
     script = (
         "import sys; from data.config import *; from data.store import prepare\n"
         "from data.batches import train_batches\n"
         "config = eval(sys.argv[1]); kept = train_batches(prepare(config), config, 0)\n"
-        "next(kept); print('done')"
+        "next(kept); print('done')\n" + NO_BACKEND
     )
     arguments = repr(config).replace(repr(config.source), "Source.text")
     result = subprocess.run(
@@ -264,10 +271,5 @@ def test_reading_runs_ahead_but_not_far(config, monkeypatch):
 
 
 def test_importing_data_initialises_no_backend():
-    script = (
-        "import data.batches, data.store, data.tokenizer, sys\n"
-        "if 'jax' in sys.modules:\n"
-        "    from jax._src import xla_bridge\n"
-        "    assert not xla_bridge.backends_are_initialized()\n"
-    )
+    script = "import data.batches, data.store, data.tokenizer, sys\n" + NO_BACKEND
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
