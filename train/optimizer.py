@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+from model.linear import product
 from model.params import Kind, ParamInfo
 from train.config import Optimizer as Choice
 from train.config import OptimizerConfig, Schedule, ScheduleConfig
@@ -66,9 +69,23 @@ class Optimizer:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: ScheduleConfig, num_steps: int, infos: Any
+    config: OptimizerConfig,
+    schedule: ScheduleConfig,
+    num_steps: int,
+    infos: Any,
+    compute: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
 ) -> Optimizer:
-    """Build the optimizer for parameters described by a tree of `ParamInfo`."""
+    """Build the optimizer.
+
+    Args:
+        config: which, and its rates.
+        schedule: the factor on the rates.
+        num_steps: the schedule's length.
+        infos: tree of `ParamInfo`.
+        compute: dtype of the operands of Muon's products.
+        mesh: spread Muon's work over it, layer by layer.
+    """
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=_info
     )
@@ -83,7 +100,8 @@ def make_optimizer(
             infos,
             is_leaf=_info,
         )
-        adamw = optax.partition({"muon": _muon(config, infos), "adamw": adamw}, labels)
+        muon = _muon(config, infos, compute, mesh)
+        adamw = optax.partition({"muon": muon, "adamw": adamw}, labels)
     return Optimizer(config, adamw, factor(schedule, num_steps))
 
 
@@ -91,41 +109,73 @@ def _info(leaf: Any) -> bool:
     return isinstance(leaf, ParamInfo)
 
 
-def _muon(config: OptimizerConfig, infos: Any) -> optax.GradientTransformation:
-    """Momentum, orthogonalized by five Newton-Schulz steps, scaled by shape.
-
-    Dims besides a matrix' inputs and outputs (the layers) are one batched product: the
-    update of a stack equals the updates of its layers.
+def _muon(
+    config: OptimizerConfig, infos: Any, compute: DTypeLike, mesh: Mesh | None
+) -> optax.GradientTransformation:
+    """Momentum, orthogonalized, scaled by shape.
 
     Source: https://kellerjordan.github.io/posts/muon/.
     """
 
-    def dims(info: ParamInfo) -> Any:
-        if info.kind is not Kind.matrix:
-            return optax.MaskedNode()
+    def direction(update: jax.Array, info: ParamInfo) -> jax.Array:
         first = int(info.stacked)
-        inputs = tuple(range(first, first + info.inputs))
-        outputs = tuple(range(first + info.inputs, len(info.axes)))
-        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+        split = first + info.inputs
+        shape = update.shape
+        fan_in, fan_out = math.prod(shape[first:split]), math.prod(shape[split:])
+        stack = spread(update.reshape(-1, fan_in, fan_out), mesh)
+        scale = max(1.0, fan_out / fan_in) ** 0.5
+        return scale * orthogonalize(stack, compute).reshape(shape)
 
-    dim_numbers = jax.tree.map(dims, infos, is_leaf=_info)
-
-    def scale_by_shape(updates: Any, params: Any = None) -> Any:
-        def scaled(update: jax.Array, dims: optax.contrib.MuonDimensionNumbers):
-            fan_in = math.prod(update.shape[i] for i in dims.reduction_axis)
-            fan_out = math.prod(update.shape[i] for i in dims.output_axis)
-            return update * max(1.0, fan_out / fan_in) ** 0.5
-
-        return jax.tree.map(scaled, updates, dim_numbers)
-
+    matrices = jax.tree.map(
+        lambda info: info if info.kind is Kind.matrix else optax.MaskedNode(),
+        infos,
+        is_leaf=_info,
+    )
     return optax.chain(
-        optax.contrib.scale_by_muon(
-            beta=config.muon_momentum, weight_dimension_numbers=lambda _: dim_numbers
+        optax.trace(config.muon_momentum, nesterov=True),
+        optax.stateless(
+            lambda updates, params: jax.tree.map(direction, updates, matrices)
         ),
-        optax.stateless(scale_by_shape),
         optax.add_decayed_weights(config.muon_weight_decay),
         optax.scale(config.muon_learning_rate),
     )
+
+
+def spread(x_LIO: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Give each device whole matrices, as many axes of the mesh as divide the stack.
+
+    Else every device would orthogonalize all of them, or exchange parts at each step.
+    """
+    if mesh is None:
+        return x_LIO
+    axes, parts = [], 1
+    for axis, size in mesh.shape.items():
+        if size > 1 and x_LIO.shape[0] % (parts * size) == 0:
+            axes.append(axis)
+            parts *= size
+    place = NamedSharding(mesh, PartitionSpec(tuple(axes) or None))
+    return jax.lax.with_sharding_constraint(x_LIO, place)
+
+
+def orthogonalize(x_LIO: jax.Array, compute: DTypeLike) -> jax.Array:
+    """Bring the singular values of each matrix of a stack near 1.
+
+    Five Newton-Schulz steps of the quintic a x + b x x'x + c x x'x x'x, each one
+    batched product over the stack: the result is that of the matrices one by one.
+
+    Args:
+        x_LIO: L matrices of I inputs and O outputs, float32.
+        compute: dtype of the products' operands; sums are float32.
+    """
+    tall = x_LIO.shape[1] > x_LIO.shape[2]
+    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # the smaller dim squared is cheaper
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        xx = product("lio,ljo->lij", x, x, compute)
+        mix = b * xx + c * product("lij,ljk->lik", xx, xx, compute)
+        x = a * x + product("lij,ljo->lio", mix, x, compute)
+    return x.swapaxes(1, 2) if tall else x
 
 
 def factor(config: ScheduleConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:

@@ -154,6 +154,8 @@ def make_program(
         config.schedule,
         schedule_steps or config.train.num_steps,
         infos,
+        how.compute_dtype,
+        mesh,
     )
     state = abstract_state(config.model, optimizer)
     shardings = state_shardings(state, infos, mesh, config.mesh.params)
