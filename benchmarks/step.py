@@ -37,7 +37,10 @@ TORCH_VARIANTS = [
     for attention in ("", "-written")
 ]
 # On a GPU one is known to be the fastest, and eight would not fit together.
-DEFAULT_CONTENDERS = {"cpu": TORCH_VARIANTS, "gpu": ["torch-compile-bf16"]}
+DEFAULT_CONTENDERS = {
+    "cpu": [*TORCH_VARIANTS, "longhaul"],
+    "gpu": ["torch-compile-bf16", "longhaul"],
+}
 # Dense bfloat16 peak, FLOP/s. Source: NVIDIA's data sheets of A100, H100 and H200.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
@@ -95,9 +98,18 @@ class Worker(Protocol):
         ...
 
 
-def longhaul_worker(shape: Shape) -> Worker:
-    """Build Longhaul's step; it trains on `shape.batches()` in turn."""
-    raise SystemExit("longhaul: this contender is not wired up yet")
+def longhaul_worker(shape: Shape, device: str) -> Worker:
+    """Build Longhaul's step."""
+    from benchmarks.longhaul import LonghaulWorker
+
+    return LonghaulWorker(
+        shape.batches(),
+        device=device,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        embed_dim=shape.embed_dim,
+        vocab_size=shape.vocab_size,
+    )
 
 
 def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
@@ -134,7 +146,7 @@ def serve(name: str, shape: Shape, device: str, threads: int) -> None:
             return
         if command == "warm":
             if name == "longhaul":
-                worker = longhaul_worker(shape)
+                worker = longhaul_worker(shape, device)
             else:
                 worker = torch_worker(name, shape, device, threads)
         assert worker is not None, "warm comes first"

@@ -173,7 +173,7 @@ def orthogonalize(x_LIO: jax.Array, compute: DTypeLike) -> jax.Array:
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
         xx = product("lio,ljo->lij", x, x, compute)
-        mix = b * xx + c * product("lij,ljk->lik", xx, xx, compute)
+        mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute)
         x = a * x + product("lij,ljo->lio", mix, x, compute)
     return x.swapaxes(1, 2) if tall else x
 

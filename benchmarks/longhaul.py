@@ -1,0 +1,99 @@
+"""Longhaul's own step as a contender: the program that `python -m train` runs."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import yaml
+
+from data.batches import Batch
+from data.config import DataConfig
+from model.config import Activation, Init, ModelConfig, Norm, Position
+from train.config import (
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    Platform,
+    RuntimeConfig,
+    Schedule,
+    ScheduleConfig,
+)
+from train.feed import place
+from train.program import make_program
+from train.runtime import set_up
+
+
+class LonghaulWorker:
+    """GPT-2's shape, AdamW at a constant rate, every device a copy of the model."""
+
+    def __init__(
+        self,
+        batches: np.ndarray,
+        *,
+        device: str,
+        num_layers: int,
+        num_heads: int,
+        embed_dim: int,
+        vocab_size: int,
+    ):
+        """Compile the step for batches int32 [n, B, T + 1]."""
+        platform = Platform.cuda if device == "gpu" else Platform.cpu
+        set_up(RuntimeConfig(platform=platform))
+        _, B, length = batches.shape
+        rules = Path(__file__).parent.parent / "configs/mesh/rules.yaml"
+        config = Config(
+            model=ModelConfig(
+                num_layers=num_layers,
+                num_heads=num_heads,
+                embed_dim=embed_dim,
+                vocab_size=vocab_size,
+                max_sequence_length=length - 1,
+                norm=Norm.layernorm,
+                position=Position.learned,
+                activation=Activation.gelu,
+                tied_head=True,
+                init=Init.gpt2,
+                layer_unroll=-1,
+            ),
+            data=DataConfig(
+                sequence_length=length - 1, batch_size=B, document_mask=False
+            ),
+            mesh=replace(MeshConfig(**yaml.safe_load(rules.read_text())), data=-1),
+            optimizer=OptimizerConfig(learning_rate=1e-3, b2=0.99),
+            schedule=ScheduleConfig(name=Schedule.constant, warmup_steps=0),
+        )
+        self._program = program = make_program(config)
+        self._await = platform is Platform.cpu
+        positions = np.broadcast_to(
+            np.arange(length - 1, dtype=np.int32), (B, length - 1)
+        )
+        with jax.set_mesh(program.mesh):
+            self._batches = [
+                place(Batch(b[:, :-1], b[:, 1:], positions, positions), program.batch)
+                for b in batches
+            ]
+            self._state = program.init()
+            self._step = program.train_step.lower(
+                program.state, program.batch
+            ).compile()
+        self._done = 0
+
+    def step_block(self, num_steps: int) -> tuple[float, float]:
+        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        start = time.perf_counter()
+        metrics = {}
+        for _ in range(num_steps):
+            batch = self._batches[self._done % len(self._batches)]
+            self._state, metrics = self._step(self._state, batch)
+            self._done += 1
+            if self._await:
+                jax.block_until_ready(metrics)
+        jax.block_until_ready((self._state, metrics))
+        return time.perf_counter() - start, float(metrics["loss"])
+
+    def device_peak_bytes(self) -> int | None:
+        """Most GPU memory ever in use; None on the CPU."""
+        stats = None if self._await else jax.local_devices()[0].memory_stats()
+        return stats["peak_bytes_in_use"] if stats else None
