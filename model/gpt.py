@@ -16,7 +16,7 @@ from flax import nnx
 
 from model.attention import KeysValues
 from model.config import Init, ModelConfig, Position
-from model.layers import Block, Execution, Normalize, rotary_angles, stds
+from model.layers import Block, Execution, Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo
 
@@ -87,16 +87,16 @@ class GPT(nnx.Module):
             x_BTD = x_BTD + self.positions(positions_BT)
         x_BTD = x_BTD.astype(how.activation_dtype)
         x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
-        angles_BTP = None
+        by = None
         if self.config.position is Position.rotary:
-            angles_BTP = rotary_angles(positions_BT, self.config)
+            by = rotation(positions_BT, self.config)
 
         block, params = nnx.split(self.layers)
 
         def layer(x_BTD: jax.Array, params_and_cache):
             params, cache = params_and_cache
             run = nnx.merge(block, params)
-            return run(x_BTD, angles_BTP, segment_ids_BT, how, cache)
+            return run(x_BTD, by, segment_ids_BT, how, cache)
 
         unroll = self.config.layer_unroll
         x_BTD, cache = jax.lax.scan(

@@ -51,23 +51,30 @@ class Normalize(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def rotary_angles(positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """Angles [B, T, R/2] by which position p rotates pair i: p theta^(-2i/R).
+class Rotation(NamedTuple):
+    """Cosines and sines [B, T, 1, P] of the angles by which positions rotate pairs."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotation(positions_BT: jax.Array, config: ModelConfig) -> Rotation:
+    """Rotate pair i of position p by p theta^(-2i/R), R being 2P.
 
     Source: RoFormer, arXiv:2104.09864, section 3.2.2.
     """
     pairs = config.rotary_dim // 2
     frequencies = config.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    return positions_BT[..., None] * frequencies
+    angles = positions_BT[..., None, None] * frequencies
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x_BTNH: jax.Array, angles_BTP: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
     """Rotate the first 2P head dims, pair (i, i+P); the others stay."""
-    pairs = angles_BTP.shape[-1]
-    cos, sin = jnp.cos(angles_BTP)[:, :, None], jnp.sin(angles_BTP)[:, :, None]
+    pairs = by.cos.shape[-1]
     x = x_BTNH.astype(jnp.float32)
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    turned = [first * cos - second * sin, second * cos + first * sin]
+    turned = [first * by.cos - second * by.sin, second * by.cos + first * by.sin]
     return jnp.concatenate([*turned, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)
 
 
@@ -113,7 +120,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        angles_BTP: jax.Array | None,
+        by: Rotation | None,
         segment_ids_BT: jax.Array | None,
         how: Execution,
         cache: KeysValues | None,
@@ -125,8 +132,8 @@ class SelfAttention(nnx.Module):
         q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if angles_BTP is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, angles_BTP), rotate(k_BTKH, angles_BTP)
+        if by is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, by), rotate(k_BTKH, by)
         if cache is None:
             o_BTNH = attention(
                 q_BTNH,
@@ -191,14 +198,14 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        angles_BTP: jax.Array | None,
+        by: Rotation | None,
         segment_ids_BT: jax.Array | None,
         how: Execution,
         cache: KeysValues | None,
     ) -> tuple[jax.Array, KeysValues | None]:
         """Run one layer."""
         a_BTD, cache = self.attention(
-            self.attention_norm(x_BTD), angles_BTP, segment_ids_BT, how, cache
+            self.attention_norm(x_BTD), by, segment_ids_BT, how, cache
         )
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), how)

@@ -131,7 +131,7 @@ class ScheduleConfig:
 class TrainConfig:
     """The loop and the step."""
 
-    num_steps: int = 1000
+    num_steps: int = 1600
     accumulation_steps: int = 1  # microbatches of one step
     max_skipped_steps: int = 10  # non-finite ones in a row before exit 3
     remat: Remat = Remat.none
