@@ -12,7 +12,7 @@ with the iterator, and never keep the process alive.
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -28,12 +28,15 @@ _THREADS_IN_MEMORY, _THREADS_ON_DISK = 1, 4
 
 
 class Batch(NamedTuple):
-    """Rows of T tokens and what they predict; all int32 [rows, T]."""
+    """Rows of T tokens and what they predict; all int32 [rows, T].
 
-    inputs: np.ndarray
-    targets: np.ndarray  # the token that follows each input; -1: none to be learnt
-    segment_ids: np.ndarray  # 1, 2, ... by document within the row; 0 is padding
-    positions: np.ndarray  # from 0 at each document's first token within the row
+    numpy arrays here; whatever holds them once they have left the host.
+    """
+
+    inputs: Any
+    targets: Any  # the token that follows each input; -1: none to be learnt
+    segment_ids: Any  # 1, 2, ... by document within the row; 0 is padding
+    positions: Any  # from 0 at each document's first token within the row
 
 
 def train_batches(

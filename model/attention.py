@@ -161,25 +161,32 @@ def _splash(
 
     XLA cannot partition a Pallas call by itself, hence the shard_map.
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
 
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
 
     def local(q, k, v, segment_ids):
-        mask = splash.splash_attention_mask.CausalMask((T, T))
-        heads = splash.splash_attention_mask.MultiHeadMask([mask] * q.shape[2])
-        kernel = splash.splash_attention_kernel.make_splash_mha(
+        mask = masks.CausalMask((T, T))
+        heads = masks.MultiHeadMask([mask] * q.shape[2])
+        kernel = splash.make_splash_mha(
             heads, head_shards=1, q_seq_shards=1, block_sizes=_block_sizes(T)
         )
 
         def row(q_NTH, k_KSH, v_KSH, segments_T):
-            ids = splash.splash_attention_kernel.SegmentIds(segments_T, segments_T)
+            ids = splash.SegmentIds(segments_T, segments_T)
             return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids)
 
         q, k, v = (x.swapaxes(1, 2) for x in (q * H**-0.5, k, v))
-        return jax.vmap(row)(q, k, v, segment_ids).swapaxes(1, 2)
+        out = jax.vmap(row)(q, k, v, segment_ids)
+        assert isinstance(out, jax.Array)  # no residuals asked for
+        return out.swapaxes(1, 2)
 
     if not rules.pairs:
         return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
@@ -194,12 +201,14 @@ def _splash(
 
 
 def _block_sizes(T: int):
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
 
     # Wider blocks amortise the grid; 512 is the largest that all of v5e, v5p and v6e
     # hold in vector memory with a head dim of 128 (checked by compiling for them).
     block = next(size for size in (512, 384, 256, 128) if T % size == 0)
-    return splash.splash_attention_kernel.BlockSizes(
+    return splash.BlockSizes(
         block_q=block,
         block_kv=block,
         block_kv_compute=block,

@@ -18,13 +18,17 @@ from jax.typing import DTypeLike
 from model.params import Kind, ParamInfo
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def product(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike) -> jax.Array:
     """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
 
     Every letter of an operand must stand in the other operand or in the result. The
     result has a's dtype, each gradient has its operand's.
     """
+    return _product(spec, a, b, compute)  # pyright: ignore[reportReturnType]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike) -> jax.Array:
     return _einsum(spec, a, b, compute, a.dtype)
 
 
@@ -54,7 +58,7 @@ def _backward(spec: str, compute: DTypeLike, residuals, dy: jax.Array):
     return da, db
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 class Linear(nnx.Module):

@@ -7,8 +7,9 @@ over.
 """
 
 import logging
+import textwrap
 import time
-from typing import Any
+from typing import Any, cast
 
 import jax
 from etils import epath
@@ -31,12 +32,12 @@ class Checkpoints:
         """Open the folder; made if missing, leftovers of dead saves removed."""
         self._read_only = read_only
         self._config, self._directory = config, directory
-        keep = [policies.LatestN(config.keep_latest)]
+        keep: list[Any] = [policies.LatestN(config.keep_latest)]
         if config.keep_every_steps:
             keep.append(policies.EveryNSteps(config.keep_every_steps))
         self._orbax = ocp.training.Checkpointer(
             directory,
-            preservation_policy=policies.AnyPreservationPolicy(keep),
+            preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
             cleanup_tmp_directories=not read_only,
         )
         self._saved_at = time.monotonic()
@@ -79,7 +80,7 @@ class Checkpoints:
             step: only this one.
 
         Returns:
-            None if there is no checkpoint at all.
+            None if there is no checkpoint at all, nor any that was set aside.
 
         Raises:
             DataError: if there are checkpoints and none can be read, or not the one
@@ -90,14 +91,16 @@ class Checkpoints:
             try:
                 return self._orbax.load(candidate, abstract_state=like)
             except Exception as error:
-                reason = str(error).strip().split("\n")[0]
+                reason = textwrap.shorten(str(error), 300)
                 log.error("checkpoint of step %d cannot be read: %s", candidate, reason)
                 if not self._read_only:
                     self._set_aside(candidate)
-        if steps:
+        quarantine = self._directory / "quarantine"
+        if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
                 f"{self._directory}: no checkpoint could be read (tried {steps}); "
-                "not starting over. Put one back, or take another run.name"
+                f"not starting over. Put one back (what was set aside is in "
+                f"{quarantine}), or take another run.name"
             )
         return None
 

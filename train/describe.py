@@ -4,7 +4,7 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from model.params import ParamInfo, named
 from train.chips import peak_flops
@@ -65,6 +65,7 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     """Count the bytes of an array that one device holds."""
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
     parts = math.prod(num_shards(sharding.mesh, entry) for entry in sharding.spec)
     return leaf.size * leaf.dtype.itemsize // parts
 

@@ -38,7 +38,8 @@ def place(batch: Batch, like: Batch) -> Batch:
         if shape is None or shape.sharding.is_fully_addressable:
             return None if shape is None else jax.device_put(field, shape.sharding)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start, stop, _ = index[0].indices(shape.shape[0])
             return field[starts[start] : starts[start] + stop - start, index[1]]
 

@@ -42,7 +42,8 @@ def loss_sum(
 
     @jax.checkpoint  # the backward pass makes a tile's logits again
     def add(total, tile):
-        part = _tile_loss(model, *tile, how, z_loss)
+        x_BCD, targets_BC = tile
+        part = _tile_loss(model, x_BCD, targets_BC, how, z_loss)
         return jax.tree.map(jnp.add, total, part), None
 
     zero = jnp.zeros((), jnp.float32)

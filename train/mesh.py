@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from train.config import ConfigError, MeshConfig, Mistake
+
+Device = Any  # jax.Device, which its stubs have as a variable
 
 # data: copies of the model; fsdp: parameter shards; context, expert: to come; tensor:
 # parts of each layer.
@@ -37,7 +40,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """Lay the devices out so that the fast network carries the axes it can.
 
     With `mesh.dcn` factors the axes cross slices (or, where there are none, processes;
@@ -70,15 +73,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
 
 
-def _granules(devices: list[jax.Device], wanted: int) -> list[list[jax.Device]]:
+def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
     """Group devices by the network between them."""
     if wanted == 1:
         return [devices]
 
-    def slice_of(device: jax.Device) -> int:
+    def slice_of(device: Device) -> int:
         return getattr(device, "slice_index", 0)
 
-    def process_of(device: jax.Device) -> int:
+    def process_of(device: Device) -> int:
         return device.process_index
 
     for key in (slice_of, process_of):

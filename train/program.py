@@ -20,7 +20,7 @@ from model.layers import Execution
 from model.params import param_infos
 from train.chips import flops_per_token
 from train.config import Config, ConfigError, Mistake
-from train.mesh import make_mesh
+from train.mesh import Device, make_mesh
 from train.optimizer import Optimizer, make_optimizer
 from train.runtime import execution
 from train.sharding import (
@@ -124,7 +124,7 @@ def settle(config: Config, vocab_size: int) -> Config:
 
 def make_program(
     config: Config,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     schedule_steps: int | None = None,
 ) -> Program:
     """Lay a settled config out on devices.
