@@ -116,12 +116,19 @@ def attention(
 
 
 def cached_attention(
-    q_BTNH: jax.Array, cache: KeysValues, compute: DTypeLike
+    q_BTNH: jax.Array,
+    cache: KeysValues,
+    compute: DTypeLike,
+    window: int | None = None,
 ) -> jax.Array:
-    """Attend from the newest T positions of a cache to all that it holds."""
+    """Attend from the newest T positions of a cache to what it holds before them.
+
+    With a window each sees itself and the window - 1 before it: as far as a model
+    was trained to look.
+    """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    newest_T = cache.length - T + jnp.arange(T)
-    mask_BTS = (jnp.arange(S) <= newest_T[:, None])[None]
+    behind_TS = (cache.length - T + jnp.arange(T))[:, None] - jnp.arange(S)
+    mask_BTS = ((behind_TS >= 0) & (behind_TS < (window or S)))[None]
     return _xla(q_BTNH, cache.keys, cache.values, mask_BTS, compute)
 
 

@@ -26,6 +26,7 @@ class Execution(NamedTuple):
     attention: Attention = Attention.xla
     remat: str = "none"
     rules: AxisRules = ANYWHERE
+    window: int | None = None  # with a cache: how many of the newest keys are seen
 
 
 class Normalize(nnx.Module):
@@ -146,7 +147,7 @@ class SelfAttention(nnx.Module):
             )
         else:
             cache = cache.append(k_BTKH, v_BTKH)
-            o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype)
+            o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype, how.window)
         return self.output(o_BTNH, how.compute_dtype), cache
 
 

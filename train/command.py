@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 
 from train.check import CONFIG_DIR, VERSION_BASE, Validate, check_command_line
 from train.config import Config, ConfigError
-from train.flags import flags_first, is_sweep, parse_flags
+from train.flags import flags_first, is_sweep, parse_flags, quote_text
 from train.rules import validate as validate_rules
 from train.rules import without_effect
 from train.schema import load, read_yaml, to_yaml
@@ -80,8 +80,8 @@ def _run(
     validate: Validate,
 ) -> int:
     configure_logging()
-    arguments = sys.argv[1:]
     try:
+        arguments = quote_text(sys.argv[1:], schema)
         check_command_line(arguments, config_name, schema, validate)
         flags = parse_flags(arguments)
     except ConfigError as e:

@@ -1,11 +1,15 @@
 """Hydra's flags (`--multirun`, `--cfg job`, ...) and the mistakes in them."""
 
+import re
 from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from train.config import ConfigError, Mistake
 from train.schema import did_you_mean
@@ -37,6 +41,49 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 def flags_first(argv: Sequence[str]) -> list[str]:
     """Move overrides behind flags: argparse takes them in one place only."""
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
+
+
+def quote_text(argv: Sequence[str], schema: type) -> list[str]:
+    """Quote what Hydra's grammar would misread as a value of a text key.
+
+    So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
+    quoted already, null, and the sweeps of `--multirun` stay.
+    """
+    sweeps = is_sweep(parse_flags(argv))
+    parser = OverridesParser.create()
+
+    def quoted(argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        if not equals or not _is_text(schema, key):
+            return argument
+        try:
+            parsed = parser.parse_override(argument)
+            sweep, plain = parsed.is_sweep_override(), value == value.strip()
+            if sweeps if sweep else plain and _one_value(parsed.value()):
+                return argument
+        except HydraException:
+            pass
+        return f'{key}="{_escaped(value)}"'
+
+    return [quoted(argument) for argument in argv]
+
+
+def _one_value(value: object) -> bool:
+    return not isinstance(value, list | dict)
+
+
+def _escaped(value: str) -> str:
+    # Inside quotes Hydra reads \\ as a backslash only in front of a quote.
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return re.sub(r"(\\+)$", r"\1\1", value)
+
+
+def _is_text(schema: type, key: str) -> bool:
+    """Say whether a dotted key of a dataclass is a string."""
+    hint: Any = schema
+    for name in key.split("."):
+        hint = get_type_hints(hint).get(name) if is_dataclass(hint) else None
+    return hint in (str, str | None)
 
 
 def is_sweep(flags: Namespace) -> bool:

@@ -8,6 +8,8 @@ import numpy as np
 
 from data.store import Store, compression_bits_per_byte
 from data.tokenizer import decode, encode
+from model.config import Position
+from train.config import ConfigError, Mistake
 from train.evaluation import Score
 from train.generate import Sampling, generate
 from train.program import Program
@@ -27,11 +29,23 @@ def sample_text(
     seed: int = 0,
     num_samples: int = 1,
 ) -> list[str]:
-    """Continue a prompt; an empty one is an end of text, so that a document begins."""
-    encoding = store.encoding
+    """Continue a prompt; an empty one is an end of text, so that a document begins.
+
+    Each position sees as many before it as a training row had.
+
+    Raises:
+        ConfigError: if prompt and tokens are more than the model has positions.
+    """
+    encoding, config = store.encoding, program.config
     ids = encode(encoding, prompt.encode())
     if not len(ids):
         ids = np.array([encoding.eot_token])
+    room = config.model.max_sequence_length
+    if config.model.position is Position.learned and room is not None:
+        left = room - len(ids)
+        if num_tokens > left:
+            rule = f"must be at most {left}: the model has {room} learned positions"
+            raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     out = generate(
         program.model,
         params,
@@ -40,14 +54,16 @@ def sample_text(
         num_tokens,
         encoding.n_vocab,
         sampling,
-        program.how,
+        program.how._replace(window=config.data.sequence_length),
     )
     return [prompt + decode(encoding, np.asarray(row)) for row in out]
 
 
 def results(program: Program, params: Any, store: Store, step: int, score: Score):
     """Gather what the end of a run leaves behind, as JSON."""
-    room = program.config.model.max_sequence_length or _SAMPLE_TOKENS + 1
+    model = program.config.model
+    learned = model.position is Position.learned
+    room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
     text = store.text("validation")
     return {
         "step": step,
