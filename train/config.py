@@ -5,7 +5,7 @@ changes. Everything below `train/` takes the dataclass it needs, never all of it
 What values are allowed stands in `train/rules.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -259,3 +259,20 @@ class ConfigError(Exception):
             lines += ["", f"  {key} = {shown}" if shown != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
         return "\n".join(lines)
+
+
+def check_all(*checks: Callable[[], Any]) -> list[Any]:
+    """Run every check and give their results.
+
+    Raises:
+        ConfigError: with the mistakes of all of them together.
+    """
+    results, mistakes = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+    return results

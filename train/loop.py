@@ -12,7 +12,7 @@ import jax
 
 from data.batches import train_batches
 from data.store import Store, prepare
-from data.tokenizer import padded_vocab_size
+from data.tokenizer import load_tokenizer, padded_vocab_size
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.describe import describe
@@ -73,14 +73,17 @@ def train(config: Config, command: str) -> int:
     began = time.monotonic()
     interrupt = Interrupt()
     set_up(config.runtime)
+    encoding = load_tokenizer(config.data.tokenizer, config.data.tokenizer_sha256)
+    config = settle(config, padded_vocab_size(encoding), encoding.n_vocab)
+    program = make_program(config)  # before anything is written
     store = prepare(config.data)
-    config = settle(config, padded_vocab_size(store.encoding))
     with open_run(config, store) as run:
         found = run.results()
         if found and found["step"] >= config.train.num_steps:
             print_results(found, command)
             return 0
-        program = make_program(config, schedule_steps=run.schedule_steps)
+        if run.schedule_steps != config.train.num_steps:
+            program = make_program(config, schedule_steps=run.schedule_steps)
         describe(program)
         checkpoints = Checkpoints(run.path / "checkpoints", config.checkpoint)
         session = Session(program, store, run, checkpoints, interrupt)

@@ -13,7 +13,9 @@ def main(config: Config) -> int:
 
     set_up(config.runtime)
     encoding = load_tokenizer(config.data.tokenizer, config.data.tokenizer_sha256)
-    program = make_program(settle(config, padded_vocab_size(encoding)))
+    program = make_program(
+        settle(config, padded_vocab_size(encoding), encoding.n_vocab)
+    )
     describe(program)
     if config.plan.array is not None:
         describe_array(program, config.plan.array)

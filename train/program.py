@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
 from model.config import Position
-from model.gpt import GPT, abstract_gpt
+from model.gpt import GPT, abstract_gpt, params_of
 from model.layers import Execution
 from model.params import param_infos
 from train.chips import flops_per_token
-from train.config import Config, ConfigError, Mistake
+from train.config import Config, ConfigError, Mistake, check_all
 from train.mesh import Device, make_mesh
 from train.optimizer import Optimizer, make_optimizer
 from train.runtime import execution
@@ -27,6 +27,7 @@ from train.sharding import (
     activation_rules,
     batch_sharding,
     check_batch,
+    param_specs,
     state_shardings,
 )
 from train.state import TrainState, abstract_state, initial_state
@@ -104,12 +105,13 @@ class Program:
         return per_token * self.tokens_per_step
 
 
-def settle(config: Config, vocab_size: int) -> Config:
+def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     """Fill in what the model takes from the data: vocabulary and longest row.
 
     Args:
         config: as composed.
         vocab_size: the tokenizer's, padded to a multiple of 128.
+        num_tokens: the tokenizer's own, which the model's vocabulary must hold.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
@@ -117,6 +119,12 @@ def settle(config: Config, vocab_size: int) -> Config:
     model = config.model
     if model.vocab_size is None:
         model = replace(model, vocab_size=vocab_size)
+    elif model.vocab_size < num_tokens:
+        rule = (
+            f"must hold the {num_tokens} tokens of data.tokenizer="
+            f"{config.data.tokenizer}; raise it, or null for just as many"
+        )
+        raise ConfigError([Mistake("model.vocab_size", model.vocab_size, rule)])
     if model.position is Position.learned and model.max_sequence_length is None:
         model = replace(model, max_sequence_length=config.data.sequence_length)
     return replace(config, model=model)
@@ -140,19 +148,19 @@ def make_program(
     """
     mesh = make_mesh(config.mesh, devices)
     rules = activation_rules(config.mesh)
-    check_batch(config.data.batch_size, config.train.accumulation_steps, mesh, rules)
-    platform, length = mesh.devices.flat[0].platform, config.data.sequence_length
-    try:
-        how = execution(config.model, platform, length, rules, config.train.remat)
-    except ValueError as error:
-        mistake = Mistake("model.attention", config.model.attention, str(error))
-        raise ConfigError([mistake]) from None
+    platform, data, train = mesh.devices.flat[0].platform, config.data, config.train
+    length = data.sequence_length
     model = abstract_gpt(config.model)
     infos = param_infos(model)
+    how, *_ = check_all(
+        lambda: execution(config.model, platform, length, rules, train.remat),
+        lambda: check_batch(data.batch_size, train.accumulation_steps, mesh, rules),
+        lambda: param_specs(params_of(model), infos, mesh, config.mesh.params),
+    )
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule,
-        schedule_steps or config.train.num_steps,
+        schedule_steps or train.num_steps,
         infos,
         how.compute_dtype,
         mesh,
@@ -160,7 +168,7 @@ def make_program(
     state = abstract_state(config.model, optimizer)
     shardings = state_shardings(state, infos, mesh, config.mesh.params)
     rows = jax.ShapeDtypeStruct(
-        (config.data.batch_size, length),
+        (data.batch_size, length),
         jnp.int32,
         sharding=batch_sharding(mesh, rules),
     )
@@ -174,5 +182,5 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=Batch(rows, rows, rows if config.data.document_mask else None, rows),
+        batch=Batch(rows, rows, rows if data.document_mask else None, rows),
     )

@@ -11,7 +11,7 @@ from model.attention import choose
 from model.axes import AxisRules
 from model.config import Dtype, ModelConfig
 from model.layers import Execution
-from train.config import Platform, Remat, RuntimeConfig
+from train.config import ConfigError, Mistake, Platform, Remat, RuntimeConfig
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,13 @@ def execution(
     layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
 
     Raises:
-        ValueError: if the platform cannot run the attention kernel asked for.
+        ConfigError: if the platform cannot run the attention kernel asked for.
     """
+    try:
+        kernel = choose(model.attention, platform, sequence_length, model.head_size)
+    except ValueError as error:
+        mistake = Mistake("model.attention", model.attention, str(error))
+        raise ConfigError([mistake]) from None
     compute = model.compute_dtype
     if compute is Dtype.auto:
         plain_cpu = platform == "cpu" and not cpu_multiplies_bfloat16()
@@ -71,7 +76,7 @@ def execution(
     return Execution(
         activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
         compute_dtype=jnp.dtype(compute),
-        attention=choose(model.attention, platform, sequence_length, model.head_size),
+        attention=kernel,
         remat=remat,
         rules=rules,
     )
