@@ -1,0 +1,80 @@
+"""Tiny configs, texts and programs, shared so that each step is compiled once."""
+
+import functools
+import inspect
+import json.decoder
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from data.store import Store, prepare
+from train.config import Config
+from train.program import Program, make_program
+
+TINY = (
+    *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
+    *("model.init=scaled", "model.compute_dtype=float32", "model.layer_unroll=1"),
+    *("data=text", "data.path=text", "data.sequence_length=32", "data.batch_size=8"),
+    *("optimizer=adamw", "schedule.warmup_steps=2", "train.num_steps=20"),
+    *("mesh=single", "tracker=none"),
+)
+
+Configure = Callable[..., Config]
+Programs = Callable[..., Program]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fast() -> Iterator[None]:
+    """Spare what LLVM does for speed: half of these tests' time was compiling.
+
+    Runs through the door are compiled as users compile them.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def configure(composed: Configure) -> Configure:
+    """Compose a tiny config from the presets and overrides."""
+
+    @functools.cache
+    def configure(*overrides: str) -> Config:
+        return composed(*TINY, *overrides)
+
+    return configure
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of many short documents, so that most batches hold ends of some."""
+    folder = tmp_path_factory.mktemp("text")
+    source = inspect.getsource(json.decoder) + inspect.getsource(textwrap)
+    lines = source.splitlines(keepends=True)
+    for start in range(0, len(lines), 3):
+        (folder / f"{start:04}.txt").write_text("".join(lines[start : start + 3]))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store(
+    configure: Configure, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Store:
+    """Its tokens."""
+    cache = tmp_path_factory.mktemp("store")
+    return prepare(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
+
+
+@pytest.fixture(scope="session")
+def programs(configure: Configure, store: Store) -> Programs:
+    """Give the program of a tiny config; its devices are as many as its mesh has."""
+
+    @functools.cache
+    def program(*overrides: str, devices: int = 1) -> Program:
+        return make_program(configure(*overrides), jax.devices()[:devices])
+
+    return program

@@ -1,0 +1,87 @@
+"""The right rows on the right devices."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from data.batches import Batch, train_batch
+from train.feed import Feed, local_rows, place
+
+MESHES = {
+    ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"): 4,
+    ("mesh.fsdp=8",): 8,
+    ("mesh.fsdp=2", "mesh.tensor=4"): 2,
+}
+
+
+@pytest.fixture(params=MESHES, ids=" ".join)
+def program(request, programs):
+    return programs(*request.param, devices=8)
+
+
+def batch_of(rows: int = 8) -> Batch:
+    """Every element tells its row and column."""
+    x = np.arange(rows * 32, dtype=np.int32).reshape(rows, 32)
+    return Batch(x, x + 1, x + 2, x + 3)
+
+
+def check(placed: Batch, whole: Batch, program) -> None:
+    mesh = program.mesh
+    for field, expected in zip(placed, whole, strict=True):
+        assert field.sharding == program.batch.inputs.sharding
+        for shard in field.addressable_shards:
+            data, fsdp, _, _, _ = (
+                int(i[0]) for i in np.where(mesh.devices == shard.device)
+            )
+            parts = mesh.shape["data"] * mesh.shape["fsdp"]
+            part = data * mesh.shape["fsdp"] + fsdp
+            size = len(expected) // parts
+            rows = expected[part * size : (part + 1) * size]
+            np.testing.assert_array_equal(shard.data, rows)
+
+
+def test_each_device_gets_its_rows(program):
+    check(place(batch_of(), program.batch), batch_of(), program)
+
+
+def test_local_rows_are_all_rows_each_once(program):
+    rows = local_rows(program.batch)
+    assert len(rows) == len({(r.start, r.stop) for r in rows})
+    read = np.concatenate([np.arange(8)[r] for r in rows])
+    assert read.tolist() == list(range(8))
+
+
+def test_a_process_that_holds_a_part_places_that_part(program, monkeypatch):
+    """As with several processes: the rows come end to end, and are found again."""
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    check(place(batch_of(), program.batch), batch_of(), program)
+
+
+def test_without_documents_there_are_no_segments(programs):
+    program = programs("data.document_mask=false", "mesh.fsdp=8", devices=8)
+    assert place(batch_of(), program.batch).segment_ids is None
+
+
+def test_the_feed_gives_each_batch_once_and_ends(programs, store):
+    program = programs("mesh.fsdp=8", devices=8)
+    batches = [train_batch(store, program.config.data, 0, step) for step in range(3)]
+    feed = Feed(iter(batches), program.batch)
+    found = list(feed)
+    assert len(found) == 3
+    jax.tree.map(np.testing.assert_array_equal, found, batches)
+    assert feed.seconds_waited >= 0
+
+
+def test_the_next_batch_is_on_its_way_before_it_is_asked_for(programs):
+    program, taken = programs("mesh.fsdp=8", devices=8), []
+
+    def batches():
+        for step in range(3):
+            taken.append(step)
+            yield batch_of()
+
+    feed = Feed(batches(), program.batch)
+    assert taken == [0]
+    next(feed)
+    assert taken == [0, 1]

@@ -1,0 +1,96 @@
+"""Devices become a mesh."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from train.config import ConfigError, DcnConfig, MeshConfig
+from train.mesh import MESH_AXES, axis_sizes, make_mesh
+
+
+def test_sizes_are_as_asked():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert mesh.axis_names == MESH_AXES
+    assert mesh.devices.shape == (2, 2, 1, 1, 2)
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (MeshConfig(fsdp=-1), (1, 8, 1, 1, 1)),
+        (MeshConfig(data=-1, tensor=2), (4, 1, 1, 1, 2)),
+        (MeshConfig(fsdp=8, data=-1), (1, 8, 1, 1, 1)),
+    ],
+)
+def test_minus_one_is_what_is_left(config, sizes):
+    assert tuple(axis_sizes(config, 8).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    "config", [MeshConfig(fsdp=4), MeshConfig(data=-1, tensor=3), MeshConfig(fsdp=16)]
+)
+def test_a_wrong_product_names_the_remedy(config):
+    with pytest.raises(ConfigError) as error:
+        make_mesh(config)
+    (mistake,) = error.value.mistakes
+    assert mistake.key == "mesh"
+    assert f"fsdp {config.fsdp}" in str(mistake.value)
+    for part in ("the 8 devices", "one axis to -1", "runtime.cpu_devices"):
+        assert part in mistake.rule
+
+
+@pytest.mark.parametrize(
+    ("config", "crossing"),
+    [
+        (MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), "data"),
+        (MeshConfig(fsdp=4, tensor=2, dcn=DcnConfig(fsdp=2)), "fsdp"),
+        (MeshConfig(data=4, tensor=2, dcn=DcnConfig(data=2)), "data"),
+    ],
+)
+def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
+    """Eight devices stand for two granules of four."""
+    grid = make_mesh(config).devices
+    granule = np.vectorize(jax.devices().index)(grid) // 4
+    sizes = dict(zip(MESH_AXES, grid.shape, strict=True))
+    place = np.indices(grid.shape)[MESH_AXES.index(crossing)]
+    assert (granule == place // (sizes[crossing] // 2)).all()
+
+
+def test_slices_are_told_apart_however_the_devices_are_ordered(monkeypatch):
+    monkeypatch.setattr("train.mesh.Mesh", lambda grid, axes, axis_types: grid)
+    devices = [
+        SimpleNamespace(
+            id=i, slice_index=i % 2, process_index=0, platform="cpu", device_kind="cpu"
+        )
+        for i in range(8)
+    ]
+    grid = make_mesh(MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), devices)
+    assert [[d.slice_index for d in row] for row in grid.reshape(2, 4)] == [
+        [0] * 4,
+        [1] * 4,
+    ]
+
+
+def test_processes_are_granules_where_there_are_no_slices(monkeypatch):
+    monkeypatch.setattr("train.mesh.Mesh", lambda grid, axes, axis_types: grid)
+    devices = [
+        SimpleNamespace(id=i, process_index=i // 2, platform="cpu", device_kind="cpu")
+        for i in range(8)
+    ]
+    grid = make_mesh(MeshConfig(data=4, fsdp=2, dcn=DcnConfig(data=4)), devices)
+    assert [[d.process_index for d in row] for row in grid.reshape(4, 2)] == [
+        [i, i] for i in range(4)
+    ]
+    with pytest.raises(ConfigError, match=r"mesh\.dcn") as error:
+        make_mesh(MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), devices)
+    assert "the 4 slices (or hosts) there are" in str(error.value)
+
+
+def test_a_dcn_factor_must_divide_its_axis():
+    with pytest.raises(ConfigError) as error:
+        make_mesh(MeshConfig(data=8, dcn=DcnConfig(fsdp=2)))
+    (mistake,) = error.value.mistakes
+    assert mistake == ("mesh.dcn.fsdp", 2, "must divide mesh.fsdp=1")

@@ -1,0 +1,139 @@
+"""Where every array lies."""
+
+import math
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.params import Kind, ParamInfo, named
+from train.config import ConfigError
+
+CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
+
+def mistakes(make) -> dict[str, tuple[object, str]]:
+    with pytest.raises(ConfigError) as error:
+        make()
+    return {m.key: (m.value, m.rule) for m in error.value.mistakes}
+
+
+def test_parameters_lie_as_the_table_says(programs):
+    program = programs(*CUBE, devices=8)
+    table = program.config.mesh.params
+    infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
+    for name, leaf in named(program.state.params):
+        axes = infos[name].axes
+        assert leaf.sharding.spec == PartitionSpec(*(table[axis] for axis in axes))
+    specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
+    # Written out: the heart of FSDP and tensor parallelism in two lines.
+    assert specs["layers.mlp.up.weight"] == PartitionSpec(None, "fsdp", "tensor")
+    assert specs["layers.mlp.down.weight"] == PartitionSpec(None, "tensor", "fsdp")
+
+
+def test_a_batch_is_spread_over_its_two_axes(programs):
+    spec = programs(*CUBE, devices=8).batch.inputs.sharding.spec
+    assert spec == PartitionSpec(("data", "fsdp"), "context")
+
+
+def test_all_that_does_not_divide_is_listed_at_once(programs):
+    found = mistakes(
+        lambda: programs(
+            *("model.num_heads=3", "model.embed_dim=30", "model.head_dim=8"),
+            *("mesh.fsdp=4", "mesh.tensor=2"),
+            devices=8,
+        )
+    )
+    assert set(found) == {f"mesh.params.{x}" for x in ("embed", "heads", "kv_heads")}
+    value, rule = found["mesh.params.embed"]
+    assert value == "fsdp"
+    assert "embed dim 30 of" in rule
+    assert "on 4 devices" in rule
+    assert "change size or mesh, or map embed to null" in rule
+
+
+def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
+    rules = ("~mesh.params.vocab", "mesh.params.head_dim=tensor")
+    found = mistakes(lambda: programs(*rules, *CUBE, devices=8))
+    (rule,) = (rule for _, rule in found.values())
+    assert set(found) == {"mesh.params"}
+    assert rule
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(programs):
+    shape = ("data.batch_size=8", "train.accumulation_steps=4")
+    found = mistakes(lambda: programs(*shape, "mesh.fsdp=8", devices=8))
+    value, rule = found["data.batch_size"]
+    assert value == 8
+    assert "divisible by 8 (devices" in rule
+    assert "4 (train.accumulation_steps)" in rule
+
+
+def moments(state, fields: tuple[str, ...], params) -> dict:
+    """Find the first or second moment of each parameter in the optimizer's state."""
+    found = {}
+    for path, leaf in by_path(state.optimizer.transform).items():
+        for name in params:
+            if any(f".{field}{name}" in path for field in fields):
+                assert name not in found
+                found[name] = leaf
+    return found
+
+
+def by_path(params) -> dict:
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
+    program = programs(
+        *(f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE), devices=8
+    )
+    params, state = by_path(program.state.params), program.state
+    infos = by_path(program.infos)
+    is_matrix = {path for path in params if infos[f"{path}.kind"] is Kind.matrix}
+    with_nu = set(params) - (is_matrix if optimizer == "muon" else set())
+    mu = moments(state, ("mu", "trace"), params)
+    nu = moments(state, ("nu",), params)
+    assert set(mu) == set(params)
+    assert set(nu) == with_nu
+    for tree in (mu, nu, by_path(state.optimizer.average)):
+        for path, leaf in tree.items():
+            assert (leaf.shape, leaf.sharding) == (
+                params[path].shape,
+                params[path].sharding,
+            )
+
+
+def test_a_new_state_is_born_where_the_table_says(programs):
+    """`tx.init` under `jit` without shardings would replicate the moments."""
+    program = programs(*CUBE, devices=8)
+    state = program.init()
+    for path, leaf in by_path(state).items():
+        assert leaf.sharding == by_path(program.state)[path].sharding
+    up = state.optimizer.transform[0].nu["layers"]["mlp"]["up"]["weight"]
+    assert up.addressable_shards[0].data.shape == (2, 16, 64)
+
+
+def test_bytes_of_a_device_fall_as_the_mesh_grows(programs):
+    def held(size: int) -> int:
+        state = programs(f"mesh.fsdp={size}", devices=size).state
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(state)
+        )
+
+    whole = held(1)
+    for size in (2, 4, 8):
+        # Not exactly: counts and the scales of the heads' norms are replicated.
+        assert whole / size <= held(size) < 1.02 * whole / size
+
+
+def test_a_leaf_of_another_shape_is_replicated(programs):
+    state = programs("mesh.fsdp=8", devices=8).state
+    counts = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 0]
+    assert counts
+    for leaf in counts:
+        assert isinstance(leaf.sharding, NamedSharding)
+        assert leaf.sharding.spec == PartitionSpec()
