@@ -1,0 +1,155 @@
+"""The loss: in tiles or whole, sharded or not, the same sum."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from data.batches import Batch, train_batch
+from model.gpt import GPT, bind, params_of
+from train.loss import loss_sum, tile
+from train.program import make_program
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    program = programs("model.num_layers=1", devices=1)
+    with jax.set_mesh(program.mesh):
+        yield program
+
+
+@pytest.fixture(scope="module")
+def params(program):
+    return params_of(GPT(program.config.model, nnx.Rngs(1)))
+
+
+@pytest.fixture(scope="module")
+def batch(program, store) -> Batch:
+    found = train_batch(store, program.config.data, 0, 0)
+    assert (found.targets < 0).any()  # where documents end
+    return jax.tree.map(jnp.asarray, found)
+
+
+JITTED = {}
+
+
+def value_and_grads(program, params, batch, chunk):
+    def loss(params, batch):
+        model = bind(program.model, params)
+        return loss_sum(model, batch, program.how, 0.1, chunk)
+
+    key = (program.mesh, chunk)
+    JITTED.setdefault(key, jax.jit(jax.value_and_grad(loss, has_aux=True)))
+    with jax.set_mesh(program.mesh):
+        placed = jax.device_put(batch, program.batch_shardings)
+        return jax.device_get(JITTED[key](params, placed))
+
+
+def close(a, b):
+    """Compare array by array, each error relative to the length of the whole."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
+
+
+@pytest.fixture(scope="module")
+def whole(program, params, batch):
+    return value_and_grads(program, params, batch, None)
+
+
+def test_in_tiles_the_loss_and_its_gradient_are_the_same(program, params, batch, whole):
+    close(value_and_grads(program, params, batch, 8), whole)
+
+
+def test_with_the_vocabulary_sharded_too(programs, params, batch, whole):
+    program = programs("model.num_layers=1", "mesh.fsdp=2", "mesh.tensor=4", devices=8)
+    head = program.shardings.params["head"]["weight"]
+    assert head.spec == PartitionSpec("fsdp", "tensor")
+    placed = jax.device_put(params, program.shardings.params)
+    close(value_and_grads(program, placed, batch, None), whole)
+
+
+def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
+    program, params, batch, whole
+):
+    """Against numpy, from the logits."""
+    model = bind(program.model, params)
+
+    @jax.jit
+    def logits(batch):
+        x_BTD, _ = model.features(
+            batch.inputs, batch.positions, batch.segment_ids, program.how
+        )
+        return model.logits(x_BTD, program.how)
+
+    values = np.float64(logits(batch))
+    log_z = np.log(np.exp(values).sum(-1))
+    counts = np.asarray(batch.targets) >= 0
+    picked = np.take_along_axis(values, np.asarray(batch.targets)[..., None], -1)[
+        ..., 0
+    ]
+    nats = (log_z - picked)[counts].sum()
+    z = (log_z**2)[counts].sum()
+    (loss, found), _ = whole
+    assert float(found) == pytest.approx(nats, rel=1e-5)
+    assert float(loss) == pytest.approx(nats + 0.1 * z, rel=1e-5)
+
+
+def test_negative_targets_do_not_count(program, params, batch, whole):
+    """Neither in the loss nor in the gradient: row by row it adds up."""
+    rows = jnp.arange(batch.targets.shape[0])[:, None]
+    parts = [
+        value_and_grads(
+            program,
+            params,
+            batch._replace(targets=jnp.where(rows % 2 == i, batch.targets, -1)),
+            None,
+        )
+        for i in (0, 1)
+    ]
+    close(jax.tree.map(jnp.add, *parts), whole)
+    none = batch._replace(targets=jnp.full_like(batch.targets, -1))
+    (loss, nats), grads = value_and_grads(program, params, none, None)
+    assert float(loss) == float(nats) == 0
+    assert all((np.asarray(g) == 0).all() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    ("T", "V", "chunk", "expected"),
+    [
+        (1024, 384, None, 1024),
+        (1024, 50304, None, 128),
+        (1000, 50304, None, 125),
+        (1024, 384, 100, 64),
+        (32, 50304, None, 32),
+        (32, 384, 64, 32),
+        (31, 384, 30, 1),
+    ],
+)
+def test_a_tile_is_a_divisor_of_the_row(T, V, chunk, expected):
+    assert tile(T, V, chunk) == expected
+
+
+def largest_float(program) -> int:
+    """Count the elements of the compiled step's largest float32 buffer."""
+    step = program.train_step.lower(program.state, program.batch)
+    shapes = re.findall(r"f32\[([\d,]+)\]", step.compile().as_text())
+    return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_large_vocabularys_logits_never_exist_at_once(program, tiled):
+    B, T, V = 2, 256, 8192
+    config = program.config
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=V),
+        data=replace(config.data, sequence_length=T, batch_size=B),
+        train=replace(config.train, loss_chunk_tokens=None if tiled else T),
+    )
+    found = largest_float(make_program(config, jax.devices()[:1]))
+    assert found == (B * 128 * V if tiled else B * T * V)

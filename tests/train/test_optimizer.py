@@ -1,0 +1,175 @@
+"""AdamW, Muon, schedules, clipping and the average of weights."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from model.params import Kind, ParamInfo
+from train.config import Optimizer, OptimizerConfig, Schedule, ScheduleConfig
+from train.optimizer import factor, make_optimizer
+
+INFOS = {
+    "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
+    "table": ParamInfo(("vocab", "embed"), Kind.table),
+    "vector": ParamInfo(("embed",), Kind.vector),
+}
+SHAPES = {"matrix": (8, 12), "table": (10, 8), "vector": (8,)}
+ADAMW = OptimizerConfig(
+    learning_rate=0.01, weight_decay=0.1, b1=0.9, b2=0.95, clip_norm=None
+)
+MUON = replace(ADAMW, name=Optimizer.muon, muon_learning_rate=0.1)
+LEVEL = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
+WARMING = ScheduleConfig(name=Schedule.cosine, warmup_steps=3, final_fraction=0.1)
+
+
+def draw(seed: int, shapes=SHAPES) -> dict:
+    rng = np.random.default_rng(seed)
+    return {k: jnp.array(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=None):
+    """Give the state after each step."""
+    optimizer = make_optimizer(config, schedule, num_steps, infos)
+    state, found = optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for step in range(num_steps):
+        gradient = grads[step] if grads else draw(step + 1)
+        norm = optax.global_norm(gradient)
+        params, state = update(gradient, norm, state, params, step)
+        found.append((params, state))
+    return found
+
+
+def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64."""
+    params = draw(0)
+    ours = take_steps(ADAMW, params, 6, WARMING)
+    schedule = factor(WARMING, 6)
+    for name in SHAPES:
+        theta = np.float64(params[name])
+        m = v = np.zeros_like(theta)
+        decay = 0.0 if name == "vector" else ADAMW.weight_decay
+        for t in range(1, 7):
+            g = np.float64(draw(t)[name])
+            m = ADAMW.b1 * m + (1 - ADAMW.b1) * g
+            v = ADAMW.b2 * v + (1 - ADAMW.b2) * g**2
+            m_hat, v_hat = m / (1 - ADAMW.b1**t), v / (1 - ADAMW.b2**t)
+            rate = ADAMW.learning_rate * float(schedule(t - 1))
+            step = m_hat / (np.sqrt(v_hat) + ADAMW.epsilon) + decay * theta
+            theta = theta - rate * step
+            np.testing.assert_allclose(ours[t - 1][0][name], theta, rtol=2e-5)
+
+
+def muon_update(stack: jax.Array, info: ParamInfo, grads: jax.Array) -> jax.Array:
+    params, infos = {"w": stack}, {"w": info}
+    ((new, _),) = take_steps(MUON, params, 1, infos=infos, grads=[{"w": grads}])
+    return stack - new["w"]
+
+
+def test_muon_of_stacked_layers_is_muon_of_each_layer():
+    rng = np.random.default_rng(0)
+    weights, grads = jnp.array(rng.normal(size=(2, 3, 8, 16)), jnp.float32)
+    grads *= jnp.array([1.0, 10.0, 0.1])[:, None, None]  # a shared norm would show
+    axes = ("embed", "mlp")
+    stacked = muon_update(weights, ParamInfo(("layers", *axes), Kind.matrix, 1), grads)
+    for layer in range(3):
+        alone = muon_update(
+            weights[layer], ParamInfo(axes, Kind.matrix, 1), grads[layer]
+        )
+        np.testing.assert_allclose(stacked[layer], alone, atol=2e-6)
+        singular = np.linalg.svd(alone, compute_uv=False)
+        expected = MUON.muon_learning_rate * 2**0.5  # sqrt(16 / 8)
+        assert (singular > 0.6 * expected).all()
+        assert (singular < 1.3 * expected).all()
+
+
+@pytest.mark.parametrize(
+    ("axes", "inputs", "flat"),
+    [
+        (("embed", "heads", "head_dim"), 1, (8, 12)),
+        (("heads", "head_dim", "embed"), 2, (24, 4)),
+    ],
+)
+def test_muon_sees_heads_as_the_matrix_that_they_are(axes, inputs, flat):
+    rng = np.random.default_rng(0)
+    shape = (8, 3, 4) if inputs == 1 else (3, 8, 4)
+    weight, grads = jnp.array(rng.normal(size=(2, *shape)), jnp.float32)
+    heads = muon_update(weight, ParamInfo(axes, Kind.matrix, inputs), grads)
+    matrix = muon_update(
+        weight.reshape(flat), ParamInfo(("a", "b"), Kind.matrix, 1), grads.reshape(flat)
+    )
+    np.testing.assert_allclose(heads.reshape(flat), matrix, atol=2e-6)
+
+
+def test_muon_is_for_matrices_only():
+    params = draw(0)
+    muon, adamw = (take_steps(c, params, 3)[-1][0] for c in (MUON, ADAMW))
+    for name in SHAPES:
+        same = np.array_equal(muon[name], adamw[name])
+        assert same == (name != "matrix"), name
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "points"),
+    [
+        ("constant", {}, {0: 0.1, 4: 0.5, 9: 1, 10: 1, 99: 1, 500: 1}),
+        (
+            "cosine",
+            {},
+            {0: 0.1, 9: 1, 10: 1, 55: 0.55, 100: 0.1, 500: 0.1},
+        ),
+        ("wsd", {}, {0: 0.1, 9: 1, 70: 1, 85: 0.55, 100: 0.1, 500: 0.1}),
+        ("wsd", {"decay_steps": 20}, {9: 1, 80: 1, 90: 0.55, 100: 0.1}),
+        ("wsd", {"final_fraction": 0.0}, {70: 1, 85: 0.5, 100: 0}),
+    ],
+)
+def test_schedules_at_known_points(name, extra, points):
+    config = ScheduleConfig(**{"name": Schedule[name], "warmup_steps": 10, **extra})
+    schedule = factor(config, num_steps=100)
+    for step, value in points.items():
+        assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6), step
+
+
+def test_without_warmup_the_first_step_is_whole():
+    assert float(factor(LEVEL, 10)(jnp.int32(0))) == 1
+
+
+def test_a_run_that_goes_on_keeps_its_first_schedule(configure, programs):
+    from train.program import make_program
+
+    first = programs("schedule=cosine")
+    longer = replace(first.config, train=replace(first.config.train, num_steps=1000))
+    longer = make_program(longer, first.mesh.devices.flat[:1], schedule_steps=20)
+    for step in (0, 5, 19, 20, 500):
+        rates = [float(p.optimizer.learning_rate(step)) for p in (first, longer)]
+        assert rates[0] == rates[1]
+    assert rates[0] == pytest.approx(0.1 * first.config.optimizer.learning_rate)
+
+
+@pytest.mark.parametrize("length", [0.5, 10.0])
+def test_only_a_gradient_longer_than_the_limit_is_clipped(length):
+    grads = draw(1)
+    grads = jax.tree.map(lambda g: g * length / optax.global_norm(draw(1)), grads)
+    config = replace(ADAMW, clip_norm=1.0)
+    ((_, state),) = take_steps(config, draw(0), 1, grads=[grads])
+    scale = min(1.0, 1 / length)
+    for name, mu in optax.tree_utils.tree_get(state.transform, "mu").items():
+        expected = (1 - ADAMW.b1) * scale * grads[name]
+        np.testing.assert_allclose(mu, expected, rtol=1e-5)
+
+
+def test_the_average_follows_the_weights():
+    params = draw(0)
+    average = params
+    for new, state in take_steps(replace(ADAMW, ema_decay=0.8), params, 4):
+        average = jax.tree.map(lambda a, p: 0.8 * a + 0.2 * p, average, new)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+            state.average,
+            average,
+        )
+    assert take_steps(ADAMW, params, 1)[0][1].average is None

@@ -1,0 +1,93 @@
+"""A settled config on devices: the same computation on any mesh."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from data.batches import train_batch
+from data.config import DataConfig
+from model.config import ModelConfig, Position
+from train.config import Config, ConfigError
+from train.feed import place
+from train.program import settle
+
+CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
+
+@pytest.fixture(scope="module")
+def born(programs):
+    """The state of step 0, on the host, from one device."""
+    return jax.device_get(programs(devices=1).init())
+
+
+def train(program, store, state, num_steps: int = 20) -> list[float]:
+    """Give the loss of each step on real batches."""
+    state = jax.device_put(state, program.shardings)
+    losses = []
+    with jax.set_mesh(program.mesh):
+        for step in range(num_steps):
+            batch = train_batch(store, program.config.data, 0, step)
+            state, metrics = program.train_step(state, place(batch, program.batch))
+            jax.block_until_ready((state, metrics))  # see train/loop.py
+            losses.append(float(metrics["loss"]))
+    assert int(state.step) == num_steps
+    return losses
+
+
+@pytest.fixture(scope="module")
+def reference(programs, store, born) -> list[float]:
+    """The losses on one device."""
+    losses = train(programs(devices=1), store, born)
+    assert losses[-1] < losses[0] - 0.1  # it learns
+    return losses
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh.data=8",),
+        ("mesh.fsdp=8",),
+        CUBE,
+        ("mesh.fsdp=2", "mesh.tensor=4"),
+        (*CUBE, "train.accumulation_steps=2"),
+        (*CUBE, "train.remat=full", "train.loss_chunk_tokens=8"),
+    ],
+    ids=" ".join,
+)
+def test_losses_do_not_depend_on_the_mesh(programs, store, born, reference, overrides):
+    losses = train(programs(*overrides, devices=8), store, born)
+    np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+def test_nor_do_they_with_muon(programs, store, born):
+    """Newton-Schulz steps of sharded matrices."""
+    alone = programs("optimizer=muon", devices=1)
+    sharded = programs("optimizer=muon", *CUBE, devices=8)
+    state = born._replace(optimizer=alone.optimizer.init(born.params))
+    state = jax.device_get(state)
+    expected = train(alone, store, state, 10)
+    np.testing.assert_allclose(train(sharded, store, state, 10), expected, rtol=1e-5)
+
+
+def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
+    state = programs(*CUBE, devices=8).init()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), born)
+
+
+def test_settle_takes_vocabulary_and_length_from_the_data():
+    data = DataConfig(sequence_length=32)
+    learned = ModelConfig(position=Position.learned)
+    model = settle(Config(data=data, model=learned), 384).model
+    assert (model.vocab_size, model.max_sequence_length) == (384, 32)
+    assert settle(Config(data=data), 384).model.max_sequence_length is None
+    model = replace(learned, vocab_size=512, max_sequence_length=64)
+    asked = Config(data=data, model=model)
+    assert settle(asked, 384) == asked
+
+
+def test_an_attention_kernel_that_the_platform_lacks_is_refused(programs):
+    with pytest.raises(ConfigError) as error:
+        programs("model.attention=splash")
+    assert error.value.mistakes[0].key == "model.attention"

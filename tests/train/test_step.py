@@ -1,0 +1,108 @@
+"""One update: microbatches, and the guard against what is not finite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.batches import Batch, train_batch
+from train.step import split
+
+POISON = 383  # an id of the padding: its embedding changes nothing else
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    program = programs("optimizer.ema_decay=0.9", devices=1)
+    with jax.set_mesh(program.mesh):
+        yield program
+
+
+@pytest.fixture(scope="module")
+def state(program, store):
+    """After three steps, so that no moment is zero; one unused embedding is NaN."""
+    state = program.init()
+    for step in range(3):
+        state, _ = program.train_step(state, batch_of(program, store, step))
+    table = state.params["embedding"]["weight"].at[POISON].set(jnp.nan)
+    state.params["embedding"]["weight"] = table
+    return jax.device_get(state)
+
+
+def batch_of(program, store, step: int) -> Batch:
+    return jax.tree.map(jnp.asarray, train_batch(store, program.config.data, 0, step))
+
+
+def same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+
+def test_an_update_that_is_not_finite_is_left_out(program, store, state):
+    """One poisoned batch: counted, and of no effect on anything that comes after."""
+    good = batch_of(program, store, 3)
+    bad = good._replace(inputs=good.inputs.at[0, 0].set(POISON))
+    after, metrics = program.train_step(jax.tree.map(jnp.asarray, state), bad)
+    assert float(metrics["skipped"]) == 1
+    assert not np.isfinite(float(metrics["loss"]))
+    same(after._replace(step=0), state._replace(step=0))
+    assert int(after.step) == int(state.step) + 1
+
+    direct, clean = program.train_step(
+        jax.tree.map(jnp.asarray, state)._replace(step=jnp.int32(4)), good
+    )
+    assert int(state.step) == 3
+    later, metrics = program.train_step(after, good)
+    assert float(metrics["skipped"]) == 0
+    assert np.isfinite(float(metrics["loss"]))
+    same((later, metrics), (direct, clean))
+    moved = (
+        jax.device_get(later.params["head"]["weight"]) - state.params["head"]["weight"]
+    )
+    assert np.abs(moved).max() > 0
+
+
+def test_metrics_are_of_the_update_that_was_made(program, store, state):
+    """The rate of the step, the norm before clipping, nats without the z-loss."""
+    state = jax.tree.map(jnp.asarray, state)
+    rate = float(program.optimizer.learning_rate(3))
+    _, metrics = program.train_step(state, batch_of(program, store, 3))
+    assert float(metrics["learning_rate"]) == pytest.approx(rate)
+    assert metrics["loss"].dtype == jnp.float32
+    assert 0 < float(metrics["grad_norm"]) < 100
+
+
+def test_microbatches_weigh_by_their_targets(program, programs, store, state):
+    """Half of the rows have next to no targets: a mean of means would be another."""
+    whole = program
+    parts = programs("optimizer.ema_decay=0.9", "train.accumulation_steps=2", devices=1)
+    batch = batch_of(whole, store, 0)
+    rows = jnp.arange(8)[:, None]
+    few = jnp.where((rows % 2 == 0) & (jnp.arange(32) > 1), -1, batch.targets)
+    batch = batch._replace(targets=few)
+    for even in split(batch, 2).targets[:1]:
+        assert int((even >= 0).sum()) < 0.2 * int((few >= 0).sum())
+    (one, a), (two, b) = (
+        p.train_step(jax.tree.map(jnp.asarray, state), batch) for p in (whole, parts)
+    )
+    for key in a:
+        assert float(a[key]) == pytest.approx(float(b[key]), rel=1e-5)
+    moment = jax.device_get([s.optimizer.transform[0].mu for s in (one, two)])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7), *moment
+    )
+
+
+def test_a_batch_without_targets_is_no_division_by_zero(program, store, state):
+    batch = batch_of(program, store, 0)
+    batch = batch._replace(targets=jnp.full_like(batch.targets, -1))
+    _, metrics = program.train_step(jax.tree.map(jnp.asarray, state), batch)
+    assert float(metrics["loss"]) == 0
+    assert float(metrics["skipped"]) == 0
+
+
+def test_split_gives_each_microbatch_rows_of_every_device():
+    rows = np.arange(8)[:, None] * np.ones((1, 3), int)
+    parts = split(Batch(rows, rows, None, rows), 2)
+    assert parts.inputs.shape == (2, 4, 3)
+    assert parts.inputs[:, :, 0].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert parts.segment_ids is None
