@@ -1,0 +1,82 @@
+"""The score of a checkpoint."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.batches import validation_batches
+from model.axes import ANYWHERE
+from model.gpt import GPT, bind, params_of
+from train.evaluation import evaluate
+
+
+@pytest.fixture(scope="module")
+def params(programs):
+    config = programs("model.num_layers=1", devices=1).config.model
+    return params_of(GPT(config, nnx.Rngs(4)))
+
+
+def scored(program, params, store, num_batches):
+    with jax.set_mesh(program.mesh):
+        params = jax.device_put(params, program.shardings.params)
+        return evaluate(program, params, store, num_batches)
+
+
+@pytest.fixture(scope="module")
+def whole(programs, params, store):
+    return scored(programs("model.num_layers=1", devices=1), params, store, -1)
+
+
+def test_each_token_that_has_one_before_it_is_scored_once(whole, store):
+    """The first token of each document has none."""
+    tokens = store.split("validation")
+    assert whole.num_targets == len(tokens) - (len(tokens.offsets) - 1)
+
+
+def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
+    programs, params, store, whole
+):
+    """Row by row in numpy, from the logits."""
+    program = programs("model.num_layers=1", devices=1)
+    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+
+    @jax.jit
+    def logits(batch):
+        x, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
+        return model.logits(x, how)
+
+    nats = count = 0
+    for batch in validation_batches(store, program.config.data):
+        values = np.float64(logits(jax.tree.map(jnp.asarray, batch)))
+        values -= np.log(np.exp(values).sum(-1, keepdims=True))
+        rows, columns = np.nonzero(batch.targets >= 0)
+        nats -= values[rows, columns, batch.targets[rows, columns]].sum()
+        count += len(rows)
+    assert whole.num_targets == count
+    assert whole.loss == pytest.approx(nats / count, rel=1e-5)
+    # Of all tokens, ends of documents among them, over the bytes of the text.
+    tokens = len(store.split("validation"))
+    bits = whole.loss * tokens / math.log(2) / store.num_bytes("validation")
+    assert whole.bits_per_byte == pytest.approx(bits)
+
+
+def test_on_another_mesh_the_score_is_the_same(programs, params, store, whole):
+    program = programs(
+        *("model.num_layers=1", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+        devices=8,
+    )
+    found = scored(program, params, store, -1)
+    assert found.num_targets == whole.num_targets
+    assert found.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_as_many_batches_as_asked_for(programs, params, store, whole):
+    found = scored(programs("model.num_layers=1", devices=1), params, store, 2)
+    batches = list(validation_batches(store, programs(devices=1).config.data, 2))
+    assert len(batches) == 2
+    assert found.num_targets == sum((b.targets >= 0).sum() for b in batches)
+    assert found.num_targets < whole.num_targets

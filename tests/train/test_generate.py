@@ -1,0 +1,122 @@
+"""Generated text: the cache changes nothing, and only what may be drawn is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.axes import ANYWHERE
+from model.gpt import GPT, bind, params_of
+from train.generate import Sampling, generate, pick
+
+PROMPT = np.array([[5, 17, 200, 3], [99, 98, 97, 96]], np.int32)
+GREEDY = Sampling(temperature=0)
+NUM_IDS = 257  # of 384
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs("model.num_layers=1", devices=1)
+
+
+@pytest.fixture(scope="module")
+def params(program):
+    """The padding's logits are the largest of all."""
+    params = params_of(GPT(program.config.model, nnx.Rngs(3)))
+    weight = params["head"]["weight"]
+    scale = jnp.where(jnp.arange(384) < NUM_IDS, 1.0, 50.0)
+    params["head"]["weight"] = weight * scale
+    return params
+
+
+def continued(program, params, num_tokens, sampling, seed=0, num_ids=NUM_IDS):
+    key = jax.random.key(seed)
+    return np.asarray(
+        generate(
+            program.model,
+            params,
+            jnp.asarray(PROMPT),
+            key,
+            num_tokens,
+            num_ids,
+            sampling,
+            program.how,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def greedy(program, params):
+    return continued(program, params, 12, GREEDY)
+
+
+def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, greedy):
+    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+    tokens = np.concatenate([PROMPT, greedy], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    def logits(tokens):
+        return model.logits(model.features(tokens, positions, None, how)[0], how)
+
+    found = np.asarray(logits(jnp.asarray(tokens)))
+    first = PROMPT.shape[1] - 1
+    np.testing.assert_array_equal(
+        greedy, found[:, first:-1, :NUM_IDS].argmax(-1).astype(np.int32)
+    )
+    assert (found[:, first:-1].argmax(-1) >= NUM_IDS).any()  # the test could fail
+    assert greedy.shape == (2, 12)
+    assert len(np.unique(greedy)) > 2
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6)]
+)
+def test_the_likeliest_alone_is_greedy(program, params, greedy, sampling):
+    np.testing.assert_array_equal(continued(program, params, 12, sampling), greedy)
+
+
+def test_padding_is_never_drawn_and_the_seed_decides(program, params):
+    hot = Sampling(temperature=5.0)
+    one, same, other = (continued(program, params, 12, hot, s) for s in (0, 0, 1))
+    assert max(one.max(), other.max()) < NUM_IDS
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+    assert (one[0] != one[1]).any()
+
+
+PROBABILITIES = np.array([0.04, 0.5, 0.16, 0.3])
+
+
+def drawn(sampling: Sampling) -> np.ndarray:
+    logits = jnp.tile(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)), (4000, 1))
+    ids = np.asarray(pick(logits, jax.random.key(0), sampling))
+    return np.bincount(ids, minlength=4) / 4000
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(1.0), [0, 1, 2, 3]),
+        (Sampling(1.0, top_k=3), [1, 2, 3]),
+        (Sampling(1.0, top_k=99), [0, 1, 2, 3]),
+        (Sampling(1.0, top_p=0.7), [1, 3]),
+        (Sampling(1.0, top_p=0.45), [1]),
+        (Sampling(1.0, top_p=0.85), [1, 2, 3]),
+        (Sampling(1.0, top_p=1.0), [0, 1, 2, 3]),
+        (Sampling(1.0, top_k=3, top_p=0.6), [1, 3]),
+        (Sampling(0), [1]),
+    ],
+)
+def test_what_is_kept_keeps_its_proportions(sampling, kept):
+    expected = np.zeros(4)
+    expected[kept] = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
+    found = drawn(sampling)
+    assert set(np.flatnonzero(found)) == set(kept)
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+def test_temperature_sharpens():
+    expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
+    np.testing.assert_allclose(drawn(Sampling(0.5)), expected, atol=0.03)
