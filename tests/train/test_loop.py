@@ -1,0 +1,347 @@
+"""Runs through the door: started, stopped in every way, continued, looked at."""
+
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from train.checkpoint import Checkpoints
+from train.program import make_program
+from train.rundir import read_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# The door, with a hand that sends the process a signal as soon as a step is logged.
+STOPPED = """
+import os
+from train.__main__ import main
+from train.command import run_command
+from train.metrics import MetricsLog
+
+write = MetricsLog.write
+
+def write_and_signal(log, step, values):
+    write(log, step, values)
+    if step == int(os.environ["AT_STEP"]):
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+MetricsLog.write = write_and_signal
+
+if __name__ == "__main__":
+    run_command(main)
+"""
+
+Result = subprocess.CompletedProcess[str]
+Door = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the text and the runs lie."""
+    folder = tmp_path_factory.mktemp("runs")
+    source = inspect.getsource(textwrap) + inspect.getsource(inspect)
+    (folder / "text.txt").write_text(source[:40_000])
+    (folder / "stopped.py").write_text(STOPPED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def door(folder: Path) -> Door:
+    """Run a door in a process of its own, given the run and overrides."""
+    tiny = (
+        *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
+        *("model.compute_dtype=float32", "model.init=scaled", "optimizer=adamw"),
+        *("data=text", f"data.path={folder}/text.txt", "data.sequence_length=32"),
+        *("data.batch_size=8", f"data.cache_dir={folder}/data", "tracker=none"),
+        *("runtime.cpu_devices=2", "schedule.warmup_steps=2", "train.num_steps=20"),
+        *("checkpoint.save_interval_steps=5", "log.interval_steps=1"),
+        "schedule.final_fraction=0.1",
+    )
+    # Also what compiles fast is worth keeping for the next process.
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+    def run(
+        path: Path,
+        *overrides: str,
+        at_step: int = 0,
+        number: int = 0,
+        module: str = "train",
+        config: tuple[str, ...] = tiny,
+    ) -> Result:
+        door = [str(folder / "stopped.py")] if number else ["-m", module]
+        return subprocess.run(
+            [sys.executable, *door, f"run.dir={path}", *config, *overrides],
+            cwd=folder,
+            env={**environment, "AT_STEP": str(at_step), "SIGNAL": str(number)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(folder: Path, door: Door) -> Path:
+    """A run of twenty steps that nothing stopped."""
+    result = door(folder / "straight")
+    assert result.returncode == 0, result.stderr
+    assert "from step 0" in result.stdout
+    return folder / "straight"
+
+
+@pytest.fixture
+def copy(straight: Path, folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of it, to go on from."""
+    return Path(shutil.copytree(straight, folder / request.node.name))
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path) -> list[dict]:
+    """Give what is no clock's of each step's line."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+    return [{k: x[k] for k in keys} for x in lines(run) if "loss" in x]
+
+
+def saved(run: Path) -> list[int]:
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir())
+
+
+def state_of(run: Path, step: int):
+    config = read_run(str(run))
+    program = make_program(config, jax.devices()[:2])
+    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)
+    return jax.device_get(checkpoints.restore(program.state, step))
+
+
+def assert_same(run: Path, straight: Path) -> None:
+    """To the bit: every line, and every number of the state."""
+    assert [x["step"] for x in steps(run)] == list(range(1, 21))
+    assert steps(run) == steps(straight)
+    ends = [[x for x in lines(r) if "eval/loss" in x] for r in (run, straight)]
+    assert ends[0] == ends[1]
+    assert [x["step"] for x in ends[0]] == [20]
+    jax.tree.map(
+        np.testing.assert_array_equal, state_of(run, 20), state_of(straight, 20)
+    )
+
+
+def test_a_run_learns_and_leaves_what_it_promises(straight):
+    losses = [x["loss"] for x in steps(straight)]
+    assert losses[-1] < losses[0] - 0.2
+    names = {p.name for p in straight.iterdir()}
+    assert {"config.yaml", "starts", "checkpoints", "metrics.jsonl"} <= names
+    assert {"events.jsonl", "report.html", "results.json"} <= names
+    assert saved(straight) == [15, 20]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder, door, straight):
+    run = folder / "killed"
+    killed = door(run, at_step=12, number=signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(steps(run)) == 12
+    result = door(run)
+    assert result.returncode == 0, result.stderr
+    # The save of step 10 was in flight, or not.
+    assert re.search(r"from step (5|10)\n", result.stdout)
+    assert_same(run, straight)
+
+
+def test_a_run_stopped_twice_goes_on_as_if_nothing_had_happened(folder, door, straight):
+    """By a preemption notice and by a person; each saves where it stands."""
+    run = folder / "stopped"
+    preempted = door(run, at_step=7, number=signal.SIGTERM)
+    assert preempted.returncode == 42, preempted.stderr
+    assert "asked to stop: saved step" in preempted.stderr
+    assert saved(run)[-1] == steps(run)[-1]["step"] in (7, 8)
+    interrupted = door(run, at_step=13, number=signal.SIGINT)
+    assert interrupted.returncode == 130, interrupted.stderr
+    assert saved(run)[-1] == steps(run)[-1]["step"] in (13, 14)
+    assert "Traceback" not in preempted.stderr + interrupted.stderr
+    assert not (run / "results.json").exists()
+    result = door(run)
+    assert result.returncode == 0, result.stderr
+    assert_same(run, straight)
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
+    before = (copy / "metrics.jsonl").read_bytes()
+    result = door(copy)
+    assert result.returncode == 0
+    assert "finished    20 steps" in result.stdout
+    (hint,) = [x for x in result.stdout.splitlines() if x.startswith("to go on")]
+    assert "python -m train " in hint
+    assert hint.endswith("train.num_steps=40")
+    # Nothing is laid out, restored or compiled.
+    assert "mesh  " not in result.stdout
+    assert "from step" not in result.stdout
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    assert saved(copy) == [15, 20]
+
+
+def test_what_would_be_another_run_is_refused_key_by_key(door, copy):
+    result = door(copy, "data.batch_size=16", "model.embed_dim=64", "seed=1")
+    assert result.returncode == 78
+    assert result.stderr.count("run.allow_change=[") == 3
+    for key, new, old in (
+        ("data.batch_size", 16, 8),
+        ("model.embed_dim", 64, 32),
+        ("seed", 1, 0),
+    ):
+        assert f"{key} = {new}\n" in result.stderr
+        assert f"which has {old};" in result.stderr
+        assert f"run.allow_change=[{key}]" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(list((copy / "starts").iterdir())) == 1
+
+
+@pytest.fixture(scope="module")
+def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
+    """The run gone on to 24 steps, with a key that it may not change, allowed."""
+    run = Path(shutil.copytree(straight, folder / "longer"))
+    changed = ("data.name=renamed", "run.allow_change=[data.name]")
+    result = door(run, "train.num_steps=24", *changed)
+    assert result.returncode == 0, result.stderr
+    return run, result
+
+
+def test_a_longer_run_keeps_the_schedule_of_its_first_start(longer, straight):
+    run, result = longer
+    assert "from step 20" in result.stdout
+    assert "the schedule keeps the length of the first start, 20" in result.stderr
+    assert steps(run)[:20] == steps(straight)
+    assert [x["step"] for x in steps(run)[20:]] == [21, 22, 23, 24]
+    config = read_run(str(run))
+    last = config.optimizer.learning_rate * config.schedule.final_fraction
+    for line in steps(run)[20:]:
+        assert line["learning_rate"] == pytest.approx(last)
+    assert steps(run)[19]["learning_rate"] > last
+
+
+def test_what_a_start_changed_is_recorded(longer, straight):
+    run, _ = longer
+    first, second = (run / "config.yaml" for run in (straight, run))
+    assert first.read_bytes() == second.read_bytes()
+    start = yaml.safe_load((run / "starts" / "2.yaml").read_text())
+    assert start["changes"]["train.num_steps"] == 24
+    assert start["changes"]["data.name"] == "renamed"
+
+
+def test_a_run_goes_on_on_another_mesh(door, copy, longer):
+    """From fsdp 2 to fsdp 4 x tensor 2; traced on the way."""
+    result = door(
+        copy,
+        *("train.num_steps=24", "runtime.cpu_devices=8", "mesh=fsdp_tensor"),
+        "profile.steps=[21,22]",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mesh        fsdp 4 x tensor 2" in result.stdout
+    assert "from step 20" in result.stdout
+    found, expected = ([x["loss"] for x in steps(r)] for r in (copy, longer[0]))
+    assert len(found) == 24
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert list((copy / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_changed_text_is_refused(folder, door, copy):
+    text = folder / "text.txt"
+    before = text.read_bytes()
+    text.write_bytes(before + b"one more line\n")
+    try:
+        result = door(copy, "train.num_steps=24")
+    finally:
+        text.write_bytes(before)
+    assert result.returncode == 65
+    assert "fingerprint" in result.stderr
+    assert "bring the text back" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_a_checkpoint_that_can_be_read_it_does_not_start_over(door, copy):
+    for file in (copy / "checkpoints").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    for _ in range(2):  # nor at the next attempt, with all of them set aside
+        result = door(copy, "train.num_steps=24")
+        assert result.returncode == 65
+        assert "not starting over" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert len(steps(copy)) == 20
+
+
+def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
+    result = door(
+        folder / "diverged",
+        *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
+    )
+    assert result.returncode == 3, result.stderr
+    assert "the last 3 updates were not finite" in result.stderr
+    assert "lower the learning rate" in result.stderr
+    assert "Traceback" not in result.stderr
+    found = lines(folder / "diverged")
+    assert [x["grad_norm"] for x in found[-3:]] == [None] * 3  # null: not finite
+    assert found[0]["grad_norm"] > 0
+
+
+def test_evaluate_scores_the_newest_checkpoint(door, straight):
+    result = door(straight, "runtime.cpu_devices=2", module="train.evaluate", config=())
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    expected = json.loads((straight / "results.json").read_text())
+    assert found["step"] == 20
+    assert found["loss"] == pytest.approx(expected["eval/loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(
+        expected["eval/bits_per_byte"], rel=1e-6
+    )
+
+
+def test_sample_continues_the_prompt(door, straight):
+    result = door(
+        straight,
+        *("prompt=def wrap", "num_tokens=10", "temperature=0", "num_samples=2"),
+        *("step=15", "runtime.cpu_devices=2"),
+        module="train.sample",
+        config=(),
+    )
+    assert result.returncode == 0, result.stderr
+    one, two = result.stdout.removesuffix("\n").split(f"\n{'-' * 72}\n")
+    assert one == two
+    assert one.startswith("def wrap")
+    assert len(one) > len("def wrap")
+
+
+def test_plan_shows_the_layout_for_hardware_that_is_not_there(folder, door):
+    run = folder / "planned"
+    array = "layers.mlp.up.weight"
+    result = door(
+        run,
+        *("runtime.cpu_devices=8", "mesh=fsdp_tensor", f"plan.array={array}"),
+        module="train.plan",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "devices     8 x cpu" in result.stdout
+    table, _, slices = result.stdout.partition(f"{array} 2x32x128 float32")
+    (row,) = [x for x in table.splitlines() if x.startswith(array)]
+    assert "layers embed mlp" in row
+    assert "(None, 'fsdp', 'tensor')" in row
+    found = re.findall(r"fsdp=(\d) tensor=(\d) +\[0:2, (\d+):\d+, (\d+):\d+\]", slices)
+    assert len(found) == 8
+    for fsdp, tensor, first, second in found:
+        assert (int(first), int(second)) == (8 * int(fsdp), 64 * int(tensor))
+    assert not run.exists()
