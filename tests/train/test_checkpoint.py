@@ -120,9 +120,9 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
 
 
 def test_the_latest_are_kept_and_every_so_many(saved, folder):
-    checkpoints = saved(*range(1, 11), keep_latest=2, keep_every_steps=4)
-    assert checkpoints.steps() == [4, 8, 9, 10]
-    assert sorted(int(p.name) for p in folder.iterdir()) == [4, 8, 9, 10]
+    checkpoints = saved(*range(1, 12), keep_latest=2, keep_every_steps=4)
+    assert checkpoints.steps() == [4, 8, 10, 11]
+    assert sorted(int(p.name) for p in folder.iterdir()) == [4, 8, 10, 11]
 
 
 def test_a_step_is_saved_once(saved):

@@ -87,7 +87,20 @@ def test_settle_takes_vocabulary_and_length_from_the_data():
     assert settle(asked, 384) == asked
 
 
-def test_an_attention_kernel_that_the_platform_lacks_is_refused(programs):
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    """Padding may be less than ours: 257 ids fit in a vocabulary of 257."""
+    config = Config(model=ModelConfig(vocab_size=257))
+    assert settle(config, 384, 257).model.vocab_size == 257
     with pytest.raises(ConfigError) as error:
-        programs("model.attention=splash")
-    assert error.value.mistakes[0].key == "model.attention"
+        settle(config, 384, 258)
+    (mistake,) = error.value.mistakes
+    assert (mistake.key, mistake.value) == ("model.vocab_size", 257)
+    assert "hold the 258 tokens" in mistake.rule
+
+
+def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
+    shape = ("model.attention=splash", "model.embed_dim=36", "data.batch_size=6")
+    with pytest.raises(ConfigError) as error:
+        programs(*shape, "mesh.fsdp=8", devices=8)
+    keys = {mistake.key for mistake in error.value.mistakes}
+    assert keys == {"model.attention", "data.batch_size", "mesh.params.embed"}
