@@ -20,7 +20,8 @@ import numpy as np
 from data.config import DataConfig
 from data.corpus import Split
 from data.errors import DataError
-from data.store import Store, TokenArray
+from data.reader import TokenArray
+from data.store import Store
 
 Rows = slice | Sequence[slice] | None
 # Of a split in memory one thread reads faster than several that share the GIL.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.store
+import data.reader
 from data.batches import (
     Batch,
     cut_rows,
@@ -176,7 +176,7 @@ def test_what_lies_behind_the_end_is_padding(mask):
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypatch):
     """Cut each row into its documents, and find each in one document's own tokens."""
-    monkeypatch.setattr(data.store, "MEMORY_LIMIT_BYTES", limit)
+    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
     store = prepare(config)
     tokens = store.split("train")
     documents = [

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data.reader
 import data.store
 import data.writer
 from data.errors import DataError
@@ -70,7 +71,7 @@ def test_a_store_larger_than_a_shard_is_read_back(config, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_rows_read_alike_from_disk_and_memory(config, monkeypatch, limit):
-    monkeypatch.setattr(data.store, "MEMORY_LIMIT_BYTES", limit)
+    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
     tokens = prepare(config).split("train")
     assert tokens.in_memory == bool(limit)
     flat = tokens.read(0, len(tokens))
@@ -118,7 +119,7 @@ def test_a_cache_that_cannot_be_written_is_named(config, folder):
 @pytest.mark.parametrize("array", ["tokens", "offsets"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_chunk_is_found(config, monkeypatch, limit, array, damage):
-    monkeypatch.setattr(data.store, "MEMORY_LIMIT_BYTES", limit)
+    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
     store = prepare(config)
     file = only_shard(store, f"train/{array}")
     content = bytearray(file.read_bytes())
