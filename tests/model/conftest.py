@@ -1,0 +1,123 @@
+"""Three tiny models that together use every choice a model has."""
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.config import Activation, Init, ModelConfig, Norm, Position
+from model.gpt import GPT, abstract_gpt, bind, params_of
+from model.layers import Execution
+
+TINY = {
+    "gpt2": ModelConfig(
+        num_layers=2,
+        num_heads=2,
+        embed_dim=16,
+        vocab_size=32,
+        max_sequence_length=16,
+        norm=Norm.layernorm,
+        position=Position.learned,
+        activation=Activation.gelu,
+        tied_head=True,
+        bias=True,
+        init=Init.gpt2,
+        embedding_std=1.0,
+    ),
+    "llama": ModelConfig(
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=32,
+        mlp_dim=40,
+        vocab_size=32,
+        activation=Activation.swiglu,
+        embedding_std=1.0,
+    ),
+    "nano": ModelConfig(
+        num_layers=2,
+        num_heads=2,
+        embed_dim=16,
+        head_dim=12,
+        vocab_size=32,
+        rotary_fraction=0.5,
+        activation=Activation.relu2,
+        qk_norm=True,
+        logit_soft_cap=2.0,
+        layer_unroll=-1,
+        embedding_std=1.0,
+    ),
+}
+
+
+class Tiny:
+    """A tiny model with random parameters, its functions compiled once."""
+
+    how = Execution()
+
+    def __init__(self, name: str):
+        self.name, self.config = name, TINY[name]
+        self.model = abstract_gpt(self.config)
+
+    @cached_property
+    def params(self) -> Any:
+        """Parameters of which none is zero or one, so that none hides."""
+
+        def draw():
+            start = params_of(GPT(self.config, nnx.Rngs(0)))
+            leaves, structure = jax.tree.flatten(start)
+            keys = jax.random.split(jax.random.key(1), len(leaves))
+            moved = [
+                x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
+                for x, key in zip(leaves, keys, strict=True)
+            ]
+            return jax.tree.unflatten(structure, moved)
+
+        return jax.jit(draw)()
+
+    @cached_property
+    def logits(self):
+        """Jitted: (params, tokens, positions, segment ids) -> logits."""
+
+        def logits(params, tokens, positions, segment_ids):
+            model = bind(self.model, params)
+            x, _ = model.features(tokens, positions, segment_ids, self.how)
+            return model.logits(x, self.how)
+
+        return jax.jit(logits)
+
+    @cached_property
+    def value_and_grad(self):
+        """Jitted: (params, tokens) -> loss and its gradients."""
+        return jax.jit(jax.value_and_grad(self.loss))
+
+    def loss(self, params, tokens, how: Execution | None = None) -> jax.Array:
+        """Mean cross-entropy of each token given those before it."""
+        how = how or self.how
+        model, inputs = bind(self.model, params), tokens[:, :-1]
+        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+        x, _ = model.features(inputs, positions, None, how)
+        logp = jax.nn.log_softmax(model.logits(x, how))
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
+
+    def tokens(self, *shape: int) -> np.ndarray:
+        """Draw token ids, always the same."""
+        size = self.config.vocab_size
+        return np.random.default_rng(0).integers(size, size=shape, dtype=np.int32)
+
+
+MODELS = {name: Tiny(name) for name in TINY}
+
+
+@pytest.fixture(params=MODELS)
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    return MODELS[request.param]
+
+
+@pytest.fixture
+def llama() -> Tiny:
+    return MODELS["llama"]

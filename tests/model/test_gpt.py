@@ -1,0 +1,358 @@
+"""The whole model against its definition, and against a reference in float64."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from model.config import Init, ModelConfig
+from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
+from model.layers import Execution
+from model.params import named
+
+# ---- Presets
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_1558m", 1_557_611_200),
+        ("llama3_1b", 1_235_814_400),
+        ("llama3_8b", 8_030_261_248),
+    ],
+)
+def test_a_preset_has_the_published_number_of_parameters(composed, preset, count):
+    assert num_params(composed(f"model={preset}").model) == count
+
+
+def test_the_default_is_as_small_as_its_file_says(composed):
+    assert num_params(composed().model) == pytest.approx(0.9e6, rel=0.05)
+
+
+# ---- Values and gradients
+
+
+def reference_loss(params, config: ModelConfig, tokens):
+    """Tiny.loss in the dtype of `params`, layer by layer, all of it written out."""
+    p, T = params, tokens.shape[1] - 1
+    H, R = config.head_size, config.rotary_dim
+
+    def norm(x, scale, bias=None, centre=config.norm == "layernorm"):
+        x = x - x.mean(-1, keepdims=True) if centre else x
+        x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+        return x if bias is None else x + bias
+
+    def linear(x, layer, inputs=1):
+        y = jnp.tensordot(x, layer["weight"], inputs)
+        return y + layer["bias"] if "bias" in layer else y
+
+    def turned(x):  # each pair of dims (i, i + R/2) as one complex number
+        exponents = np.arange(R // 2) / (R // 2)
+        angles = np.arange(T)[:, None] * config.rope_theta**-exponents
+        z = x[..., : R // 2] + 1j * x[..., R // 2 : R]
+        z = z * np.exp(1j * angles)[None, :, None]
+        return jnp.concatenate([z.real, z.imag, x[..., R:]], -1)
+
+    def bent(x, mlp):
+        if config.activation == "swiglu":
+            gate = linear(x, mlp["gate"])
+            return gate / (1 + jnp.exp(-gate)) * linear(x, mlp["up"])
+        x = linear(x, mlp["up"])
+        if config.activation == "relu2":
+            return jnp.maximum(x, 0) ** 2
+        return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    x = p["embedding"]["weight"][tokens[:, :-1]]
+    if config.position == "learned":
+        x = x + p["positions"]["weight"][:T]
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda a, index=index: a[index], p["layers"])
+        part, h = layer["attention"], norm(x, **layer["attention_norm"])
+        q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
+        if config.qk_norm:
+            q = norm(q, part["query_norm"]["scale"], centre=False)
+            k = norm(k, part["key_norm"]["scale"], centre=False)
+        if config.position == "rotary":
+            q, k = turned(q), turned(k)
+        k, v = (jnp.repeat(y, config.num_heads // config.kv_heads, 2) for y in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
+        weights = jnp.where(np.tri(T, dtype=bool), jnp.exp(scores), 0)
+        weights = weights / weights.sum(-1, keepdims=True)
+        heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
+        x = x + linear(heads, part["output"], 2)
+        x = x + linear(
+            bent(norm(x, **layer["mlp_norm"]), layer["mlp"]), layer["mlp"]["down"]
+        )
+    x = norm(x, **p["norm"])
+    logits = x @ (
+        p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
+    )
+    if config.logit_soft_cap is not None:
+        logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
+    logp = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
+    return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+
+
+def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
+    tokens = tiny.tokens(2, 9)
+    found = tiny.value_and_grad(tiny.params, tokens)
+    loss, grads = jax.tree.map(np.asarray, found)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params)
+        step = jax.value_and_grad(lambda p: reference_loss(p, tiny.config, tokens))
+        quick = {"xla_backend_optimization_level": 0}  # to compile, not to run
+        expected = jax.jit(step, compiler_options=quick)(params)
+        expected_loss, expected_grads = jax.tree.map(np.asarray, expected)
+        assert expected_loss.dtype == np.float64
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    expected = dict(named(expected_grads))
+    for name, grad in named(grads):
+        scale = np.abs(expected[name]).max()
+        if name.endswith("key.bias"):  # adds the same to all scores of a query
+            assert scale < 1e-12
+            scale = 1.0
+        assert scale > 1e-6, f"{name} does not matter"
+        error = np.abs(grad - expected[name]).max() / scale
+        assert error < 2e-5, f"{name}: {error}"
+
+
+def dots(jaxpr) -> list:
+    """Every product of a jaxpr and of those inside it, as its operands' dtypes."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(tuple(str(v.aval.dtype) for v in equation.invars))
+        for sub in jaxprs_in_params(equation.params):
+            found += dots(sub)
+    return found
+
+
+def test_every_product_of_a_step_has_bfloat16_operands(tiny):
+    how = Execution(compute_dtype=jnp.dtype(jnp.bfloat16))
+    step = jax.grad(lambda p: tiny.loss(p, tiny.tokens(1, 9), how))
+    found = dots(jax.make_jaxpr(step)(tiny.params).jaxpr)
+    assert len(found) > 20
+    assert set(found) == {("bfloat16", "bfloat16")}
+
+
+# ---- What a position may see
+
+
+def input_gradients(tiny, segment_ids, positions):
+    """How the logits at t move with the embedding at s: the norm, [t, s].
+
+    Each position holds another token, so the gradient in the token's row of the table
+    is the one in the position's input. The head, which may share the table, stays.
+    """
+    T = positions.shape[1]
+    tokens = np.arange(T, dtype=np.int32)[None]
+    pick = jax.random.normal(jax.random.key(2), (tiny.config.vocab_size,))
+
+    def logits(table):
+        params = {**tiny.params, "embedding": {"weight": table}}
+        x, _ = bind(tiny.model, params).features(
+            tokens, positions, segment_ids, tiny.how
+        )
+        return bind(tiny.model, tiny.params).logits(x, tiny.how)[0] @ pick
+
+    jacobian = jax.jit(jax.jacrev(logits))(tiny.params["embedding"]["weight"])
+    return np.linalg.norm(jacobian[:, :T], axis=-1)
+
+
+def test_a_position_sees_itself_and_what_came_before(tiny):
+    gradients = input_gradients(tiny, None, np.arange(8)[None])
+    seen = np.tri(8, dtype=bool)
+    assert (gradients[~seen] == 0).all()
+    assert (gradients[seen] > 1e-5).all()
+
+
+def test_a_position_sees_its_own_document_only(tiny):
+    documents = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0]])
+    gradients = input_gradients(tiny, documents, positions)
+    seen = np.tri(8, dtype=bool) & (documents[0][:, None] == documents[0])
+    assert (gradients[~seen] == 0).all()
+    assert (gradients[seen] > 1e-5).all()
+
+
+def test_packed_documents_give_the_logits_they_give_alone(tiny):
+    lengths = (5, 2, 7)
+    row = tiny.tokens(1, sum(lengths))
+    documents = np.repeat([1, 2, 3], lengths)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    packed = tiny.logits(tiny.params, row, positions, documents)
+    for number, length in enumerate(lengths, start=1):
+        here = documents[0] == number
+        alone = tiny.logits(tiny.params, row[:, here], np.arange(length)[None], None)
+        np.testing.assert_allclose(packed[:, here], alone, atol=2e-6, rtol=1e-5)
+    unmasked = tiny.logits(tiny.params, row, positions, None)
+    assert np.abs(packed - unmasked)[:, lengths[0] :].max() > 1e-3
+
+
+# ---- Generation
+
+
+def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
+    rows, length, prompt = 2, 9, 4
+    tokens = tiny.tokens(rows, length)
+    positions = np.broadcast_to(np.arange(length), (rows, length))
+    whole = tiny.logits(tiny.params, tokens, positions, None)
+
+    @jax.jit
+    def extend(cache, tokens, positions):
+        model = bind(tiny.model, tiny.params)
+        x, cache = model.features(tokens, positions, None, tiny.how, cache)
+        return model.logits(x, tiny.how), cache
+
+    cache = abstract_gpt(tiny.config).empty_cache(rows, length + 3, tiny.how)
+    logits, cache = extend(cache, tokens[:, :prompt], positions[:, :prompt])
+    pieces = [logits]
+    for t in range(prompt, length):
+        logits, cache = extend(cache, tokens[:, t : t + 1], positions[:, t : t + 1])
+        pieces.append(logits)
+    assert cache.length.tolist() == [length] * tiny.config.num_layers
+    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=5e-6, rtol=1e-5)
+
+
+# ---- Initialisation
+
+
+@pytest.fixture(scope="module")
+def gpt2_124m(composed):
+    config = composed("model=gpt2_124m").model
+    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
+    return config, jax.tree.map(np.asarray, params)
+
+
+def test_gpt2_starts_with_the_published_spreads(gpt2_124m):
+    config, params = gpt2_124m
+    into_residual = 0.02 / math.sqrt(2 * config.num_layers)
+    for name, x in named(params):
+        if name.endswith("scale"):
+            assert (x == 1).all(), name
+        elif name.endswith("bias"):
+            assert (x == 0).all(), name
+        else:
+            narrow = "output" in name or "down" in name
+            expected = into_residual if narrow else 0.02
+            layers = (
+                x.reshape(12, -1) if name.startswith("layers") else x.reshape(1, -1)
+            )
+            np.testing.assert_allclose(layers.std(1), expected, rtol=0.01, err_msg=name)
+            assert abs(layers.mean()) < expected / 100, name
+    layers = params["layers"]["mlp"]["up"]["weight"]
+    assert (layers[0] != layers[1]).mean() > 0.99, "layers must not start alike"
+
+
+def test_gpt2_starts_at_the_loss_of_a_guess(gpt2_124m):
+    config, params = gpt2_124m
+    model, how = abstract_gpt(config), Execution()
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(1, 65))
+
+    @jax.jit
+    def loss(params, tokens):
+        bound = bind(model, params)
+        x, _ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, how)
+        logp = jax.nn.log_softmax(bound.logits(x, how))
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
+
+    assert loss(params, tokens) == pytest.approx(math.log(config.vocab_size), rel=0.02)
+
+
+def test_initialisation_with_zeros_starts_at_the_loss_of_a_guess_exactly(tiny):
+    config = replace(tiny.config, init=Init.zero, tied_head=False)
+    params = params_of(GPT(config, nnx.Rngs(0)))
+    assert not params["head"]["weight"].any()
+    assert not params["layers"]["attention"]["output"]["weight"].any()
+    assert not params["layers"]["mlp"]["down"]["weight"].any()
+    assert params["layers"]["mlp"]["up"]["weight"].std() == pytest.approx(
+        config.embed_dim**-0.5, rel=0.1
+    )
+
+
+# ---- Depth, recomputation, the head
+
+
+def test_a_deep_model_compiles_to_no_more_than_a_shallow_one(llama):
+    def lines(num_layers: int) -> int:
+        model = abstract_gpt(replace(llama.config, num_layers=num_layers))
+
+        def loss(params, tokens):
+            positions = jnp.arange(tokens.shape[1])[None]
+            x, _ = bind(model, params).features(tokens, positions, None, llama.how)
+            return x.sum()
+
+        lowered = jax.jit(jax.grad(loss)).lower(params_of(model), llama.tokens(1, 8))
+        return lowered.compile().as_text().count("\n")
+
+    assert lines(48) <= 1.05 * lines(6)
+
+
+def recomputing(tiny, policy: str):
+    """The loss of a model that recomputes by this policy."""
+    how = tiny.how._replace(remat=policy)
+    return lambda params, tokens: tiny.loss(params, tokens, how)
+
+
+def test_recomputing_keeps_less_for_the_backward_pass(tiny):
+    def kept(policy: str) -> int:
+        loss, tokens = recomputing(tiny, policy), tiny.tokens(2, 17)
+        back = jax.eval_shape(lambda p: jax.vjp(loss, p, tokens)[1], tiny.params)
+        return sum(x.size for x in jax.tree.leaves(back))
+
+    assert kept("full") < kept("dots") < kept("none")
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_recomputing_changes_no_gradient(llama, policy):
+    tokens = llama.tokens(2, 9)
+    expected = llama.value_and_grad(llama.params, tokens)
+    found = jax.jit(jax.value_and_grad(recomputing(llama, policy)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5),
+        found(llama.params, tokens),
+        expected,
+    )
+
+
+def test_a_soft_cap_bounds_the_logits(tiny):
+    x = 1e4 * jax.random.normal(jax.random.key(3), (1, 4, tiny.config.embed_dim))
+
+    def logits(cap):
+        model = bind(
+            abstract_gpt(replace(tiny.config, logit_soft_cap=cap)), tiny.params
+        )
+        return model.logits(x, tiny.how)
+
+    free, capped = logits(None), logits(30.0)
+    assert np.abs(free).max() > 100
+    assert np.abs(capped).max() <= 30
+    np.testing.assert_allclose(capped, 30 * np.tanh(free / 30), rtol=1e-5)
+
+
+def test_a_tied_head_is_the_embedding(tiny):
+    tied = abstract_gpt(replace(tiny.config, tied_head=True))
+    untied = abstract_gpt(replace(tiny.config, tied_head=False))
+    size = tiny.config.vocab_size * tiny.config.embed_dim
+    assert "head" not in params_of(tied)
+    assert num_params(untied.config) - num_params(tied.config) == size
+    params = {k: v for k, v in tiny.params.items() if k != "head"}
+    x = np.eye(tiny.config.embed_dim, dtype=np.float32)[None]
+    logits = bind(tied, params).logits(x, tiny.how)[0]
+    cap = tiny.config.logit_soft_cap
+    table = params["embedding"]["weight"].T
+    expected = table if cap is None else cap * np.tanh(table / cap)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5)
+
+
+def test_binding_leaves_the_model_as_it_was(tiny):
+    bound = bind(tiny.model, tiny.params)
+    jax.tree.map(np.testing.assert_array_equal, params_of(bound), tiny.params)
+    before = jax.tree.leaves(params_of(tiny.model))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in before)

@@ -1,0 +1,106 @@
+"""Products with rounded operands and their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.linear import Linear, product
+from model.params import Kind
+
+SPECS = {
+    "btd,df->btf": ((2, 5, 8), (8, 6)),
+    "btd,dnh->btnh": ((2, 5, 8), (8, 3, 4)),
+    "btnh,nhd->btd": ((2, 5, 3, 4), (3, 4, 8)),
+    "btd,vd->btv": ((2, 5, 8), (7, 8)),
+    "btkgh,bskh->bkgts": ((2, 5, 2, 3, 4), (2, 6, 2, 4)),
+    "bkgts,bskh->btkgh": ((2, 2, 3, 5, 6), (2, 6, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("compute", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)]
+)
+@pytest.mark.parametrize(
+    "dtypes", [("f4", "f4"), ("bfloat16", "f4"), ("f4", "bfloat16")]
+)
+def test_values_and_gradients_are_those_of_an_einsum(spec, compute, tolerance, dtypes):
+    rng = np.random.default_rng(0)
+    a, b = (
+        jnp.asarray(rng.normal(size=shape), dtype)
+        for shape, dtype in zip(SPECS[spec], dtypes, strict=True)
+    )
+    y, back = jax.vjp(lambda a, b: product(spec, a, b, compute), a, b)
+    dy = jnp.asarray(rng.normal(size=y.shape), y.dtype)
+    da, db = back(dy)
+    assert (y.dtype, da.dtype, db.dtype) == (a.dtype, a.dtype, b.dtype)
+    if "bfloat16" in dtypes:
+        tolerance = 2**-7
+
+    (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+    wide = {"a": a, "b": b, "dy": dy}
+    wide = {name: np.asarray(x, np.float64) for name, x in wide.items()}
+    for found, equation, operands in (
+        (y, spec, ("a", "b")),
+        (da, f"{result},{right}->{left}", ("dy", "b")),
+        (db, f"{left},{result}->{right}", ("a", "dy")),
+    ):
+        expected = np.einsum(equation, *(wide[name] for name in operands))
+        # What rounding each operand, and the result, may cost: relative to the sum of
+        # the terms' sizes, not to a sum that may cancel.
+        terms = np.einsum(equation, *(abs(wide[name]) for name in operands))
+        error = abs(np.asarray(found, np.float64) - expected)
+        assert (error <= tolerance * terms).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operands_are_rounded_and_sums_are_not(dtype):
+    ones = jnp.ones((1, 1, 1024), dtype)
+    assert product("btd,df->btf", ones, jnp.ones((1024, 1)), jnp.bfloat16) == 1024
+    fine = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits
+    a, b = jnp.full((1, 1, 1), fine), jnp.full((1, 1), fine)
+    assert product("btd,df->btf", a, b, jnp.bfloat16) == 1
+    assert product("btd,df->btf", a, b, jnp.float32) > 1
+    gradient = jax.grad(
+        lambda a: (fine * product("btd,df->btf", a, b, jnp.bfloat16)).sum()
+    )
+    assert gradient(a) == 1, "the cotangent must be rounded too"
+
+
+def linear(**changed):
+    settings = {
+        "std": 0.5,
+        "bias": True,
+        "dtype": jnp.float32,
+        "rngs": nnx.Rngs(0),
+        **changed,
+    }
+    axes = ("embed", "heads", "head_dim")
+    return Linear("btd,dnh->btnh", (64, 4, 32), axes, **settings)
+
+
+def test_a_linear_layer_adds_its_bias_over_the_output_dims():
+    layer = linear()
+    layer.bias[...] = jnp.arange(4 * 32.0).reshape(4, 32)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 64))
+    expected = np.einsum("btd,dnh->btnh", x, layer.weight[...]) + layer.bias[...]
+    np.testing.assert_allclose(layer(x, jnp.float32), expected, rtol=1e-4, atol=1e-4)
+    assert layer(x.astype(jnp.bfloat16), jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_a_linear_layer_says_what_its_parameters_are():
+    layer = linear()
+    weight, bias = (p.get_metadata("info") for p in (layer.weight, layer.bias))
+    assert weight == (("embed", "heads", "head_dim"), Kind.matrix, 1)
+    assert bias == (("heads", "head_dim"), Kind.vector, 0)
+    assert layer.bias.shape == (4, 32)
+    assert linear(bias=False).bias is None
+
+
+def test_a_linear_layer_is_drawn_with_the_spread_asked_for():
+    assert linear().weight[...].std() == pytest.approx(0.5, rel=0.03)
+    assert not linear().bias[...].any()
+    assert not linear(std=0.0).weight[...].any()
+    assert linear(dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16

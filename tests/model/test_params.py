@@ -1,0 +1,56 @@
+"""What is known of each parameter besides its value."""
+
+import jax
+
+from model.config import LOGICAL_AXES
+from model.gpt import params_of
+from model.params import Kind, ParamInfo, named, param_infos
+
+
+def infos(tiny) -> dict[str, ParamInfo]:
+    tree = param_infos(tiny.model)
+    return dict(named(tree, is_leaf=lambda x: isinstance(x, ParamInfo)))
+
+
+def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
+    params = dict(named(params_of(tiny.model)))
+    found = infos(tiny)
+    assert found.keys() == params.keys()
+    config = tiny.config
+    sizes = {
+        "vocab": config.vocab_size,
+        "embed": config.embed_dim,
+        "heads": config.num_heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "mlp": config.mlp_size,
+        "layers": config.num_layers,
+        "seq": config.max_sequence_length,
+    }
+    assert sizes.keys() <= set(LOGICAL_AXES)
+    for name, param in params.items():
+        assert param.shape == tuple(sizes[axis] for axis in found[name].axes), name
+
+
+def test_layers_are_stacked_and_nothing_else_is(tiny):
+    for name, info in infos(tiny).items():
+        assert info.stacked == name.startswith("layers."), name
+        assert "layers" not in info.axes[1:], name
+
+
+def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
+    for name, info in infos(tiny).items():
+        if name.endswith(("bias", "scale")):
+            assert info.kind is Kind.vector, name
+        elif name.startswith("layers."):
+            assert info.kind is Kind.matrix, name
+            assert info.inputs == (2 if name.endswith("output.weight") else 1), name
+        else:
+            assert info.kind is Kind.table, name
+
+
+def test_names_are_dotted_paths(tiny):
+    names = [name for name, _ in named(tiny.params)]
+    assert len(names) == len(set(names)) == len(jax.tree.leaves(tiny.params))
+    assert "layers.mlp.up.weight" in names
+    assert "embedding.weight" in names
