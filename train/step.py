@@ -53,7 +53,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = gradients(state.params, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         params, opt = optimizer.update(
             grads, norm, state.optimizer, state.params, state.step
         )

@@ -54,9 +54,8 @@ def test_the_defaults_are_right():
         ),
         (Config(train=TrainConfig(accumulation_steps=3)), "data.batch_size"),
         (Config(train=TrainConfig(accumulation_steps=0)), "train.accumulation_steps"),
-        (Config(train=TrainConfig(num_steps=100)), "schedule.warmup_steps"),
         (
-            Config(schedule=ScheduleConfig(name=Schedule.wsd, decay_steps=901)),
+            Config(schedule=ScheduleConfig(name=Schedule.wsd, decay_steps=1501)),
             "schedule.decay_steps",
         ),
         (Config(eval=EvalConfig(num_batches=0)), "eval.num_batches"),
@@ -110,6 +109,11 @@ def test_the_error_shows_key_value_and_rule():
     assert text.splitlines()[0].startswith("2 mistakes")
     assert "a.b = null\n      must be 1" in text
     assert "c = 2\n      no" in text
+
+
+def test_a_warm_up_without_an_end_is_named():
+    (warning,) = without_effect(Config(train=TrainConfig(num_steps=100)))
+    assert "schedule.warmup_steps=100" in warning
 
 
 def test_a_setting_without_effect_is_named():

@@ -1,0 +1,51 @@
+"""Time how compilation grows with depth: python -m benchmarks.compile.
+
+Layers run in one `lax.scan`, so 48 should take hardly longer than 6. Medians of three,
+gradients of a narrow model, nothing cached; turn and turn about, so that load from
+elsewhere hits both alike.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from model.config import ModelConfig
+from model.gpt import abstract_gpt, bind, params_of
+from model.layers import Execution
+
+DEPTHS, REPEATS = (6, 48), 3
+CONFIG = ModelConfig(embed_dim=32, num_heads=2, vocab_size=128)
+
+
+def seconds(num_layers: int) -> float:
+    jax.clear_caches()
+    model = abstract_gpt(replace(CONFIG, num_layers=num_layers))
+    how = Execution()
+
+    def loss(params, tokens):
+        bound = bind(model, params)
+        positions = jnp.arange(tokens.shape[1])[None]
+        x, _ = bound.features(tokens, positions, None, how)
+        return bound.logits(x, how).mean()
+
+    started = time.perf_counter()
+    tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    jax.jit(jax.grad(loss)).lower(params_of(model), tokens).compile()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    seconds(2)  # whatever only the first compilation pays
+    times = [[seconds(depth) for depth in DEPTHS] for _ in range(REPEATS)]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    for depth, median in zip(DEPTHS, medians, strict=True):
+        print(f"{depth:2} layers: {median:.2f} s")
+    print(f"ratio: {medians[-1] / medians[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
