@@ -1,0 +1,65 @@
+"""Programs compiled for machines that are not there."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+AHEAD = Path(__file__).with_name("ahead.py")
+
+
+class Compiled(NamedTuple):
+    """What came of one case of ahead.py."""
+
+    text: str = ""
+    temp_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+    def products(self) -> list[tuple[str, str, str]]:
+        """(operand dtype, operand dtype, op_name) of each `dot` or matrix product."""
+        found = []
+        for computation in self.text.split("\n\n"):
+            dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", computation))
+            dtypes |= dict(re.findall(r"([\w.-]+): (\w+)\[", computation))
+            for line in re.findall(r".* (?:dot|convolution)\(.*", computation):
+                names = re.search(r" (?:dot|convolution)\(([^)]*)\)", line)[1]
+                a, b = (dtypes[name.strip()] for name in names.split(","))
+                op = re.search(r'op_name="([^"]*)"', line)
+                found.append((a, b, op[1] if op else ""))
+        return found
+
+    def square_buffers(self, T: int) -> set[tuple[int, ...]]:
+        """Shapes of all values that end in [T, T]."""
+        shapes = re.findall(rf"\w+\[((?:\d+,)*){T},{T}\]", self.text)
+        return {(*(int(n) for n in s.split(",") if n), T, T) for s in shapes}
+
+
+@pytest.fixture(scope="session")
+def compile_ahead(tmp_path_factory) -> Callable[[dict], dict[str, Compiled]]:
+    """Compile cases (see ahead.py) in one process; give them by name."""
+
+    def compile_ahead(cases: dict) -> dict[str, Compiled]:
+        folder = tmp_path_factory.mktemp("ahead")
+        done = subprocess.run(
+            [sys.executable, str(AHEAD), str(folder), json.dumps(cases)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        compiled = {}
+        for result in results:
+            name = result.pop("name")
+            text = "" if "error" in result else (folder / f"{name}.txt").read_text()
+            compiled[name] = Compiled(text=text, **result)
+            print(name, result)
+        return compiled
+
+    return compile_ahead

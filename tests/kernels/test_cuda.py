@@ -1,0 +1,108 @@
+"""The training step as eight H100s would run it, compiled on the CPU.
+
+    pip install 'jax[cuda13]'
+    python -m pytest tests/kernels/test_cuda.py
+
+No GPU and no driver is needed: tests/kernels/ahead.py describes the machine.
+"""
+
+import importlib.util
+
+import pytest
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not any(
+            importlib.util.find_spec(f"jax_cuda{version}_plugin")
+            for version in (12, 13)
+        ),
+        reason="needs NVIDIA's compiler: pip install 'jax[cuda13]'",
+    ),
+]
+
+T, ROWS, HEADS = 1024, 2, 4  # rows and heads of a GPU, without tensor parallelism
+COMMON = [
+    "optimizer=adamw",
+    f"data.sequence_length={T}",
+    "model.num_layers=2",
+    "model.vocab_size=512",
+    f"model.num_heads={HEADS}",
+]
+GPT2 = ["model=gpt2_124m", "model.embed_dim=256", "model.mlp_dim=768"]
+GPT2 += ["model.max_sequence_length=null", "mesh=fsdp", f"data.batch_size={8 * ROWS}"]
+LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.mlp_dim=768"]
+LLAMA += ["model.num_kv_heads=2", "mesh=fsdp_tensor", f"data.batch_size={4 * ROWS}"]
+STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
+    "gpt2": GPT2,
+    "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
+    "gpt2_xla": [*GPT2, "model.attention=xla"],
+    "llama": LLAMA,
+}
+PLAIN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_ahead):
+    return compile_ahead(
+        {
+            name: {"platform": "cuda", "topology": "1x1x8", "step": [*COMMON, *step]}
+            for name, step in STEPS.items()
+        }
+    )
+
+
+def cudnn_calls(text: str) -> list[str]:
+    return [
+        line for line in text.splitlines() if 'custom_call_target="__cudnn$' in line
+    ]
+
+
+def targets(text: str) -> set[str]:
+    return {
+        line.split('custom_call_target="')[1].split('"')[0]
+        for line in cudnn_calls(text)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("gpt2", MASKED), ("llama", MASKED), ("gpt2_unmasked", PLAIN)],
+)
+def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
+    result = compiled[name]
+    assert result.error is None
+    assert targets(result.text) == expected
+    for call in cudnn_calls(result.text):
+        # Causal inside the kernel, which then skips what lies above the diagonal.
+        assert '"mask_type": "CAUSAL"' in call
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_documents_cost_a_mask_of_one_head_and_no_scores(compiled, name):
+    buffers = compiled[name].square_buffers(T)
+    assert (ROWS, 1, T, T) in buffers
+    assert max(len(shape) for shape in buffers) <= 4
+    for shape in buffers:
+        assert shape[:-2] in ((ROWS,), (1, ROWS), (ROWS, 1), (), (1,), (1, 1))
+
+
+def test_rows_of_one_document_pay_no_mask(compiled):
+    assert compiled["gpt2_unmasked"].square_buffers(T) == set()
+
+
+def test_the_checks_see_the_difference_to_xla_attention(compiled):
+    result = compiled["gpt2_xla"]
+    assert result.error is None
+    assert targets(result.text) == set()
+    assert any(HEADS in shape[:-2] for shape in result.square_buffers(T))
+    assert compiled["gpt2"].temp_bytes < result.temp_bytes / 2
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_products_have_bfloat16_operands(compiled, name):
+    """A float32 cotangent would drop the backward pass to TF32, at half the speed."""
+    products = compiled[name].products()
+    assert len(products) > 10
+    assert {(a, b) for a, b, _ in products} == {("bf16", "bf16")}

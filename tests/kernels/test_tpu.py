@@ -1,0 +1,94 @@
+"""The training step as a TPU would run it, compiled on the CPU.
+
+pip install libtpu
+python -m pytest tests/kernels/test_tpu.py
+"""
+
+import importlib.util
+
+import pytest
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="needs TPU's compiler: pip install libtpu",
+    ),
+]
+
+T = 2048
+COMMON = [
+    "optimizer=adamw",
+    f"data.sequence_length={T}",
+    "model.num_layers=2",
+    "model.vocab_size=512",
+    "model.num_heads=4",
+]
+GPT2 = ["model=gpt2_124m", "model.embed_dim=256", "model.max_sequence_length=null"]
+LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.num_kv_heads=2"]
+LLAMA += ["model.mlp_dim=768", "mesh=fsdp_tensor", "data.batch_size=4"]
+STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
+    "gpt2": [*GPT2, "mesh=fsdp", "data.batch_size=8"],
+    "llama": LLAMA,
+    "llama_xla": [*LLAMA, "model.attention=xla"],
+}
+CHIPS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4"}
+KERNELS = [(chip, 4096, head_dim) for chip in CHIPS for head_dim in (64, 128)]
+PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
+
+
+@pytest.fixture(scope="module")
+def compiled(compile_ahead):
+    steps = {
+        name: {
+            "platform": "tpu",
+            "topology": CHIPS["v5e"],
+            "step": [*COMMON, *overrides],
+        }
+        for name, overrides in STEPS.items()
+    }
+    kernels = {
+        f"{chip}_{length}_{head_dim}": {
+            "platform": "tpu",
+            "topology": CHIPS[chip],
+            "attention": [length, head_dim],
+        }
+        for chip, length, head_dim in KERNELS
+    }
+    return compile_ahead(steps | kernels)
+
+
+def splash_calls(text: str) -> set[str]:
+    """Which of splash's kernels a program calls."""
+    calls = [line for line in text.splitlines() if '"tpu_custom_call"' in line]
+    return {part for part in PARTS for line in calls if part in line.split("=")[0]}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_step_runs_splash_forward_and_backward_and_holds_no_scores(compiled, name):
+    result = compiled[name]
+    assert result.error is None
+    assert splash_calls(result.text) == PARTS
+    assert result.square_buffers(T) == set()
+
+
+def test_the_checks_see_the_difference_to_xla_attention(compiled):
+    result = compiled["llama_xla"]
+    assert result.error is None
+    assert splash_calls(result.text) == set()
+    assert result.square_buffers(T)
+    assert compiled["llama"].temp_bytes < result.temp_bytes / 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_products_have_bfloat16_operands(compiled, name):
+    products = compiled[name].products()
+    assert len(products) > 10
+    assert {(a, b) for a, b, _ in products} == {("bf16", "bf16")}
+
+
+@pytest.mark.parametrize(("chip", "length", "head_dim"), KERNELS)
+def test_splash_fits_into_vector_memory(compiled, chip, length, head_dim):
+    result = compiled[f"{chip}_{length}_{head_dim}"]
+    assert result.error is None
+    assert splash_calls(result.text) == PARTS
