@@ -69,8 +69,9 @@ def door(folder: Path) -> Door:
         *("checkpoint.save_interval_steps=5", "log.interval_steps=1"),
         "schedule.final_fraction=0.1",
     )
-    # Also what compiles fast is worth keeping for the next process.
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)  # runtime.cpu_devices must do
+    # Also what compiles fast is worth keeping for the next process.
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def run(
