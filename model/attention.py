@@ -49,6 +49,8 @@ def why_not(
             return "cudnn attention needs an NVIDIA GPU"
         if head_dim % 8 or head_dim > 256:
             return "cudnn attention needs a head dim that is a multiple of 8, up to 256"
+        if sequence_length % 2:
+            return "cudnn attention needs an even sequence length"
     if implementation is Attention.splash:
         if platform != "tpu":
             return "splash attention needs a TPU"
@@ -212,8 +214,9 @@ def _block_sizes(T: int):
         splash_attention_kernel as splash,
     )
 
-    # Wider blocks amortise the grid; 512 is the largest that all of v5e, v5p and v6e
-    # hold in vector memory with a head dim of 128 (checked by compiling for them).
+    # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
+    # v5p and v6e hold up to 1024 in vector memory, with head dims up to 256, and not
+    # 2048 (checked by compiling for them); which is fastest was not measured.
     block = next(size for size in (512, 384, 256, 128) if T % size == 0)
     return splash.BlockSizes(
         block_q=block,

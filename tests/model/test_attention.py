@@ -38,6 +38,7 @@ def test_auto_takes_the_platforms_own_kernel(platform, kernel):
         (CUDNN, "tpu", 1024, 64, "needs an NVIDIA GPU"),
         (CUDNN, "gpu", 1024, 60, "multiple of 8"),
         (CUDNN, "cuda", 1024, 264, "up to 256"),
+        (CUDNN, "gpu", 1023, 64, "even sequence length"),
         (SPLASH, "cpu", 1024, 64, "needs a TPU"),
         (SPLASH, "gpu", 1024, 64, "needs a TPU"),
         (SPLASH, "tpu", 1000, 64, "divisible by 128"),
