@@ -33,7 +33,7 @@ DIVERGED = 3
 
 
 @dataclass(frozen=True)
-class Session:
+class Start:
     """What one start of a run works with."""
 
     program: Program
@@ -86,10 +86,10 @@ def train(config: Config, command: str) -> int:
             program = make_program(config, schedule_steps=run.schedule_steps)
         describe(program)
         checkpoints = Checkpoints(run.path / "checkpoints", config.checkpoint)
-        session = Session(program, store, run, checkpoints, interrupt)
+        start = Start(program, store, run, checkpoints, interrupt)
         run.events.record("init", time.monotonic() - began)
         with jax.set_mesh(program.mesh):
-            code = _train(session)
+            code = _train(start)
         checkpoints.close()
     found = run.results()
     if code == 0 and found:
@@ -97,36 +97,36 @@ def train(config: Config, command: str) -> int:
     return code
 
 
-def _train(session: Session) -> int:
+def _train(start: Start) -> int:
     """Find the state, step to the end, leave the results."""
-    program, run = session.program, session.run
+    program, run = start.program, start.run
     began = time.monotonic()
-    state = session.checkpoints.restore(program.state) or program.init()
+    state = start.checkpoints.restore(program.state) or program.init()
     step = int(state.step)
     run.events.record("restore", time.monotonic() - began, step=step)
     run.start_at(step)
     print(f"run         {run.path}, from step {step:,}", flush=True)
-    code, state = _loop(session, state)
+    code, state = _loop(start, state)
     if code == 0:
         with run.events.span("eval"):
             step, batches = int(state.step), program.config.eval.final_num_batches
-            score = session.evaluate(step, state, batches)
-            session.checkpoints.wait()  # results say that the run is finished
+            score = start.evaluate(step, state, batches)
+            start.checkpoints.wait()  # results say that the run is finished
             params = best_params(state)
-            run.write_results(results(program, params, session.store, step, score))
+            run.write_results(results(program, params, start.store, step, score))
     return code
 
 
-def _loop(session: Session, state: TrainState) -> tuple[int, TrainState]:
+def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
     """Step until the end, a request to stop, or divergence."""
-    program, run, config = session.program, session.run, session.program.config
+    program, run, config = start.program, start.run, start.program.config
     first, end = int(state.step), config.train.num_steps
     if first >= end:
         return 0, state
     with run.events.span("compile"):
         train_step = program.train_step.lower(program.state, program.batch).compile()
     rows = local_rows(program.batch)
-    batches = train_batches(session.store, config.data, config.seed, first, rows)
+    batches = train_batches(start.store, config.data, config.seed, first, rows)
     feed = Feed(batches, program.batch)
     window = Window(program, run, feed)
     profiler = Profiler(config.profile.steps, str(run.path / "profile"))
@@ -139,7 +139,7 @@ def _loop(session: Session, state: TrainState) -> tuple[int, TrainState]:
             if await_steps:
                 jax.block_until_ready(metrics)
             profiler.after(step, metrics)
-            stop, last = session.interrupt.code(), step == end
+            stop, last = start.interrupt.code(), step == end
             due = last or step % config.log.interval_steps == 0
             if due or stop:
                 window.close(step, progress, write=due)
@@ -153,11 +153,11 @@ def _loop(session: Session, state: TrainState) -> tuple[int, TrainState]:
                 return DIVERGED, state
             if step % config.eval.interval_steps == 0 and not last:
                 with window.pause("eval"):
-                    session.evaluate(step, state, config.eval.num_batches)
-            if last or stop or session.checkpoints.due(step):
+                    start.evaluate(step, state, config.eval.num_batches)
+            if last or stop or start.checkpoints.due(step):
                 with window.pause("save"):
                     run.flush()
-                    session.save(step, state)
+                    start.save(step, state)
             if stop and not last:
                 progress.note(f"asked to stop: saved step {step:,}")
                 return stop, state

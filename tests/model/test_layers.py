@@ -85,12 +85,13 @@ def test_a_norm_gives_unit_scale_whatever_the_input(kind):
         assert np.abs(norm(x + 5) - y).max() > 0.1
 
 
-def test_a_norm_of_bfloat16_is_computed_in_float32():
-    norm = Normalize(CONFIG, 4096, "embed", Norm.rmsnorm)
-    x = jnp.ones((1, 1, 4096), jnp.bfloat16)
-    y = norm(x)
-    assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y, x)
+@pytest.mark.parametrize("kind", Norm)
+def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
+    norm = Normalize(CONFIG, 64, "embed", kind)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 64), jnp.bfloat16)
+    exact = norm(x.astype(jnp.float32)).astype(jnp.bfloat16)
+    assert norm(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(norm(x), exact)
 
 
 def test_only_a_layernorm_with_bias_has_one():
