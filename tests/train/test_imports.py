@@ -14,7 +14,7 @@ ORDER = [
     *("identity", "rules", "schema", "flags", "check", "command"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "state", "loss", "step"),
     *("program", "feed", "evaluation", "generate"),
-    *("progress", "metrics", "report", "tracker", "rundir", "checkpoint"),
+    *("progress", "metrics", "charts", "report", "tracker", "rundir", "checkpoint"),
     *("describe", "summary", "trained", "window", "interrupt", "loop"),
 ]
 DOORS = {

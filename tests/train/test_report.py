@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from train.report import _thin, _ticks, write_report
+from train.charts import thin
+from train.report import write_report
 
 
 def _write(run_dir, metrics=(), events=(), config=None):
@@ -182,7 +183,7 @@ def test_100k_lines_are_thinned_and_keep_their_extremes(tmp_path):
 
 def test_a_long_stretch_of_nulls_stays_a_gap():
     points = [(s, None if 4000 <= s < 6000 else 1.0) for s in range(10_000)]
-    gap = [step for step, value in _thin(points) if value is None]
+    gap = [step for step, value in thin(points) if value is None]
     assert 4000 <= gap[0] < 4100
     assert 5900 < gap[-1] < 6000
 
@@ -206,7 +207,7 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path):
     ],
 )
 def test_ticks_are_round(low, high, ticks):
-    assert _ticks(low, high, 4) == pytest.approx(ticks)
+    assert charts.ticks(low, high, 4) == pytest.approx(ticks)
 
 
 def test_labels_of_a_narrow_range_differ(tmp_path):
