@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from train import charts
 from train.charts import thin
 from train.report import write_report
 
