@@ -63,12 +63,13 @@ def test_a_rotary_fraction_leaves_the_rest_untouched():
     assert (after[..., :8] != x[..., :8]).all()
 
 
-def test_rotary_keeps_bfloat16_and_computes_angles_in_float32():
-    x = jnp.ones((1, 4, 1, 32), jnp.bfloat16)
-    assert turned(x, 0).dtype == jnp.bfloat16
-    far = turned(x, 10_000).astype(jnp.float32)
-    exact = turned(x.astype(jnp.float32), 10_000)
-    np.testing.assert_allclose(far, exact, atol=0.01)
+def test_rotary_angles_of_late_positions_are_exact_in_bfloat16_too():
+    x = jnp.zeros((1, 1, 1, 32), jnp.bfloat16).at[..., :16].set(1.0)
+    after = turned(x, 10_001)
+    angles = 10_001 * 10000.0 ** (-np.arange(16) / 16)
+    expected = np.concatenate([np.cos(angles), np.sin(angles)])
+    assert after.dtype == jnp.bfloat16
+    np.testing.assert_allclose(after[0, 0, 0].astype(jnp.float32), expected, atol=0.01)
 
 
 @pytest.mark.parametrize("kind", Norm)
