@@ -38,7 +38,7 @@ def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=Non
     update = jax.jit(optimizer.update)
     for step in range(num_steps):
         gradient = grads[step] if grads else draw(step + 1)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         params, state = update(gradient, norm, state, params, step)
         found.append((params, state))
     return found
@@ -153,7 +153,7 @@ def test_a_run_that_goes_on_keeps_its_first_schedule(configure, programs):
 @pytest.mark.parametrize("length", [0.5, 10.0])
 def test_only_a_gradient_longer_than_the_limit_is_clipped(length):
     grads = draw(1)
-    grads = jax.tree.map(lambda g: g * length / optax.global_norm(draw(1)), grads)
+    grads = jax.tree.map(lambda g: g * length / optax.tree.norm(draw(1)), grads)
     config = replace(ADAMW, clip_norm=1.0)
     ((_, state),) = take_steps(config, draw(0), 1, grads=[grads])
     scale = min(1.0, 1 / length)
