@@ -215,8 +215,8 @@ def _block_sizes(T: int):
     )
 
     # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
-    # v5p and v6e hold up to 1024 in vector memory, with head dims up to 256, v5e and v5p
-    # not 2048 (checked by compiling for them); which is fastest was not measured.
+    # v5p and v6e hold up to 1024 in vector memory with head dims up to 256; 2048 is too
+    # much for v5e and v5p (checked by compiling). Which is fastest was not measured.
     block = next(size for size in (512, 384, 256, 128) if T % size == 0)
     return splash.BlockSizes(
         block_q=block,
