@@ -80,7 +80,7 @@ def train(config: Config, command: str) -> int:
     with open_run(config, store) as run:
         found = run.results()
         if found and found["step"] >= config.train.num_steps:
-            print_results(found, command)
+            print_results(found, command, config.schedule)
             return 0
         if run.schedule_steps != config.train.num_steps:
             program = make_program(config, schedule_steps=run.schedule_steps)
@@ -93,7 +93,7 @@ def train(config: Config, command: str) -> int:
         checkpoints.close()
     found = run.results()
     if code == 0 and found:
-        print_results(found, command)
+        print_results(found, command, config.schedule)
     return code
 
 

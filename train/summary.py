@@ -9,7 +9,7 @@ import numpy as np
 from data.store import Store, compression_bits_per_byte
 from data.tokenizer import decode, encode
 from model.config import Position
-from train.config import ConfigError, Mistake
+from train.config import ConfigError, Mistake, Schedule, ScheduleConfig
 from train.evaluation import Score
 from train.generate import Sampling, generate
 from train.program import Program
@@ -77,9 +77,14 @@ def results(program: Program, params: Any, store: Store, step: int, score: Score
     }
 
 
-def print_results(found: dict[str, Any], command: str) -> None:
-    """Print results to stdout, and how to go on."""
+def print_results(
+    found: dict[str, Any], command: str, schedule: ScheduleConfig
+) -> None:
+    """Print results to stdout, and how to go on, at a rate that is not 0."""
     step = found["step"]
+    if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
+        key = "schedule.final_fraction"
+        command += f" {key}=0.1 'run.allow_change=[{key}]'"
     others = ", ".join(f"{k} -9 {v:.3f}" for k, v in found["compressed"].items())
     print()
     print(f"finished    {step:,} steps")
