@@ -22,7 +22,7 @@ from train.chips import flops_per_token
 from train.config import Config, ConfigError, Mistake, check_all
 from train.mesh import Device, make_mesh
 from train.optimizer import Optimizer, make_optimizer
-from train.runtime import execution
+from train.runtime import compiler_options, execution
 from train.sharding import (
     activation_rules,
     batch_sharding,
@@ -69,6 +69,7 @@ class Program:
             in_shardings=(self.shardings, self.batch_shardings),
             out_shardings=(self.shardings, self.replicated),
             donate_argnums=0,
+            compiler_options=compiler_options(self.mesh.devices.flat[0].platform),
         )
 
     @functools.cached_property

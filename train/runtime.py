@@ -82,6 +82,18 @@ def execution(
     )
 
 
+def compiler_options(platform: str) -> dict[str, bool]:
+    """Give XLA's options for the train step on a platform.
+
+    A CPU's default analysis of live ranges copies every optimizer moment at the start
+    of each step; the finer one sees that the old moment is read for the last time
+    where the new one is written (docs/log.md).
+    """
+    if platform == "cpu":
+        return {"xla_cpu_copy_insertion_use_region_analysis": True}
+    return {}
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Say whether this CPU has bfloat16 dot products (AMX or AVX-512 BF16)."""
     try:

@@ -1,5 +1,6 @@
 """A settled config on devices: the same computation on any mesh."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -74,6 +75,14 @@ def test_nor_do_they_with_muon(programs, store, born):
 def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
     state = programs(*CUBE, devices=8).init()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), born)
+
+
+def test_the_step_on_a_cpu_copies_no_part_of_the_state(programs):
+    """What is donated is written in place (train/runtime.py, compiler_options)."""
+    program = programs("mesh.data=2", devices=2)
+    with jax.set_mesh(program.mesh):
+        step = program.train_step.lower(program.state, program.batch).compile()
+    assert not re.findall(r"= f32.* copy\(%?param.*", step.as_text())
 
 
 def test_settle_takes_vocabulary_and_length_from_the_data():
