@@ -8,16 +8,13 @@ measured is the host's own work: the calling thread's CPU time of the call.
 
 import statistics
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
-import yaml
 
 from data.batches import Batch
-from data.config import DataConfig
-from model.config import Activation, Init, ModelConfig, Norm, Position
-from train.config import Config, MeshConfig, Platform, RuntimeConfig
+from train.command import compose
+from train.config import Platform, RuntimeConfig
 from train.feed import place
 from train.program import make_program
 from train.runtime import set_up
@@ -26,24 +23,14 @@ from train.runtime import set_up
 def main() -> None:
     """Print the median over 300 steps."""
     set_up(RuntimeConfig(platform=Platform.cpu, cpu_devices=1))
-    rules = Path(__file__).parent.parent / "configs/mesh/rules.yaml"
-    model = ModelConfig(
-        num_layers=12,
-        num_heads=2,
-        embed_dim=16,
-        vocab_size=128,
-        max_sequence_length=16,
-        norm=Norm.layernorm,
-        position=Position.learned,
-        activation=Activation.gelu,
-        tied_head=True,
-        bias=True,
-        init=Init.gpt2,
-    )
-    config = Config(
-        model=model,
-        data=DataConfig(sequence_length=16, batch_size=2),
-        mesh=MeshConfig(**yaml.safe_load(rules.read_text())),
+    tiny = ("num_heads=2", "embed_dim=16", "vocab_size=128", "max_sequence_length=16")
+    config = compose(
+        [
+            "model=gpt2_124m",
+            *(f"model.{override}" for override in tiny),
+            "data.sequence_length=16",
+            "data.batch_size=2",
+        ]
     )
     program = make_program(config)
     ids = np.ones((2, 16), np.int32)

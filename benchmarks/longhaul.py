@@ -1,25 +1,13 @@
 """Longhaul's own step as a contender: the program that `python -m train` runs."""
 
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
-import yaml
 
 from data.batches import Batch
-from data.config import DataConfig
-from model.config import Activation, Init, ModelConfig, Norm, Position
-from train.config import (
-    Config,
-    MeshConfig,
-    OptimizerConfig,
-    Platform,
-    RuntimeConfig,
-    Schedule,
-    ScheduleConfig,
-)
+from train.command import compose
+from train.config import Platform, RuntimeConfig
 from train.feed import place
 from train.program import make_program
 from train.runtime import set_up
@@ -42,27 +30,22 @@ class LonghaulWorker:
         platform = Platform.cuda if device == "gpu" else Platform.cpu
         set_up(RuntimeConfig(platform=platform))
         _, B, length = batches.shape
-        rules = Path(__file__).parent.parent / "configs/mesh/rules.yaml"
-        config = Config(
-            model=ModelConfig(
-                num_layers=num_layers,
-                num_heads=num_heads,
-                embed_dim=embed_dim,
-                vocab_size=vocab_size,
-                max_sequence_length=length - 1,
-                norm=Norm.layernorm,
-                position=Position.learned,
-                activation=Activation.gelu,
-                tied_head=True,
-                init=Init.gpt2,
-                layer_unroll=-1,
-            ),
-            data=DataConfig(
-                sequence_length=length - 1, batch_size=B, document_mask=False
-            ),
-            mesh=replace(MeshConfig(**yaml.safe_load(rules.read_text())), data=-1),
-            optimizer=OptimizerConfig(learning_rate=1e-3, b2=0.99),
-            schedule=ScheduleConfig(name=Schedule.constant, warmup_steps=0),
+        config = compose(
+            [
+                "experiment=shakespeare_cpu",
+                f"model.num_layers={num_layers}",
+                f"model.num_heads={num_heads}",
+                f"model.embed_dim={embed_dim}",
+                f"model.vocab_size={vocab_size}",
+                f"model.max_sequence_length={length - 1}",
+                "model.layer_unroll=-1",
+                f"data.sequence_length={length - 1}",
+                f"data.batch_size={B}",
+                "data.document_mask=false",
+                "mesh=ddp",
+                "schedule=constant",
+                "schedule.warmup_steps=0",
+            ]
         )
         self._program = program = make_program(config)
         self._await = platform is Platform.cpu

@@ -26,7 +26,10 @@ def partition_spec(
     """
     missing = [axis for axis in axes if axis is not None and axis not in table]
     if missing:
-        raise ValueError(f"no rule for logical axis {missing[0]!r} in {dict(table)}")
+        raise ValueError(
+            f"no rule for logical axis {missing[0]!r}: add it to the table of its "
+            f"kind in configs/mesh/rules.yaml, null for replicated"
+        )
     entries = tuple(None if axis is None else table[axis] for axis in axes)
     used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
     twice = {m for m in used if used.count(m) > 1}

@@ -29,17 +29,11 @@ def composed() -> Callable:
 
     composed(*overrides) -> Config
     """
-    from hydra import compose, initialize_config_dir
-
-    from train.check import CONFIG_DIR, VERSION_BASE, register
+    from train.command import compose
     from train.config import Config
     from train.program import settle
-    from train.schema import load
 
     def composed(*overrides: str) -> Config:
-        register(Config)
-        with initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
-            config = load(compose("train", list(overrides)))
-        return settle(config, vocab_size=384)
+        return settle(compose(overrides), vocab_size=384)
 
     return composed

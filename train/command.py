@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import hydra
@@ -27,14 +27,27 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from train.check import CONFIG_DIR, VERSION_BASE, Validate, check_command_line
+from train.check import (
+    CONFIG_DIR,
+    VERSION_BASE,
+    Validate,
+    check_command_line,
+    register,
+)
 from train.config import Config, ConfigError
 from train.flags import flags_first, is_sweep, parse_flags, quote_text
 from train.rules import validate as validate_rules
 from train.rules import without_effect
 from train.schema import load, read_yaml, to_yaml
 
-__all__ = ["check_command_line", "load", "read_yaml", "run_command", "to_yaml"]
+__all__ = [
+    "check_command_line",
+    "compose",
+    "load",
+    "read_yaml",
+    "run_command",
+    "to_yaml",
+]
 
 WRONG_CONFIG = 78
 WRONG_DATA = 65
@@ -59,6 +72,15 @@ def run_command(
         validate: gives the mistakes of such a config; it has the right types already.
     """
     sys.exit(_run(main, config_name, schema, validate))
+
+
+def compose(
+    overrides: Sequence[str], config_name: str = "train", schema: type = Config
+) -> Any:
+    """Give the config that a command line means, its values unchecked."""
+    register(schema)
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
+        return load(hydra.compose(config_name, list(overrides)), schema)
 
 
 def configure_logging() -> None:
