@@ -1,201 +1,300 @@
-"""Rows of a token store as batches: batch s is a function of (config, seed, s).
+"""Rows as batches: batch s is a function of (config, seed, s).
 
-Row r covers the tokens [r*T, r*T + T] of the flat array; its last token is the next
-row's first, so that each token is a target once. Grain shuffles the rows of each
-epoch anew, by index alone, and batch s is the s-th piece of that endless order: any
-batch costs the same to reach, a process looks up and reads only its own rows, and any
-division of the rows over processes gives the same batch.
+Row n of a run is row k of a source: which, the mixture's order says (data/mixture.py),
+and the order of a source's own rows is Grain's shuffle of their numbers, another one
+each epoch. Batch s is the rows [s B, s B + B) of that endless order, so any batch
+costs the same to reach, a process looks up and reads only its own rows, and any
+division of the rows over processes gives the same batch. Nothing need be remembered.
 Reading runs ahead of the consumer in threads, bounded by `prefetch` batches; they end
 with the iterator, and never keep the process alive.
 """
 
+import functools
 import hashlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-from data.config import DataConfig
-from data.corpus import Split
+from data import tokenizer
+from data.config import DataConfig, Source
 from data.errors import DataError
-from data.reader import TokenArray
-from data.store import Store
+from data.mixture import Mixture
+from data.rows import Batch, open_rows
+from data.sources import Sources
 
-Rows = slice | Sequence[slice] | None
-# Of a split in memory one thread reads faster than several that share the GIL.
+__all__ = ["Batch", "Order", "train_batch", "train_batches", "validation_batches"]
+
+RowSlices = slice | Sequence[slice] | None
+# Of splits in memory one thread reads faster than several that share the GIL.
 _THREADS_IN_MEMORY, _THREADS_ON_DISK = 1, 4
 
 
-class Batch(NamedTuple):
-    """Rows of T tokens and what they predict; all int32 [rows, T].
+class Excerpt(NamedTuple):
+    """A stretch of a document that stands in a batch."""
 
-    numpy arrays here; whatever holds them once they have left the host.
-    """
+    row: int  # of the batch
+    column: int
+    source: str
+    document: str  # its id
+    number: int  # of the document in the split
+    first: int  # token of the document
+    text: str  # decoded inputs
 
-    inputs: Any
-    targets: Any  # the token that follows each input; -1: none to be learnt
-    segment_ids: Any  # 1, 2, ... by document within the row; 0 is padding
-    positions: Any  # from 0 at each document's first token within the row
+
+class Order:
+    """Which rows of which sources make up which training batch."""
+
+    def __init__(self, sources: Sources, config: DataConfig, seed: int):
+        """Open the rows of all sources and settle their order.
+
+        Raises:
+            DataError: a source has no row, or all together too few for a batch.
+        """
+        self._config, self._sources, self._seed = config, sources, seed
+        self.names = list(sources.stores)
+        self.rows = [
+            open_rows(store, config, "train", sources.cache)
+            for store in sources.stores.values()
+        ]
+        counts = {n: len(rows) for n, rows in zip(self.names, self.rows, strict=True)}
+        if sum(counts.values()) < config.batch_size or 0 in counts.values():
+            have = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise DataError(
+                f"{sources.path}: the training text has {sources.num_tokens('train')} "
+                f"tokens, which are this many rows of data.sequence_length="
+                f"{config.sequence_length}: {have}; but a batch needs data.batch_size="
+                f"{config.batch_size}, and each source one. Use shorter sequences, a "
+                f"smaller batch or more text"
+            )
+        self._mixture = Mixture(self.names, _stretches(config, self.names))
+        self._shuffled = [
+            _shuffled(count, seed, name if len(counts) > 1 else None)
+            for name, count in counts.items()
+        ]
+        splits = [store.split("train") for store in sources.stores.values()]
+        self.in_memory = all(split.in_memory for split in splits)
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """Say how often the rows of each source are used in the first steps."""
+        given = self._mixture.counts(num_steps * self._config.batch_size).tolist()
+        return {
+            name: count / len(rows)
+            for name, count, rows in zip(self.names, given, self.rows, strict=True)
+        }
+
+    def mistakes(self, num_steps: int) -> list[tuple[str, object, str]]:
+        """List the sources that end before num_steps, as (key, value, remedy)."""
+        found: list[tuple[str, object, str]] = []
+        for name, used in self.epochs(num_steps).items():
+            limit = self._limit(name)
+            if used > limit:
+                rule = (
+                    f"are too few: {num_steps} steps use {name} {used:.2f} times; "
+                    f"allow more, lower its weight, or drop it by weight_changes"
+                )
+                found.append((f"data.sources.{name}.epochs", limit, rule))
+        return found
+
+    def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
+        which, rank = self._mixture.rows(step * self._config.batch_size + rows)
+        numbers = [
+            self._shuffled[w][r]
+            for w, r in zip(which.tolist(), rank.tolist(), strict=True)
+        ]
+        for source, name in enumerate(self.names):
+            limit = self._limit(name) * len(self.rows[source])
+            if limit < math.inf and (rank[which == source] >= limit).any():
+                raise DataError(
+                    f"step {step}: data.sources.{name} is used up after "
+                    f"{self._limit(name)} epochs. Allow more, or give it no weight"
+                )
+        return which, np.array(numbers, np.int64)
+
+    def read(self, step: int, rows: RowSlices = None) -> Batch:
+        """Read the chosen rows of a batch.
+
+        Raises:
+            DataError: a chunk is missing or damaged; step, source and rows are named.
+        """
+        chosen = _chosen(self._config, rows)
+        which, numbers = self.find(step, chosen)
+        parts = []
+        for source, name in enumerate(self.names):
+            mine = np.flatnonzero(which == source)
+            if len(mine):
+                try:
+                    parts.append((mine, self.rows[source].read(numbers[mine])))
+                except DataError as error:
+                    raise DataError(f"step {step}, source {name}, {error}") from error
+        if len(parts) == 1:
+            return parts[0][1]
+        shape = (len(chosen), self._config.sequence_length)
+        batch = Batch(*np.empty((4, *shape), np.int32))
+        for mine, part in parts:
+            for into, field in zip(batch, part, strict=True):
+                into[mine] = field
+        return batch
+
+    def batches(self, start_step: int = 0, rows: RowSlices = None) -> Iterator[Batch]:
+        """Read the batches from start_step on, without end and ahead of time.
+
+        Raises:
+            DataError: as `read`; or a source with a limit is used up.
+        """
+        steps = range(start_step, sys.maxsize)
+        read = functools.partial(self.read, rows=rows)
+        return _prefetch(read, steps, self.in_memory, self._config)
+
+    def excerpts(self, step: int) -> Iterator[Excerpt]:
+        """Say which documents make up a batch, row by row."""
+        rows = np.arange(self._config.batch_size)
+        for row, (source, number) in enumerate(
+            zip(*self.find(step, rows), strict=True)
+        ):
+            name = self.names[source]
+            store = self._sources.stores[name]
+            tokens = store.split("train")
+            for piece in self.rows[source].pieces(int(number)):
+                nth, begins, _ = tokens.document_at(piece.start)
+                inputs = tokens.read(piece.start, piece.start + piece.length)
+                yield Excerpt(
+                    row,
+                    piece.column,
+                    name,
+                    tokens.document_id(nth),
+                    nth,
+                    piece.start - begins,
+                    tokenizer.decode(store.encoding, inputs),
+                )
+
+    def _limit(self, name: str) -> float:
+        source = self._config.sources.get(name)
+        return math.inf if source is None or source.epochs is None else source.epochs
 
 
 def train_batches(
-    store: Store,
+    sources: Sources,
     config: DataConfig,
     seed: int,
     start_step: int = 0,
-    rows: Rows = None,
+    rows: RowSlices = None,
 ) -> Iterator[Batch]:
     """Read the training batches start_step, start_step + 1, ... without end.
 
     Args:
-        store: what `prepare(config)` gave.
-        config: sequence_length, batch_size, document_mask and prefetch are read.
+        sources: what `open_sources(config)` gave.
+        config: of rows and batches.
         seed: decides the order of the rows.
         start_step: the first batch; a later one costs no more than an earlier one.
         rows: which rows of each global batch to read, in this order; None is all.
 
     Raises:
-        DataError: the text is too short for one batch, or a chunk is damaged.
+        DataError: the text is too short for one batch, a chunk is damaged, or a source
+            with a limit is used up.
     """
-    order = _row_order(store, config, seed)
-    read = _batch_reader(order, store.split("train"), config, rows)
-    return _prefetch(read, range(start_step, sys.maxsize), store.split("train"), config)
+    return Order(sources, config, seed).batches(start_step, rows)
 
 
 def train_batch(
-    store: Store, config: DataConfig, seed: int, step: int, rows: Rows = None
+    sources: Sources, config: DataConfig, seed: int, step: int, rows: RowSlices = None
 ) -> Batch:
     """Read training batch `step` alone; equal to what `train_batches` yields for it.
 
     Raises:
-        DataError: the text is too short for one batch, or a chunk is damaged.
+        DataError: as `train_batches`.
     """
-    order = _row_order(store, config, seed)
-    return _batch_reader(order, store.split("train"), config, rows)(step)
+    return Order(sources, config, seed).read(step, rows)
 
 
 def validation_batches(
-    store: Store, config: DataConfig, num_batches: int = -1, rows: Rows = None
+    sources: Sources, config: DataConfig, num_batches: int = -1, rows: RowSlices = None
 ) -> Iterator[Batch]:
     """Read the validation text in order; each token but the first is a target once.
 
-    The last row and the last batch are filled up with padding (segment 0, target -1),
-    so that all batches have one shape.
+    The rows of several sources take turns in proportion to their numbers. The last
+    batch is filled up with padding (segment 0, target -1), so that all batches have one
+    shape.
 
     Args:
-        store: what `prepare(config)` gave.
-        config: sequence_length, batch_size, document_mask and prefetch are read.
+        sources: what `open_sources(config)` gave.
+        config: of rows and batches.
         num_batches: how many at most; -1 reads all.
         rows: which rows of each global batch to read, in this order; None is all.
 
     Raises:
-        DataError: the text is too short for one target, or a chunk is damaged.
+        DataError: a chunk is damaged.
     """
-    tokens = store.split("validation")
-    num_rows = -(-(len(tokens) - 1) // config.sequence_length)
-    if num_rows < 1:
-        raise DataError(
-            f"{store.path}: validation has {len(tokens)} tokens, but a target needs 2. "
-            f"Give more text or increase data.validation={config.validation}"
-        )
-    available = -(-num_rows // config.batch_size)
+    opened = [
+        open_rows(store, config, "validation", sources.cache)
+        for store in sources.stores.values()
+    ]
+    counts = [len(found) for found in opened]
+    available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
-    order = grain.MapDataset.range(count * config.batch_size)
-    read = _batch_reader(order, tokens, config, rows)
-    return _prefetch(read, range(count), tokens, config)
+    turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
+    which = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([np.arange(n) for n in counts])
+    by_turn = np.argsort(turns, kind="stable")
+    which, numbers = which[by_turn], numbers[by_turn]
+    chosen = _chosen(config, rows)
+
+    def read(step: int) -> Batch:
+        at = step * config.batch_size + chosen
+        batch = Batch(*np.zeros((4, len(at), config.sequence_length), np.int32))
+        batch.targets[:] = -1
+        there = np.flatnonzero(at < len(which))
+        for source, found in enumerate(opened):
+            mine = there[which[at[there]] == source]
+            if len(mine):
+                part = found.read(numbers[at[mine]])
+                for into, field in zip(batch, part, strict=True):
+                    into[mine] = field
+        return batch
+
+    splits = [store.split("validation") for store in sources.stores.values()]
+    in_memory = all(split.in_memory for split in splits)
+    return _prefetch(read, range(count), in_memory, config)
 
 
-def num_rows(store: Store, config: DataConfig, split: Split = "train") -> int:
-    """Count a split's whole rows: what one epoch of training goes through."""
-    return max(0, (store.num_tokens(split) - 1) // config.sequence_length)
+def _stretches(
+    config: DataConfig, names: list[str]
+) -> list[tuple[int, dict[str, float]]]:
+    if config.source is not Source.mixture:
+        return [(0, dict.fromkeys(names, 1.0))]
+    weights = {name: source.weight for name, source in config.sources.items()}
+    return [
+        (0, weights),
+        *((c.step * config.batch_size, c.weights) for c in config.weight_changes),
+    ]
 
 
-def cut_rows(
-    tokens: np.ndarray, starts: np.ndarray, offsets: np.ndarray, document_mask: bool
-) -> Batch:
-    """Turn rows of T+1 tokens into inputs and targets that respect the documents.
-
-    Args:
-        tokens: int32 [rows, T+1].
-        starts: int64 [rows], where each row starts in the flat array.
-        offsets: int64 [documents + 1], where each document starts there, then the
-            end: what lies behind it is padding.
-        document_mask: whether a new document has a segment of its own, and is not
-            predicted from the one before it.
-    """
-    num_rows, length = tokens.shape[0], tokens.shape[1] - 1
-    targets = tokens[:, 1:].copy()
-    columns = np.arange(length, dtype=np.int32)
-    positions = np.tile(columns, (num_rows, 1))
-    segment_ids = np.ones_like(positions)
-    if document_mask:
-        # The documents that start behind a row's first token, up to its last target.
-        first = np.searchsorted(offsets, starts, "right")
-        last = np.searchsorted(offsets, starts + length, "right")
-        counts = last - first
-        row = np.repeat(np.arange(num_rows), counts)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        column = offsets[np.repeat(first, counts) + nth] - starts[row]
-        targets[row, column - 1] = -1
-        row, column = row[column < length], column[column < length]
-        begins = np.zeros_like(positions)
-        begins[row, column] = 1
-        segment_ids += np.cumsum(begins, axis=1, dtype=np.int32)
-        begins[row, column] = column
-        positions -= np.maximum.accumulate(begins, axis=1)
-    inputs = tokens[:, :-1].copy()
-    left = offsets[-1] - starts
-    if (left <= length).any():
-        padding = columns >= left[:, None] - 1
-        targets[padding] = -1
-        for array in (inputs, segment_ids, positions):
-            array[padding] = 0
-    return Batch(inputs, targets, segment_ids, positions)
-
-
-def _row_order(store: Store, config: DataConfig, seed: int) -> grain.MapDataset:
+def _shuffled(count: int, seed: int, name: str | None) -> grain.MapDataset:
     """Order the row numbers, epoch after epoch without end, each in its own order."""
-    available = num_rows(store, config)
-    if available < config.batch_size:
-        raise DataError(
-            f"{store.path}: the training text has {store.num_tokens('train')} tokens, "
-            f"which are {available} rows of data.sequence_length="
-            f"{config.sequence_length}, but a batch needs data.batch_size="
-            f"{config.batch_size}. Use shorter sequences, a smaller batch or more text"
-        )
     # Grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
     # Source: grain 0.2.18, dataset/transformations/shuffle.py, `_shuffled_index`.
-    digest = hashlib.sha256(f"order of rows, seed {seed}".encode()).digest()
-    order = grain.MapDataset.range(available)
+    of_source = "" if name is None else f" of {name}"
+    text = f"order of rows{of_source}, seed {seed}"
+    digest = hashlib.sha256(text.encode()).digest()
+    order = grain.MapDataset.range(count)
     return order.shuffle(seed=int.from_bytes(digest[:4])).repeat(None)
 
 
-def _batch_reader(
-    order: grain.MapDataset, tokens: TokenArray, config: DataConfig, rows: Rows
-) -> Callable[[int], Batch]:
-    """Make the function from a step to the chosen rows of its global batch."""
-    length = config.sequence_length
+def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
     parts = [slice(None)] if rows is None else rows
     parts = [parts] if isinstance(parts, slice) else parts
     in_batch = np.arange(config.batch_size)
-    chosen = np.concatenate([in_batch[part] for part in parts]).tolist()
-
-    def read(step: int) -> Batch:
-        first = step * config.batch_size
-        row_ids = [order[first + row] for row in chosen]
-        starts = np.array(row_ids, np.int64) * length
-        found = tokens.read_rows(starts, length + 1)
-        return cut_rows(found, starts, tokens.offsets, config.document_mask)
-
-    return read
+    return np.concatenate([in_batch[part] for part in parts])
 
 
 def _prefetch(
-    read: Callable[[int], Batch], steps: range, tokens: TokenArray, config: DataConfig
+    read: Callable[[int], Batch], steps: range, in_memory: bool, config: DataConfig
 ) -> Iterator[Batch]:
-    threads = _THREADS_IN_MEMORY if tokens.in_memory else _THREADS_ON_DISK
+    threads = _THREADS_IN_MEMORY if in_memory else _THREADS_ON_DISK
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)
     return iter(batches.to_iter_dataset(options))

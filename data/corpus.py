@@ -1,25 +1,28 @@
-"""Find the documents of a source and divide them into train and validation.
+"""Find the files of an input and divide their documents into train and validation.
 
-A folder (and the standard library) is divided by document, by a hash of each
-document's id: adding a file moves no other one to the other side. A single file is
-divided by place: its end is the validation text. Nothing is read before it is asked
-for, and no document is in both splits.
+Where every file is one document they are divided by a hash of their ids, so that
+neither split is empty, and adding a file moves no other one to the other side. A
+single text is divided by place: its end is the validation text. Records inside files
+are divided one by one, by a hash of their ids (data/parts.py). No document is in both
+splits. Nothing but a single text's length is read here.
 """
 
+import glob
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
 
 from data.config import DataConfig, Source
 from data.errors import DataError
-
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = ("train", "validation")
+from data.files import File, Format, Split, Unit, cut, units_of, unreadable
+from data.streams import align, text_size
 
 _NOT_LIBRARY = {"site-packages", "dist-packages"}
 _NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
@@ -27,101 +30,123 @@ _NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents under one root, each with an id that is stable between machines."""
+    """Files in the order of their names, and how they are divided."""
 
-    root: Path  # the folder, or the single file
-    ids: tuple[str, ...]  # paths relative to the folder, sorted
+    root: str  # what was asked for
+    files: tuple[File, ...]
     validation: float  # the part that is held out
 
     @property
-    def is_single_file(self) -> bool:
-        """Whether one running text was divided, so that no document ends in it."""
-        return self.root.is_file()
+    def is_single_text(self) -> bool:
+        """Whether one running text is divided, so that no document ends in it."""
+        return len(self.files) == 1 and self.files[0].format is Format.text
 
     def identity(self) -> str:
-        """Hash the division, and path, size and time of every file; read none.
-
-        Raises:
-            DataError: a file is gone.
-        """
-        files = []
-        for path in self._paths():
-            try:
-                stat = path.stat()
-            except OSError as error:
-                raise _unreadable(path, error) from error
-            files.append((str(path), stat.st_size, stat.st_mtime_ns))
+        """Hash the division, and path, size and version of every file."""
+        files = [(file.path, file.size, file.version) for file in self.files]
         return hashlib.sha256(json.dumps([self.validation, files]).encode()).hexdigest()
 
-    def documents(self, split: Split) -> Iterator[tuple[str, bytes]]:
-        """Yield (id, content) of a split's documents in the order of their ids.
+    def units(self) -> list[Unit]:
+        """Cut the files into what is read independently, in order.
 
         Raises:
-            DataError: a file cannot be read, or the split would be empty.
+            DataError: a split of a single text would be empty.
         """
-        if self.is_single_file:
-            yield self.ids[0], self._part(split)
-            return
-        held_out = held_out_ids(self.ids, self.validation)
-        for name, path in zip(self.ids, self._paths(), strict=True):
-            if (name in held_out) == (split == "validation"):
-                yield name, _read(path)
+        if self.is_single_text:
+            return self._single_text()
+        if any(file.format is not Format.text for file in self.files):
+            return [unit for file in self.files for unit in units_of(file)]
+        names = tuple(file.name for file in self.files)
+        held_out = held_out_ids(names, self.validation) if self.validation else set()
+        units = []
+        for file in self.files:
+            split: Split = "validation" if file.name in held_out else "train"
+            if file.compression:
+                units.append(Unit(file, split=split))
+            else:
+                units += cut(file, 0, file.size, split)
+        return units
 
-    def _paths(self) -> list[Path]:
-        if self.is_single_file:
-            return [self.root]
-        return [self.root / name for name in self.ids]
-
-    def _part(self, split: Split) -> bytes:
-        text = _read(self.root)
-        cut = len(text) - int(len(text) * self.validation)
-        for _ in range(3):  # as many continuation bytes as a UTF-8 character can have
-            if 0 < cut < len(text) and text[cut] & 0xC0 == 0x80:
-                cut -= 1
-        part = text[:cut] if split == "train" else text[cut:]
-        if not part:
-            raise DataError(
-                f"{self.root}: no byte is left for {split}, and both splits need text. "
-                f"Use a longer file or change data.validation={self.validation}"
-            )
-        return part
+    def _single_text(self) -> list[Unit]:
+        (file,) = self.files
+        size = text_size(file)
+        middle = align(file, size - int(size * self.validation))
+        parts: list[tuple[int, int, Split]] = [(0, middle, "train")]
+        if self.validation:
+            parts.append((middle, size, "validation"))
+        for low, high, split in parts:
+            if low == high:
+                raise DataError(
+                    f"{file.path}: no byte is left for {split}, and both splits need "
+                    f"text. Use a longer file or change validation={self.validation}"
+                )
+        if file.compression:  # read from its start either way
+            return [Unit(file, a, b, a, b, split, False) for a, b, split in parts]
+        return [unit for a, b, split in parts for unit in cut(file, a, b, split, False)]
 
 
 def find_corpus(config: DataConfig) -> Corpus:
-    """Find the documents that a config names, without reading them.
+    """Find the documents that a training config names, without reading them.
 
     Raises:
         DataError: the path is missing, or holds too few files.
     """
     if config.source is Source.python:
         root = Path(sysconfig.get_paths()["stdlib"])
-        ids = _library_files(root)
-    else:
-        root = Path(config.path or "").expanduser().absolute()
-        if root.is_file():
-            return Corpus(root, (root.name,), config.validation)
-        if not config.path or not root.is_dir():
+        names = _library_files(root)
+        files = [_file(str(root / name), name) for name in names]
+        if len(files) < 2:
             raise DataError(
-                f"data.path={config.path}: there is no such file or folder. Name a "
-                f"text file or a folder of text files"
+                f"{root}: Python's standard library is not there as source code. Name "
+                f"text of your own with data=text data.path=..."
             )
-        ids = [
-            name
-            for name in _files(root, config.pattern)
-            if not any(part.startswith(".") for part in Path(name).parts)
-        ]
-    if len(ids) < 2 and config.source is Source.python:
-        raise DataError(
-            f"{root}: Python's standard library is not there as source code. Name text "
-            f"of your own with data=text data.path=..."
-        )
-    if len(ids) < 2:
-        raise DataError(
-            f"{root}: {len(ids)} files match data.pattern={config.pattern} (hidden "
-            f"ones do not count), but train and validation need one each. Add files, "
-            f"widen the pattern, or name a single file"
-        )
-    return Corpus(root, tuple(ids), config.validation)
+        return Corpus(str(root), tuple(files), config.validation)
+    path = config.path or ""
+    files = find_files([path], config.pattern)
+    corpus = Corpus(path, tuple(files), config.validation)
+    if len(files) < 2 and files[0].name != PurePosixPath(files[0].path).name:
+        raise _too_few(path, config.pattern, len(files))
+    if len(files) == 1 and Path(path).is_dir():
+        raise _too_few(path, config.pattern, 1)
+    return corpus
+
+
+def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
+    """Find files, in the order of their names.
+
+    Args:
+        inputs: files, folders and globs; local, or URLs that fsspec knows.
+        pattern: which files of a folder. Hidden ones do not count; and where some hold
+            records (.jsonl, .parquet, .arrow), only those do.
+
+    Raises:
+        DataError: one of the inputs is missing, holds nothing or cannot be reached.
+    """
+    found: list[File] = []
+    for given in inputs:
+        try:
+            files = _find(str(given), pattern)
+        except FileNotFoundError:
+            files = None
+        except (OSError, ValueError, NotImplementedError, ImportError) as error:
+            raise DataError(
+                f"{given}: cannot be searched for {pattern} ({error}). Use a path or "
+                f"URL that can be read, and a pattern inside it such as '**/*.txt'"
+            ) from error
+        if files is None:
+            raise DataError(
+                f"{given}: there is no such file or folder. Name a text file, a folder "
+                f"of them, or a pattern such as 'corpus/*.jsonl'"
+            )
+        if not files:
+            raise _too_few(given, pattern, 0)
+        prefix = PurePosixPath(given.rstrip("/")).name if len(inputs) > 1 else ""
+        if prefix and any("/" in f.name or f.name != prefix for f in files):
+            files = [
+                File(f.path, f"{prefix}/{f.name}", f.size, f.version) for f in files
+            ]
+        found += files
+    return sorted(found, key=lambda file: file.name)
 
 
 def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
@@ -139,15 +164,53 @@ def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
     return (chosen | {ranked[0]}) - {ranked[-1]}
 
 
-def _files(root: Path, pattern: str) -> list[str]:
+def _find(given: str, pattern: str) -> list[File]:
+    system, path = fsspec.url_to_fs(
+        str(Path(given).expanduser()) if "://" not in given else given
+    )
+    if any(letter in path for letter in "*?[") and not system.exists(path):
+        root = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
+        root = root.rpartition("/")[0]
+        infos = system.glob(path, detail=True)
+    elif system.isfile(path):
+        info = system.info(path)
+        return [_of(system, info, PurePosixPath(path).name)]
+    else:
+        root = path.rstrip("/")
+        if not system.isdir(path):
+            raise FileNotFoundError(path)
+        if pattern.startswith("/"):
+            raise ValueError("the pattern is an absolute path")
+        infos = system.glob(f"{glob.escape(root)}/{pattern}", detail=True)
+    names = {
+        info["name"][len(root) :].lstrip("/"): info
+        for info in infos.values()
+        # A link is of type "other", whatever it leads to.
+        if info["type"] == "file"
+        or (info.get("islink") and system.isfile(info["name"]))
+    }
+    files = [
+        _of(system, info, name)
+        for name, info in names.items()
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts)
+    ]
+    records = [file for file in files if file.format is not Format.text]
+    return records or files
+
+
+def _of(system: Any, info: dict[str, Any], name: str) -> File:
+    stamps = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
+    version = next((str(info[key]) for key in stamps if info.get(key)), "")
+    path = system.unstrip_protocol(info["name"])
+    return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
+
+
+def _file(path: str, name: str) -> File:
     try:
-        paths = [path for path in root.glob(pattern) if path.is_file()]
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise DataError(
-            f"{root}: cannot be searched for data.pattern={pattern} ({error}). Use a "
-            f"pattern relative to the folder, such as '**/*.txt'"
-        ) from error
-    return sorted(path.relative_to(root).as_posix() for path in paths)
+        stat = Path(path).stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return File(path, name, stat.st_size, str(stat.st_mtime))
 
 
 def _library_files(root: Path) -> list[str]:
@@ -160,15 +223,9 @@ def _library_files(root: Path) -> list[str]:
     return sorted(found)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _too_few(root: str, pattern: str, count: int) -> DataError:
     return DataError(
-        f"{path}: cannot be read ({error}). Make it readable, or leave it out with "
-        f"data.pattern"
+        f"{root}: {count} files match pattern={pattern} (hidden ones do not count), "
+        f"but train and validation need one each. Add files, widen the pattern, or "
+        f"name a single file"
     )

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,10 @@ RANK_FILE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
     r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+# Longer text is encoded in pieces, each ending before white space where there is some:
+# tiktoken holds dozens of bytes for each byte of a run without a break.
+# Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has this very limit.
+_PIECE_CHARS = 400_000
 # What "surrogateescape" makes of the bytes that are not UTF-8.
 _NOT_UTF8 = re.compile("([\udc80-\udcff])")
 
@@ -85,20 +90,37 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
             f"data.tokenizer_sha256={sha256}. The file is damaged or another one: "
             f"fetch it again, or correct the hash"
         )
+    return parse_ranks(str(path), content)
+
+
+def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
+    """Make a tokenizer of a rank file's content.
+
+    Raises:
+        DataError: it is no rank file.
+    """
+    digest = hashlib.sha256(content).hexdigest()
     try:
         pairs = (line.split() for line in content.splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
         return tiktoken.Encoding(
-            name=f"{path.name}:{actual[:12]}",
+            name=f"{Path(name).name}:{digest[:12]}",
             pat_str=RANK_FILE_PATTERN,
             mergeable_ranks=ranks,
             special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
         )
     except (ValueError, binascii.Error) as error:
         raise DataError(
-            f"data.tokenizer={path}: is not a tiktoken rank file ({error}). Each line "
+            f"data.tokenizer={name}: is not a tiktoken rank file ({error}). Each line "
             f"must hold a token in base64 and its rank"
         ) from error
+
+
+def rank_file(name: str) -> bytes | None:
+    """Read the rank file that a tokenizer's name means; None if it means none."""
+    if name == BYTES or name in PUBLISHED:
+        return None
+    return Path(name).expanduser().read_bytes()
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
@@ -131,9 +153,24 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
         if index % 2:
             stray = encoding.encode_single_token(bytes([ord(piece) - 0xDC00]))
             parts.append(np.array([stray], np.uint32))
-        elif piece:
-            parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
+        else:
+            parts += [
+                encoding.encode_to_numpy(short, disallowed_special=())
+                for short in _short_pieces(piece)
+            ]
     return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+
+
+def _short_pieces(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PIECE_CHARS:
+        stop = start + _PIECE_CHARS
+        last = max(text.rfind(space, start + 1, stop) for space in " \n")
+        stop = stop if last < 0 else last
+        yield text[start:stop]
+        start = stop
+    if start < len(text):
+        yield text[start:]
 
 
 def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> bytes:

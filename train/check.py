@@ -164,7 +164,10 @@ class _Check:
         named = {word for mistake in self.found for word in _keys_in(mistake)}
         for mistake in mistakes:
             section = mistake.key.partition(".")[0]
-            if section not in self.rejected and not _keys_in(mistake) & named:
+            inside = any(key.startswith(f"{mistake.key}.") for key in named)
+            if section in self.rejected or inside:
+                continue
+            if not _keys_in(mistake) & named:
                 self._add(*mistake)
 
     def _right(self, override: Override) -> bool:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from data.batches import Order
 from model.params import ParamInfo, named
 from train.chips import peak_flops
 from train.config import ConfigError, Mistake
@@ -44,6 +45,14 @@ def describe(program: Program) -> None:
     flops = format_count(program.flops_per_step)
     print(f"            {flops} model FLOPs (6 N + 12 L C T per token)")
     print(f"steps       {config.train.num_steps:,}", flush=True)
+
+
+def describe_data(order: Order, num_steps: int) -> None:
+    """Print what each source gives in the whole run."""
+    used = order.epochs(num_steps)
+    for number, (name, rows) in enumerate(zip(order.names, order.rows, strict=True)):
+        title = "" if number else "data"
+        print(f"{title:<11} {name}: {len(rows):,} rows, used {used[name]:.2f} times")
 
 
 def _rows(program: Program) -> list[list[str]]:

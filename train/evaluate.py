@@ -13,9 +13,9 @@ def main(asked: EvaluateConfig) -> int:
     from train.evaluation import evaluate
     from train.trained import load_trained
 
-    program, store, step, params = load_trained(asked, asked.batch_size)
+    program, sources, step, params = load_trained(asked, asked.batch_size)
     with jax.set_mesh(program.mesh):
-        score = evaluate(program, params, store, asked.num_batches)
+        score = evaluate(program, params, sources, asked.num_batches)
     print(json.dumps({"step": step, **score._asdict()}))
     return 0
 

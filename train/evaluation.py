@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from data.batches import validation_batches
-from data.store import Store
+from data.sources import Sources
 from train.feed import Feed, local_rows
 from train.program import Program
 
@@ -19,13 +19,15 @@ class Score(NamedTuple):
     num_targets: int
 
 
-def evaluate(program: Program, params: Any, store: Store, num_batches: int) -> Score:
+def evaluate(
+    program: Program, params: Any, sources: Sources, num_batches: int
+) -> Score:
     """Run over the validation split.
 
     Args:
         program: model and layout.
         params: sharded as `program.shardings.params`.
-        store: tokens.
+        sources: tokens.
         num_batches: how many batches at most; -1 is all: every token but the first
             is a target once.
     """
@@ -33,11 +35,11 @@ def evaluate(program: Program, params: Any, store: Store, num_batches: int) -> S
     rows = local_rows(program.batch)
     nats = targets = 0.0
     for batch in Feed(
-        validation_batches(store, data, num_batches, rows), program.batch
+        validation_batches(sources, data, num_batches, rows), program.batch
     ):
         # Summed on the host in float64; also keeps a CPU's virtual devices in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
     loss = nats / targets if targets else math.nan
-    tokens_per_byte = store.num_tokens("validation") / store.num_bytes("validation")
+    tokens_per_byte = sources.num_tokens("validation") / sources.num_bytes("validation")
     return Score(loss, loss * tokens_per_byte / math.log(2), int(targets))

@@ -5,7 +5,7 @@ from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,14 +47,18 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     """Quote what Hydra's grammar would misread as a value of a text key.
 
     So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
-    quoted already, null, and the sweeps of `--multirun` stay.
+    quoted already, null, and the sweeps of `--multirun` stay. A table of sections takes
+    new ones: Hydra wants that said with ++.
     """
     sweeps = is_sweep(parse_flags(argv))
     parser = OverridesParser.create()
 
     def quoted(argument: str) -> str:
         key, equals, value = argument.partition("=")
-        if not equals or not _is_text(schema, key):
+        hint = _hint(schema, key)
+        if equals and get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
+            return f"++{argument}"
+        if not equals or hint not in (str, str | None):
             return argument
         try:
             parsed = parser.parse_override(argument)
@@ -78,12 +82,12 @@ def _escaped(value: str) -> str:
     return re.sub(r"(\\+)$", r"\1\1", value)
 
 
-def _is_text(schema: type, key: str) -> bool:
-    """Say whether a dotted key of a dataclass is a string."""
+def _hint(schema: type, key: str) -> Any:
+    """Give the type of a dotted key of a dataclass, or None."""
     hint: Any = schema
     for name in key.split("."):
         hint = get_type_hints(hint).get(name) if is_dataclass(hint) else None
-    return hint in (str, str | None)
+    return hint
 
 
 def is_sweep(flags: Namespace) -> bool:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import jax
 
-from data.batches import train_batches
-from data.store import Store, prepare
-from data.tokenizer import load_tokenizer, padded_vocab_size
+from data.batches import Order
+from data.sources import Sources, encoding_of, open_sources
+from data.tokenizer import padded_vocab_size
 from train.checkpoint import Checkpoints
-from train.config import Config
-from train.describe import describe
+from train.config import Config, ConfigError, Mistake
+from train.describe import describe, describe_data
 from train.evaluation import Score, evaluate
 from train.feed import Feed, local_rows
 from train.interrupt import Interrupt
@@ -37,7 +37,8 @@ class Start:
     """What one start of a run works with."""
 
     program: Program
-    store: Store
+    sources: Sources
+    order: Order
     run: RunDir
     checkpoints: Checkpoints
     interrupt: Interrupt
@@ -45,12 +46,12 @@ class Start:
     def save(self, step: int, state: TrainState) -> None:
         """Begin to save the state of `step`."""
         mesh = self.program.mesh.shape
-        notes = about(self.program.config, self.store, mesh, step)
+        notes = about(self.program.config, self.sources, mesh, step)
         self.checkpoints.save(step, state, notes)
 
     def evaluate(self, step: int, state: TrainState, num_batches: int) -> Score:
         """Score the state and log it."""
-        score = evaluate(self.program, best_params(state), self.store, num_batches)
+        score = evaluate(self.program, best_params(state), self.sources, num_batches)
         values = {"eval/loss": score.loss, "eval/bits_per_byte": score.bits_per_byte}
         self.run.log(step, values)
         return score
@@ -73,11 +74,14 @@ def train(config: Config, command: str) -> int:
     began = time.monotonic()
     interrupt = Interrupt()
     set_up(config.runtime)
-    encoding = load_tokenizer(config.data.tokenizer, config.data.tokenizer_sha256)
+    encoding = encoding_of(config.data)
     config = settle(config, padded_vocab_size(encoding), encoding.n_vocab)
     program = make_program(config)  # before anything is written
-    store = prepare(config.data)
-    with open_run(config, store) as run:
+    sources = open_sources(config.data)
+    order = Order(sources, config.data, config.seed)
+    if used_up := order.mistakes(config.train.num_steps):
+        raise ConfigError([Mistake(*mistake) for mistake in used_up])
+    with open_run(config, sources) as run:
         found = run.results()
         if found and found["step"] >= config.train.num_steps:
             print_results(found, command, config.schedule)
@@ -85,8 +89,9 @@ def train(config: Config, command: str) -> int:
         if run.schedule_steps != config.train.num_steps:
             program = make_program(config, schedule_steps=run.schedule_steps)
         describe(program)
+        describe_data(order, config.train.num_steps)
         checkpoints = Checkpoints(run.path / "checkpoints", config.checkpoint)
-        start = Start(program, store, run, checkpoints, interrupt)
+        start = Start(program, sources, order, run, checkpoints, interrupt)
         run.events.record("init", time.monotonic() - began)
         with jax.set_mesh(program.mesh):
             code = _train(start)
@@ -113,7 +118,7 @@ def _train(start: Start) -> int:
             score = start.evaluate(step, state, batches)
             start.checkpoints.wait()  # results say that the run is finished
             params = best_params(state)
-            run.write_results(results(program, params, start.store, step, score))
+            run.write_results(results(program, params, start.sources, step, score))
     return code
 
 
@@ -126,8 +131,7 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
     with run.events.span("compile"):
         train_step = program.train_step.lower(program.state, program.batch).compile()
     rows = local_rows(program.batch)
-    batches = train_batches(start.store, config.data, config.seed, first, rows)
-    feed = Feed(batches, program.batch)
+    feed = Feed(start.order.batches(first, rows), program.batch)
     window = Window(program, run, feed)
     profiler = Profiler(config.profile.steps, str(run.path / "profile"))
     await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise

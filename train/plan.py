@@ -6,13 +6,14 @@ from train.config import Config
 
 def main(config: Config) -> int:
     """Print layout and cost; with `plan.array`, which device holds which slice."""
-    from data.tokenizer import load_tokenizer, padded_vocab_size
+    from data.sources import encoding_of
+    from data.tokenizer import padded_vocab_size
     from train.describe import describe, describe_array
     from train.program import make_program, settle
     from train.runtime import set_up
 
     set_up(config.runtime)
-    encoding = load_tokenizer(config.data.tokenizer, config.data.tokenizer_sha256)
+    encoding = encoding_of(config.data)
     program = make_program(
         settle(config, padded_vocab_size(encoding), encoding.n_vocab)
     )

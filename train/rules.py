@@ -6,6 +6,7 @@ of devices is checked where they are counted.
 
 import math
 
+from data.config import Source
 from model.config import LOGICAL_AXES, Position
 from train.config import (
     Config,
@@ -192,12 +193,19 @@ def without_effect(config: Config) -> list[str]:
         (config.tracker.name is Tracker.none, "tracker.mode", "none"),
         (config.tracker.name is Tracker.none, "tracker.project", "none"),
     ]
+    if config.data.source in (Source.tokens, Source.mixture):
+        own = ("validation", "tokenizer", "tokenizer_sha256", "pattern")
+        idle += [(True, f"data.{key}", config.data.source) for key in own]
     steps, warmup = config.train.num_steps, config.schedule.warmup_steps
     short = [
         f"schedule.warmup_steps={warmup} is not below train.num_steps={steps}: the "
         "learning rate never reaches its peak"
     ]
-    group = {"model": "model.position", "optimizer": "optimizer.name"}
+    group = {
+        "model": "model.position",
+        "optimizer": "optimizer.name",
+        "data": "data.source",
+    }
     return [
         f"{key} has no effect: "
         f"{group.get(prefix.split('.')[0], prefix.split('.')[0] + '.name')} is {why}"

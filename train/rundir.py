@@ -19,7 +19,7 @@ import yaml
 from etils import epath
 
 from data.errors import DataError
-from data.store import Store
+from data.sources import Sources
 from train.config import Config, ConfigError, Mistake
 from train.identity import Difference, differences, refused, run_dir, run_name
 from train.metrics import EventLog, MetricsLog
@@ -91,7 +91,7 @@ class RunDir:
 
 
 @contextmanager
-def open_run(config: Config, store: Store) -> Iterator[RunDir]:
+def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
     """Open the run's directory, new or old.
 
     Raises:
@@ -107,7 +107,7 @@ def open_run(config: Config, store: Store) -> Iterator[RunDir]:
         earlier = read_yaml(first)
         changes = differences(earlier, config)
         _refuse(path, refused(changes, config.run.allow_change))
-        check_data(path, store)
+        check_data(path, sources)
         schedule_steps = earlier.train.num_steps
         if schedule_steps < config.train.num_steps:
             log.info(
@@ -120,7 +120,7 @@ def open_run(config: Config, store: Store) -> Iterator[RunDir]:
     if writes:
         if not first.exists():
             _write(first, to_yaml(config))
-        start = _start(config, store, changes)
+        start = _start(config, sources, changes)
         _write(path / "starts" / f"{events.start}.yaml", yaml.safe_dump(start))
     run = RunDir(path, config, schedule_steps, events)
     try:
@@ -146,12 +146,12 @@ def read_run(directory: str | None) -> Config:
     return replace(config, run=replace(config.run, dir=directory))
 
 
-def about(config: Config, store: Store, mesh: Mapping[str, int], step: int) -> dict:
+def about(config: Config, sources: Sources, mesh: Mapping[str, int], step: int) -> dict:
     """Describe a checkpoint, as JSON beside it."""
     return {
         "step": step,
         "config": to_yaml(config),
-        "data_fingerprint": store.fingerprint,
+        "data_fingerprint": sources.fingerprint,
         "mesh": dict(mesh),
         "versions": _versions(),
     }
@@ -171,7 +171,7 @@ def _refuse(path: epath.Path, changes: list[Difference]) -> None:
         )
 
 
-def check_data(path: epath.Path, store: Store) -> None:
+def check_data(path: epath.Path, sources: Sources) -> None:
     """Compare the text with the one that a run was started on.
 
     Raises:
@@ -180,23 +180,31 @@ def check_data(path: epath.Path, store: Store) -> None:
     file = path / "starts" / "1.yaml"
     if not file.exists():
         return
-    recorded = yaml.safe_load(file.read_text())["data_fingerprint"]
-    if recorded != store.fingerprint:
+    recorded = yaml.safe_load(file.read_text())["data_fingerprints"]
+    lines = [
+        f"  {name}: was {recorded.get(name, 'not there')}, now {now or 'not there'}"
+        for name, now in {**dict.fromkeys(recorded), **sources.fingerprints}.items()
+        if recorded.get(name) != now
+    ]
+    if lines:
         raise DataError(
-            f"{path}: the run was started on a text with fingerprint {recorded}, but "
-            f"{store.path} has {store.fingerprint}; bring the text back, or start "
-            "another run.name"
+            f"{path}: the run was started on other data than {sources.path}, whose "
+            f"fingerprint differs:\n"
+            + "\n".join(lines)
+            + "\nbring that data back, or start another run.name"
         )
 
 
-def _start(config: Config, store: Store, changes: list[Difference]) -> dict[str, Any]:
+def _start(
+    config: Config, sources: Sources, changes: list[Difference]
+) -> dict[str, Any]:
     return {
         "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
         "host": socket.gethostname(),
         "processes": jax.process_count(),
         "devices": [str(device) for device in jax.devices()],
         "changes": {change.key: _plain(change.new) for change in changes},
-        "data_fingerprint": store.fingerprint,
+        "data_fingerprints": sources.fingerprints,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": _versions(),

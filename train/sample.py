@@ -12,13 +12,13 @@ def main(asked: SampleConfig) -> int:
     from train.summary import sample_text
     from train.trained import load_trained
 
-    program, store, _, params = load_trained(asked)
+    program, sources, _, params = load_trained(asked)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     with jax.set_mesh(program.mesh):
         texts = sample_text(
             program,
             params,
-            store,
+            sources,
             asked.prompt,
             asked.num_tokens,
             sampling,

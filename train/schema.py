@@ -25,16 +25,16 @@ Schema = TypeVar("Schema")
 def schema_node(schema: type) -> DictConfig:
     """Give the schema with its defaults, ready for values to be merged into."""
     node = OmegaConf.structured(schema)
-
-    def writable(node: DictConfig) -> None:
-        # OmegaConf takes a frozen dataclass for read-only, at every level.
-        OmegaConf.set_readonly(node, None)
-        for name in node:
-            if OmegaConf.is_dict(node[name]):
-                writable(node[name])
-
-    writable(node)
+    _writable(node)
     return node
+
+
+def _writable(node: DictConfig) -> None:
+    # OmegaConf takes a frozen dataclass for read-only, at every level.
+    OmegaConf.set_readonly(node, None)
+    for name in node:
+        if OmegaConf.is_dict(node[name]):
+            _writable(node[name])
 
 
 def load(cfg: DictConfig, schema: type[Schema] = Config) -> Schema:
@@ -91,11 +91,21 @@ def value_mistakes(
         value: what Python, Hydra's parser or YAML made of it.
         open_tables: whether a table (`mesh.params`) takes new entries.
     """
+    parent, _, name = key.rpartition(".")
+    for section in (key, parent):
+        table, _, new = section.rpartition(".")
+        if not has_key(tree, section) and _holds_sections(tree, table):
+            rule = f"is in no section of the table; write {table}={{{new}: {{...}}}}"
+            return [Mistake(key, value, rule)]
     if not has_key(tree, key) and not (open_tables and in_table(tree, key)):
         hint = "; to add it to the table write "
         hint = f"{hint}+{key}=..." if in_table(tree, key) else ""
         return [Mistake(key, value, unknown_key(tree, key) + hint)]
-    if isinstance(value, dict) and _section(tree, key) is not None:
+    if isinstance(value, dict) and (section := _section(tree, key)) is not None:
+        if _holds_sections(tree, key):
+            new = {sub: {} for sub in value if sub not in section.keys()}  # noqa: SIM118
+            OmegaConf.update(tree, key, new, merge=True, force_add=True)
+            _writable(section)
         return [
             mistake
             for sub, item in value.items()
@@ -104,12 +114,19 @@ def value_mistakes(
     try:
         OmegaConf.update(tree, key, value, merge=True, force_add=open_tables)
     except (OmegaConfBaseException, ValueError, TypeError) as e:
-        parent, _, name = key.rpartition(".")
         kind = OmegaConf.get_type(_section(tree, parent))
         hint = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
         rule = f"must be {describe(hint)}" if hint else str(e).splitlines()[0]
         return [Mistake(key, value, rule)]
     return []
+
+
+def _holds_sections(tree: DictConfig, key: str) -> bool:
+    """Say whether a key is a table of dataclasses, such as `data.sources`."""
+    parent, _, name = key.rpartition(".")
+    kind = OmegaConf.get_type(_section(tree, parent))
+    hint = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
+    return typing.get_origin(hint) is dict and is_dataclass(typing.get_args(hint)[1])
 
 
 def has_key(tree: DictConfig, key: str) -> bool:

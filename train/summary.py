@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from data.store import Store, compression_bits_per_byte
+from data.sources import Sources
+from data.store import compression_bits_per_byte
 from data.tokenizer import decode, encode
 from model.config import Position
 from train.config import ConfigError, Mistake, Schedule, ScheduleConfig
@@ -15,6 +16,7 @@ from train.generate import Sampling, generate
 from train.program import Program
 from train.progress import format_bytes
 
+_COMPRESSED_BYTES = 2**24  # of validation text; xz would take hours over a large one
 _SAMPLE_TOKENS = 400
 _PLAIN = Sampling()
 
@@ -22,7 +24,7 @@ _PLAIN = Sampling()
 def sample_text(
     program: Program,
     params: Any,
-    store: Store,
+    sources: Sources,
     prompt: str,
     num_tokens: int,
     sampling: Sampling = _PLAIN,
@@ -36,7 +38,7 @@ def sample_text(
     Raises:
         ConfigError: if prompt and tokens are more than the model has positions.
     """
-    encoding, config = store.encoding, program.config
+    encoding, config = sources.encoding, program.config
     ids = encode(encoding, prompt.encode())
     if not len(ids):
         ids = np.array([encoding.eot_token])
@@ -59,12 +61,12 @@ def sample_text(
     return [prompt + decode(encoding, np.asarray(row)) for row in out]
 
 
-def results(program: Program, params: Any, store: Store, step: int, score: Score):
+def results(program: Program, params: Any, sources: Sources, step: int, score: Score):
     """Gather what the end of a run leaves behind, as JSON."""
     model = program.config.model
     learned = model.position is Position.learned
     room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
-    text = store.text("validation")
+    text = sources.text("validation", _COMPRESSED_BYTES)
     return {
         "step": step,
         "eval/loss": score.loss,
@@ -72,7 +74,7 @@ def results(program: Program, params: Any, store: Store, step: int, score: Score
         "validation_bytes": len(text),
         "compressed": compression_bits_per_byte(text),  # bits per byte
         "sample": sample_text(
-            program, params, store, "", min(_SAMPLE_TOKENS, room - 1)
+            program, params, sources, "", min(_SAMPLE_TOKENS, room - 1)
         )[0],
     }
 

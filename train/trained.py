@@ -5,7 +5,7 @@ from typing import Any
 
 from etils import epath
 
-from data.store import Store, prepare
+from data.sources import Sources, open_sources
 from train.checkpoint import Checkpoints
 from train.config import Config, EvaluateConfig, SampleConfig
 from train.identity import run_dir
@@ -16,7 +16,7 @@ from train.runtime import set_up
 
 def load_trained(
     asked: EvaluateConfig | SampleConfig, batch_size: int | None = None
-) -> tuple[Program, Store, int, Any]:
+) -> tuple[Program, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
 
     Args:
@@ -41,10 +41,10 @@ def load_trained(
         train = replace(config.train, accumulation_steps=1)
         config = replace(config, data=data, train=train)
     set_up(config.runtime)
-    store = prepare(config.data)
+    sources = open_sources(config.data)
     path = epath.Path(directory or "").absolute()
-    check_data(path, store)
+    check_data(path, sources)
     program = make_program(config)
     checkpoints = Checkpoints(path / "checkpoints", config.checkpoint, read_only=True)
     step, params = checkpoints.restore_params(program.state, asked.step)
-    return program, store, step, params
+    return program, sources, step, params

@@ -15,6 +15,8 @@ from train.progress import Progress
 from train.rundir import RunDir
 from train.step import Metrics
 
+_MUCH_WAITING = 0.02  # of a window's time
+
 log = logging.getLogger(__name__)
 
 
@@ -27,6 +29,7 @@ class Window:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
+        self._warned: bool | None = None  # None: the first window also fills the buffer
         self._open()
 
     def _open(self) -> None:
@@ -72,6 +75,7 @@ class Window:
         mfu = flops / self.peak if self.peak else None
         self._run.events.record("step", seconds - waited, steps=len(steps), step=step)
         self._run.events.record("data_wait", waited)
+        self._warn(waited / seconds, progress)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
         if write:
@@ -86,6 +90,16 @@ class Window:
             }
             self._run.log(step, values)
         self._open()
+
+    def _warn(self, waiting: float, progress: Progress) -> None:
+        """Say once that the data is late, and what to do."""
+        if self._warned is False and waiting > _MUCH_WAITING:
+            self._warned = True
+            progress.note(
+                f"waiting for data takes {waiting:.1%} of the time: raise data.prefetch"
+                f"={self._program.config.data.prefetch}, or bring the store nearer"
+            )
+        self._warned = self._warned or False
 
 
 class Profiler:

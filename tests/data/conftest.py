@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import data.reader
+import data.writer
 from data.config import DataConfig, Source
 
 
@@ -16,6 +18,24 @@ def folder(tmp_path: Path) -> Path:
         text = f"document {index} ".encode() * (index % 7) + b"\xff\xc3" * (index % 3)
         (root / f"{index:02}.txt").write_bytes(text)
     return root
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 values and shards of 256, so that tiny stores have many."""
+    for module in (data.writer, data.reader):
+        monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
+        monkeypatch.setattr(module, "SHARD_LENGTH", 256)
+
+
+@pytest.fixture(params=["memory", "offsets", "disk"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What of a split is read into memory: all, where documents start, or nothing."""
+    if request.param != "memory":
+        monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", 0)
+    if request.param == "disk":
+        monkeypatch.setattr(data.reader, "OFFSETS_LIMIT", 0)
+    return request.param
 
 
 @pytest.fixture

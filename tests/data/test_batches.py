@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,15 +13,16 @@ import pytest
 import data.reader
 from data.batches import (
     Batch,
-    cut_rows,
-    num_rows,
+    Order,
     train_batch,
     train_batches,
     validation_batches,
 )
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.store import prepare
+from data.rows import cut_rows
+from data.sources import Sources, open_sources
+from data.store import Store
 
 ROOT = Path(__file__).parents[2]
 NO_BACKEND = """
@@ -28,6 +30,11 @@ if 'jax' in sys.modules:
     from jax._src import xla_bridge
     assert not xla_bridge.backends_are_initialized()
 """
+
+
+def only(sources: Sources) -> Store:
+    (store,) = sources.stores.values()
+    return store
 
 
 def take(batches, count: int) -> list[Batch]:
@@ -61,7 +68,7 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
 
 
 def test_a_batch_does_not_depend_on_where_reading_began(config):
-    store = prepare(config)
+    store = open_sources(config)
     batches = take(train_batches(store, config, seed=3), 40)
     for step, batch in enumerate(take(train_batches(store, config, 3, 25), 15), 25):
         assert_equal(batch, batches[step])
@@ -72,7 +79,7 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
 
 
 def test_a_late_start_costs_nothing(config):
-    store = prepare(config)
+    store = open_sources(config)
     started = time.monotonic()
     (late,) = take(train_batches(store, config, 3, 10**12), 1)
     assert time.monotonic() - started < 5
@@ -81,7 +88,7 @@ def test_a_late_start_costs_nothing(config):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_together_read_the_global_batch(config, processes):
-    store = prepare(config)
+    store = open_sources(config)
     size = config.batch_size // processes
     parts = [slice(rank * size, (rank + 1) * size) for rank in range(processes)]
     readers = [train_batches(store, config, 5, 2, part) for part in parts]
@@ -100,8 +107,9 @@ def test_processes_together_read_the_global_batch(config, processes):
 
 def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     config, flat = numbers
-    store = prepare(config)
-    count = num_rows(store, config)
+    store = open_sources(config)
+    (rows,) = Order(store, config, 0).rows
+    count = len(rows)
     assert count == 112
     rows = [flat[row * 16 : row * 16 + 17].tolist() for row in range(count)]
 
@@ -126,7 +134,7 @@ def assert_targets_follow(batch: Batch) -> None:
 def test_batches_straddle_epochs_without_loss(numbers):
     config, _ = numbers
     config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
-    store = prepare(config)
+    store = open_sources(config)
     batch = joined(take(train_batches(store, config, 0), 25))  # two epochs and a row
     counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
     assert counts.tolist() == [2] * 112
@@ -137,10 +145,20 @@ FLAT = np.array([1, 2, E_, 3, E_, E_, 4, 5, 6, 7, 8, E_, 9], np.int32)
 OFFSETS = np.array([0, 3, 5, 6, 12, 13])
 
 
+def cut(tokens: np.ndarray, starts: list[int], document_mask: bool = True) -> Batch:
+    found = [
+        (row, offset - start)
+        for row, start in enumerate(starts)
+        for offset in OFFSETS
+        if document_mask and start < offset < start + tokens.shape[1]
+    ]
+    row, column = np.array(found, np.int64).reshape(-1, 2).T
+    return cut_rows(tokens, row, column, OFFSETS[-1] - np.array(starts))
+
+
 def test_rows_respect_documents():
-    starts = np.array([0, 4])
     tokens = np.stack([FLAT[0:7], FLAT[4:11]])
-    batch = cut_rows(tokens, starts, OFFSETS, document_mask=True)
+    batch = cut(tokens, [0, 4])
     expected = Batch(
         inputs=[[1, 2, E_, 3, E_, E_], [E_, E_, 4, 5, 6, 7]],
         targets=[[2, E_, -1, E_, -1, -1], [-1, -1, 5, 6, 7, 8]],
@@ -151,14 +169,14 @@ def test_rows_respect_documents():
 
 
 def test_a_document_that_begins_with_the_row_is_its_first_segment():
-    batch = cut_rows(FLAT[None, 6:10], np.array([6]), OFFSETS, document_mask=True)
+    batch = cut(FLAT[None, 6:10], [6])
     expected = ([[4, 5, 6]], [[5, 6, 7]], [[1, 1, 1]], [[0, 1, 2]])
     assert_equal(batch, Batch(*expected))
 
 
 def test_without_document_mask_rows_are_running_text():
     tokens = FLAT[None, 0:7]
-    batch = cut_rows(tokens, np.array([0]), OFFSETS, document_mask=False)
+    batch = cut(tokens, [0], document_mask=False)
     expected = (tokens[:, :-1], tokens[:, 1:], [[1] * 6], [list(range(6))])
     assert_equal(batch, Batch(*expected))
 
@@ -166,7 +184,7 @@ def test_without_document_mask_rows_are_running_text():
 @pytest.mark.parametrize("mask", [True, False])
 def test_what_lies_behind_the_end_is_padding(mask):
     tokens = np.array([[E_, 9, 0, 0, 0], [0] * 5], np.int32)
-    batch = cut_rows(tokens, np.array([11, 15]), OFFSETS, mask)
+    batch = cut(tokens, [11, 15], mask)
     assert batch.inputs.tolist() == [[E_, 0, 0, 0], [0] * 4]
     assert batch.targets.tolist() == [[-1 if mask else 9, -1, -1, -1], [-1] * 4]
     assert batch.segment_ids.tolist() == [[1, 0, 0, 0], [0] * 4]
@@ -177,8 +195,8 @@ def test_what_lies_behind_the_end_is_padding(mask):
 def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypatch):
     """Cut each row into its documents, and find each in one document's own tokens."""
     monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
-    store = prepare(config)
-    tokens = store.split("train")
+    store = open_sources(config)
+    tokens = only(store).split("train")
     documents = [
         bytes(tokens.read(start, end).astype(np.uint8)[:-1]) + b"\0"
         for start, end in itertools.pairwise(tokens.offsets)
@@ -202,8 +220,8 @@ def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypat
 @pytest.mark.parametrize("rows", [1, 8])
 def test_validation_goes_through_the_text_once(config, rows):
     config = dataclasses.replace(config, batch_size=rows)
-    store = prepare(config)
-    tokens = store.split("validation")
+    store = open_sources(config)
+    tokens = only(store).split("validation")
     flat = tokens.read(0, len(tokens)).astype(np.int32)
     config = dataclasses.replace(config, document_mask=False)
     batches = list(validation_batches(store, config))
@@ -223,19 +241,19 @@ def test_too_little_text_is_refused_with_the_remedy(config):
     for changes in ({"sequence_length": 4096}, {"batch_size": 10**6}):
         starved = dataclasses.replace(config, **changes)
         with pytest.raises(DataError, match="shorter sequences, a smaller batch"):
-            train_batches(prepare(starved), starved, seed=0)
+            train_batches(open_sources(starved), starved, seed=0)
 
 
 def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
     script = (
-        "import sys; from data.config import *; from data.store import prepare\n"
+        "import pickle, sys; from data.sources import open_sources\n"
         "from data.batches import train_batches\n"
-        "config = eval(sys.argv[1]); kept = train_batches(prepare(config), config, 0)\n"
+        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "kept = train_batches(open_sources(config), config, 0)\n"
         "next(kept); print('done')\n" + NO_BACKEND
     )
-    arguments = repr(config).replace(repr(config.source), "Source.text")
     result = subprocess.run(
-        [sys.executable, "-c", script, arguments],
+        [sys.executable, "-c", script, pickle.dumps(config).hex()],
         cwd=ROOT,
         timeout=60,
         capture_output=True,
@@ -246,7 +264,7 @@ def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
 
 def test_a_closed_iterator_leaves_no_thread(config):
     before = threading.active_count()
-    batches = train_batches(prepare(config), config, seed=0)
+    batches = train_batches(open_sources(config), config, seed=0)
     next(batches)
     batches.close()
     deadline = time.monotonic() + 10
@@ -256,13 +274,11 @@ def test_a_closed_iterator_leaves_no_thread(config):
 
 
 def test_reading_runs_ahead_but_not_far(config, monkeypatch):
-    store = prepare(config)
+    store = open_sources(config)
     reads = []
-    tokens = store.split("train")
-    read_rows = tokens.read_rows
-    monkeypatch.setattr(
-        tokens, "read_rows", lambda *a: (reads.append(1), read_rows(*a))[1]
-    )
+    tokens = only(store).split("train")
+    gather = tokens.gather
+    monkeypatch.setattr(tokens, "gather", lambda *a: (reads.append(1), gather(*a))[1])
     batches = train_batches(store, config, seed=0)
     next(batches)
     time.sleep(0.5)

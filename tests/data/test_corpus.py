@@ -5,37 +5,51 @@ from pathlib import Path
 import pytest
 
 from data.config import DataConfig, Source
-from data.corpus import Corpus, find_corpus, held_out_ids
+from data.corpus import Corpus, find_corpus, find_files, held_out_ids
+from data.documents import read
 from data.errors import DataError
+from data.files import SPLITS, Split
+from data.records import Bad, Reading
 
-HELD = "validation"
+BYTES = Reading(keep_invalid_utf8=True)
 
 
-def ids(corpus: Corpus, split) -> list[str]:
-    return [name for name, _ in corpus.documents(split)]
+def names_of(corpus: Corpus) -> list[str]:
+    return [file.name for file in corpus.files]
+
+
+def documents(corpus: Corpus, split: Split) -> dict[str, bytes]:
+    """The text of each document of a split; a record's own split is not looked at."""
+    texts: dict[str, bytes] = {}
+    for unit in corpus.units():
+        for found in read(unit, BYTES) if unit.split == split else ():
+            assert not isinstance(found, Bad)
+            texts[found.id] = texts.get(found.id, b"") + found.text
+    return texts
 
 
 def test_python_is_the_standard_library_without_tests_and_packages():
     corpus = find_corpus(DataConfig())
-    assert corpus.root == Path(sysconfig.get_paths()["stdlib"])
-    assert {"ast.py", "json/decoder.py"} < set(corpus.ids)
-    assert list(corpus.ids) == sorted(corpus.ids)
-    for name in corpus.ids:
+    assert corpus.root == sysconfig.get_paths()["stdlib"]
+    ids = tuple(names_of(corpus))
+    assert {"ast.py", "json/decoder.py"} < set(ids)
+    assert list(ids) == sorted(ids)
+    for name in ids:
         assert name.endswith(".py")
         folders = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
         assert not folders & set(Path(name).parts)
-    held_out = held_out_ids(corpus.ids, 0.1)
-    assert 0.05 < len(held_out) / len(corpus.ids) < 0.15
+    held_out = held_out_ids(ids, 0.1)
+    assert 0.05 < len(held_out) / len(ids) < 0.15
 
 
 def test_no_validation_document_is_in_training(config, folder):
     corpus = find_corpus(config)
-    train, validation = ids(corpus, "train"), ids(corpus, "validation")
+    train, validation = documents(corpus, "train"), documents(corpus, "validation")
     assert not set(train) & set(validation)
-    assert sorted(train + validation) == sorted(path.name for path in folder.iterdir())
-    assert train == sorted(train)
+    assert set(train) | set(validation) == {path.name for path in folder.iterdir()}
+    assert list(train) == sorted(train)
     assert validation
-    for name, content in corpus.documents("validation"):
+    for name, content in (train | validation).items():
         assert content == (folder / name).read_bytes()
 
 
@@ -53,7 +67,8 @@ def test_neither_split_of_a_tiny_folder_is_empty(tmp_path, fraction):
     corpus = find_corpus(
         DataConfig(source=Source.text, path=str(tmp_path), validation=fraction)
     )
-    assert len(ids(corpus, "train")) == len(ids(corpus, "validation")) == 1
+    for split in SPLITS:
+        assert len(documents(corpus, split)) == 1
 
 
 def test_a_single_file_is_cut_at_a_character(tmp_path):
@@ -62,12 +77,12 @@ def test_a_single_file_is_cut_at_a_character(tmp_path):
     for tenth in (0.15, 0.2, 0.37, 0.9):
         config = DataConfig(source=Source.text, path=str(path), validation=tenth)
         corpus = find_corpus(config)
-        parts = [next(corpus.documents(split))[1] for split in ("train", "validation")]
+        parts = [documents(corpus, split)[path.name] for split in SPLITS]
         assert b"".join(parts) == path.read_bytes()
         for part in parts:
             part.decode()
         assert abs(len(parts[1]) - 30 * tenth) < 3
-        assert corpus.is_single_file
+        assert corpus.is_single_text
 
 
 def test_the_pattern_chooses_and_hidden_files_do_not_count(config, folder):
@@ -75,7 +90,30 @@ def test_the_pattern_chooses_and_hidden_files_do_not_count(config, folder):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
     corpus = find_corpus(dataclasses.replace(config, pattern="**/*.md"))
-    assert corpus.ids == ("sub/a.md", "sub/b.md")
+    assert names_of(corpus) == ["sub/a.md", "sub/b.md"]
+
+
+def test_links_are_followed_and_names_may_hold_brackets(config, folder, tmp_path):
+    linked = tmp_path / "linked [1]*"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    (linked / "dangling").symlink_to(tmp_path / "nowhere")
+    corpus = find_corpus(dataclasses.replace(config, path=str(linked)))
+    original = find_corpus(config)
+    assert names_of(corpus) == names_of(original)
+    assert [file.size for file in corpus.files] == [f.size for f in original.files]
+    assert documents(corpus, "train") == documents(original, "train")
+
+
+def test_several_inputs_have_names_of_their_own(folder):
+    inputs = [str(folder), str(folder / "01.txt"), f"{folder}/1*.txt"]
+    names = [file.name for file in find_files(inputs, "**/*")]
+    expected = [f"texts/{n:02}.txt" for n in range(40)] + ["01.txt"]
+    expected += [f"1*.txt/{n}.txt" for n in range(10, 20)]
+    assert names == sorted(expected)
+    (folder / "b.jsonl").write_text("")
+    assert [f.name for f in find_files([str(folder)], "**/*")] == ["b.jsonl"]
 
 
 def test_what_is_missing_is_named(config, folder, tmp_path):
@@ -84,18 +122,17 @@ def test_what_is_missing_is_named(config, folder, tmp_path):
             find_corpus(dataclasses.replace(config, **changes))
 
     refuse("nowhere: there is no such file", path=str(tmp_path / "nowhere"))
-    refuse(r"0 files match data\.pattern=\*\.md", pattern="*.md")
+    refuse(r"0 files match pattern=\*\.md", pattern="*.md")
     refuse("1 files match", pattern="01.txt")
     refuse("cannot be searched", pattern="/etc/*")
+    corpus = find_corpus(config)
     (folder / "02.txt").unlink()
-    corpus = Corpus(folder, ("01.txt", "02.txt"), 0.5)
-    for read in (corpus.identity, lambda: [ids(corpus, "train"), ids(corpus, HELD)]):
-        with pytest.raises(DataError, match=r"02\.txt: cannot be read"):
-            read()
+    with pytest.raises(DataError, match=r"02\.txt: cannot be read"):
+        [documents(corpus, split) for split in SPLITS]
     (tmp_path / "short.txt").write_text("a")
     short = find_corpus(dataclasses.replace(config, path=str(tmp_path / "short.txt")))
     with pytest.raises(DataError, match="no byte is left for validation"):
-        list(short.documents("validation"))
+        short.units()
 
 
 def test_a_changed_file_is_another_source(config, folder):

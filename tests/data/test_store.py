@@ -1,7 +1,10 @@
 import concurrent.futures
 import dataclasses
+import hashlib
 import json
 import os
+import pickle
+import random
 import subprocess
 import sys
 import time
@@ -10,28 +13,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.reader
-import data.store
+import data.build
 import data.writer
+from data.build import cached_store
 from data.errors import DataError
-from data.store import compression_bits_per_byte, open_store, prepare
+from data.files import SPLITS
+from data.store import compression_bits_per_byte, open_store
 from tests.data.test_tokenizer import write_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
 def only_shard(store, array: str) -> Path:
-    (file,) = [file for file in (store.path / array / "c").rglob("*") if file.is_file()]
+    (file,) = Path(store.path, array, "c").iterdir()
     return file
 
 
 def test_a_store_holds_every_byte_of_its_text(config, folder):
-    store = prepare(config)
-    ids = json.loads((store.path / "train" / "documents.json").read_text())
+    store = cached_store(config)
     tokens = store.split("train")
+    ids = [tokens.document_id(number) for number in range(tokens.num_documents)]
+    assert ids == sorted(ids)
     texts = [(folder / name).read_bytes() for name in ids]
     assert store.text("train") == b"".join(texts)
     assert store.text("train", 20) == b"".join(texts)[:20]
+    assert all(texts), "empty documents are left out"
+    assert store.manifest["empty_documents"] == 2
     assert store.num_bytes("train") == sum(map(len, texts))
     assert store.num_tokens("train") == len(tokens) == sum(map(len, texts)) + len(ids)
     for name, start, end in zip(
@@ -41,12 +48,13 @@ def test_a_store_holds_every_byte_of_its_text(config, folder):
         assert document[-1] == store.encoding.eot_token
         assert document[:-1].astype(np.uint8).tobytes() == (folder / name).read_bytes()
     assert tokens.read(0, 1).dtype == np.uint16
+    assert list(store.verify()) == []
 
 
 def test_a_single_file_has_no_end_inside(config, tmp_path):
     path = tmp_path / "one.txt"
     path.write_bytes(b"0123456789" * 10)
-    store = prepare(dataclasses.replace(config, path=str(path)))
+    store = cached_store(dataclasses.replace(config, path=str(path)))
     assert store.text("train") + store.text("validation") == path.read_bytes()
     assert store.num_tokens("train") == store.num_bytes("train") == 75
     assert store.split("train").offsets.tolist() == [0, 75]
@@ -55,72 +63,70 @@ def test_a_single_file_has_no_end_inside(config, tmp_path):
 def test_a_text_of_zeros_is_a_text(config, tmp_path):
     path = tmp_path / "zeros"
     path.write_bytes(bytes(100))
-    store = prepare(dataclasses.replace(config, path=str(path)))
+    store = cached_store(dataclasses.replace(config, path=str(path)))
     assert store.text("train") == bytes(75)
 
 
-def test_a_store_larger_than_a_shard_is_read_back(config, monkeypatch):
-    whole = prepare(config)
-    monkeypatch.setattr(data.writer, "SHARD_LENGTH", 256)
-    monkeypatch.setattr(data.writer, "CHUNK_LENGTH", 64)
-    sharded = prepare(dataclasses.replace(config, name="sharded"))
-    assert len(list((sharded.path / "train/tokens/c").iterdir())) > 3
-    assert sharded.text("train") == whole.text("train")
+def test_a_store_larger_than_a_shard_is_read_back(config, request):
+    whole = cached_store(config)
+    text = whole.text("train")
+    request.getfixturevalue("small_chunks")
+    sharded = cached_store(dataclasses.replace(config, name="sharded"))
+    assert len(list(Path(sharded.path, "train/tokens/c").iterdir())) > 3
+    assert sharded.text("train") == text
     assert sharded.fingerprint == whole.fingerprint
+    assert list(sharded.verify()) == []
 
 
-@pytest.mark.parametrize("limit", [0, 2**30])
-def test_rows_read_alike_from_disk_and_memory(config, monkeypatch, limit):
-    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
-    tokens = prepare(config).split("train")
-    assert tokens.in_memory == bool(limit)
+def test_stretches_read_alike_from_disk_and_memory(config, kept):
+    tokens = cached_store(config).split("train")
+    assert tokens.in_memory == (kept == "memory")
     flat = tokens.read(0, len(tokens))
-    starts = np.array([5, len(tokens) - 3, len(tokens) + 9, 0])
-    rows = tokens.read_rows(starts, 8)
-    assert rows.dtype == np.int32
-    expected = [flat[5:13], [*flat[-3:], 0, 0, 0, 0, 0], [0] * 8, flat[:8]]
-    np.testing.assert_array_equal(rows, expected)
+    starts, lengths = np.array([5, len(tokens) - 3, 7, 0]), np.array([8, 3, 0, 9])
+    found = tokens.gather(starts, lengths)
+    assert found.dtype == np.int32
+    expected = np.concatenate([flat[5:13], flat[-3:], flat[:9]])
+    np.testing.assert_array_equal(found, expected)
+    assert len(tokens.gather(starts[:0], lengths[:0])) == 0
 
 
 def test_a_store_is_built_once(config, folder, monkeypatch):
-    store = prepare(config)
+    store = cached_store(config)
     with monkeypatch.context() as patch:
-        patch.setattr(data.store, "write_store", None)
-        assert prepare(config).path == store.path
+        patch.setattr(data.build, "write_store", None)
+        assert cached_store(config).path == store.path
     (folder / "00.txt").write_bytes(b"longer")
-    changed = prepare(config)
+    changed = cached_store(config)
     assert changed.path != store.path
     assert changed.fingerprint != store.fingerprint
 
 
 def test_equal_text_has_an_equal_fingerprint_anywhere(config, folder, tmp_path):
-    store = prepare(config)
+    store = cached_store(config)
     moved = tmp_path / "elsewhere"
     folder.rename(moved)
-    copy = prepare(dataclasses.replace(config, path=str(moved)))
+    copy = cached_store(dataclasses.replace(config, path=str(moved)))
     assert copy.path != store.path
     assert copy.fingerprint == store.fingerprint
 
 
 def test_the_default_place_follows_xdg(config, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    store = prepare(dataclasses.replace(config, cache_dir=None))
-    assert store.path.parent == tmp_path / "xdg" / "longhaul" / "stores"
-    assert store.path.name.startswith("tiny-")
+    store = cached_store(dataclasses.replace(config, cache_dir=None))
+    assert Path(store.path).parent == tmp_path / "xdg" / "longhaul" / "stores"
+    assert Path(store.path).name.startswith("tiny-")
 
 
 def test_a_cache_that_cannot_be_written_is_named(config, folder):
     inside_a_file = dataclasses.replace(config, cache_dir=str(folder / "01.txt"))
     with pytest.raises(DataError, match=r"01\.txt: .*data\.cache_dir"):
-        prepare(inside_a_file)
+        cached_store(inside_a_file)
 
 
-@pytest.mark.parametrize("limit", [0, 2**30])
-@pytest.mark.parametrize("array", ["tokens", "offsets"])
+@pytest.mark.parametrize("array", data.writer.ARRAYS)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_chunk_is_found(config, monkeypatch, limit, array, damage):
-    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
-    store = prepare(config)
+def test_a_damaged_chunk_is_found(config, kept, array, damage):
+    store = cached_store(config)
     file = only_shard(store, f"train/{array}")
     content = bytearray(file.read_bytes())
     content[10] ^= 1
@@ -130,53 +136,64 @@ def test_a_damaged_chunk_is_found(config, monkeypatch, limit, array, damage):
         file.write_bytes(content[: len(content) // 2])
     else:
         file.unlink()
+
+    def read() -> None:
+        tokens = open_store(store.path).split("train")
+        tokens.read(0, 20)
+        tokens.starts_within(np.array([0]), np.array([20]))
+        tokens.document_id(0)
+        if kept != "disk":  # there is no need of it
+            tokens.array("index")
+
     with pytest.raises(DataError, match=f"train/{array}.*Delete {store.path}"):
-        open_store(store.path).split("train").read(0, 20)
+        read()
+    assert any(f"train/{array}" in line for line in open_store(store.path).verify())
 
 
 def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
     def die(*arguments):
         data.writer.write_store(*arguments)
-        (arguments[0] / data.writer.MANIFEST).unlink()
+        arguments[0].remove(data.writer.MANIFEST)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data.store, "write_store", die)
+        patch.setattr(data.build, "write_store", die)
         with pytest.raises(KeyboardInterrupt):
-            prepare(config)
+            cached_store(config)
     assert not list(Path(config.cache_dir).iterdir())
-    store = prepare(config)
+    store = cached_store(config)
     fingerprint = store.fingerprint
-    (store.path / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"manifest\.json: cannot be read"):
+    Path(store.path, "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"manifest\.json: is not there"):
         open_store(store.path)
-    assert prepare(config).fingerprint == fingerprint
-    assert [path.name for path in Path(config.cache_dir).iterdir()] == [store.path.name]
+    assert cached_store(config).fingerprint == fingerprint
+    assert [str(path) for path in Path(config.cache_dir).iterdir()] == [store.path]
 
 
 def test_what_a_killed_preparation_left_is_removed_later(config):
-    store = prepare(config)
-    old, young = [store.path.with_name(f"{store.path.name}.building-{n}") for n in "ab"]
+    store = cached_store(config)
+    old, young = [Path(f"{store.path}.building-{n}") for n in "ab"]
     for folder in (old, young):
         folder.mkdir()
     day_ago = time.time() - 2 * 24 * 3600
     os.utime(old, (day_ago, day_ago))
-    (store.path / "manifest.json").unlink()
-    prepare(config)
+    Path(store.path, "manifest.json").unlink()
+    cached_store(config)
     assert young.exists()
     assert not old.exists()
 
 
 def test_processes_may_prepare_at_once(config):
     script = (
-        "import sys, time; from data.config import *; from data.store import prepare\n"
-        "config = eval(sys.argv[1]); print('ready', flush=True); input()\n"
-        "store = prepare(config); print(store.fingerprint, len(store.text('train')))"
+        "import pickle, sys; from data.build import cached_store\n"
+        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "print('ready', flush=True); input()\n"
+        "store = cached_store(config)\n"
+        "print(store.fingerprint, len(store.text('train')))"
     )
-    arguments = repr(config).replace(repr(config.source), "Source.text")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, arguments],
+            [sys.executable, "-c", script, pickle.dumps(config).hex()],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -199,12 +216,12 @@ def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
     def overtaken(*arguments):
         data.writer.write_store(*arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(data.store, "write_store", data.writer.write_store)
-            faster.append((prepare(config).path / "manifest.json").stat())
+            patch.setattr(data.build, "write_store", data.writer.write_store)
+            faster.append(Path(cached_store(config).path, "manifest.json").stat())
 
-    monkeypatch.setattr(data.store, "write_store", overtaken)
-    store = prepare(config)
-    assert (store.path / "manifest.json").stat().st_ino == faster[0].st_ino
+    monkeypatch.setattr(data.build, "write_store", overtaken)
+    store = cached_store(config)
+    assert Path(store.path, "manifest.json").stat().st_ino == faster[0].st_ino
     assert len(list(Path(config.cache_dir).iterdir())) == 1
 
 
@@ -213,17 +230,21 @@ def test_a_store_names_its_tokenizer(config, tmp_path):
     with_ranks = dataclasses.replace(
         config, tokenizer=str(path), tokenizer_sha256=write_ranks(path)
     )
-    store = prepare(with_ranks)
-    assert store.path != prepare(config).path
-    assert open_store(store.path).text("train") == prepare(config).text("train")
+    store = cached_store(with_ranks)
+    assert store.path != cached_store(config).path
+    assert open_store(store.path).text("train") == cached_store(config).text("train")
     with pytest.raises(DataError, match="another tokenizer"):
-        open_store(store.path, prepare(config).encoding)
+        open_store(store.path, cached_store(config).encoding)
 
 
 def test_another_schema_is_refused(config):
-    store = prepare(config)
-    manifest = {**store.manifest, "schema": 99}
-    (store.path / "manifest.json").write_text(json.dumps(manifest))
+    store = cached_store(config)
+    content = json.dumps({**store.manifest, "schema": 99}).encode()
+    Path(store.path, "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"manifest\.json: is damaged"):
+        open_store(store.path)
+    digest = hashlib.sha256(content).hexdigest()
+    Path(store.path, "manifest.json.sha256").write_text(digest)
     with pytest.raises(DataError, match="schema is 99"):
         open_store(store.path)
 
@@ -236,3 +257,50 @@ def test_compression_is_in_bits_per_byte():
     assert all(0 < value < 0.1 for value in bits.values())
     with pytest.raises(ValueError, match="text"):
         compression_bits_per_byte(b"")
+
+
+def everything(path: str) -> dict[str, bytes]:
+    store = open_store(path)
+    return {
+        f"{split}/{name}": store.split(split).array(name).tobytes()
+        for split in SPLITS
+        for name in data.writer.ARRAYS
+    }
+
+
+def test_any_damage_to_any_file_is_found_and_named(
+    config, tmp_path, small_chunks, kept
+):
+    ranks = {"tokenizer": str(tmp_path / "ranks")}
+    ranks["tokenizer_sha256"] = write_ranks(tmp_path / "ranks")
+    store = cached_store(dataclasses.replace(config, **ranks))
+    intact, source = everything(store.path), random.Random(kept)
+    files = sorted(path for path in Path(store.path).rglob("*") if path.is_file())
+    # The manifest's size must not decide how often the others are met.
+    for trial in range(200):
+        file = files[trial % len(files)]
+        content = file.read_bytes()
+        damage, at = bytearray(content), source.randrange(len(content) or 1)
+        kind = source.choice(["flip", "flip", "flip", "cut", "add", "remove"])
+        if kind == "flip" and content:
+            damage[at] ^= 1 << source.randrange(8)
+        elif kind == "cut" and content:
+            del damage[at:]
+        else:
+            damage[at:at] = source.randbytes(3)
+        file.write_bytes(damage)
+        if kind == "remove":
+            file.unlink()
+        relative = file.relative_to(store.path).as_posix()
+        name = relative.partition("/c/")[0].removesuffix(".sha256")
+        reports = []
+        try:
+            reports += open_store(store.path).verify()
+            found = everything(store.path)
+        except DataError as error:
+            reports.append(str(error))
+        else:  # no rank file, nor what was skipped, is among the arrays
+            assert found == intact
+        assert any(name in report for report in reports), (relative, kind, reports)
+        file.write_bytes(content)
+    assert list(open_store(store.path).verify()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from data.store import Store, prepare
+from data.sources import Sources, open_sources
 from train.config import Config
 from train.program import Program, make_program
 
@@ -63,14 +63,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def store(
     configure: Configure, text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Store:
+) -> Sources:
     """Its tokens."""
     cache = tmp_path_factory.mktemp("store")
-    return prepare(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
+    return open_sources(configure(f"data.path={text}", f"data.cache_dir={cache}").data)
 
 
 @pytest.fixture(scope="session")
-def programs(configure: Configure, store: Store) -> Programs:
+def programs(configure: Configure, store: Sources) -> Programs:
     """Give the program of a tiny config; its devices are as many as its mesh has."""
 
     @functools.cache

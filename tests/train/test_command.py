@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -116,7 +117,7 @@ def test_all_mistakes_at_once(door):
 def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(door):
     result = door("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
     assert result.stderr.startswith("2 mistakes")
-    assert "must be one of python, text" in entry(result, "data = txt")
+    assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
     result = door("model.num_hedas=5", "model.embed_dim=130")
     assert result.stderr.startswith("1 mistake ")
 
@@ -270,3 +271,23 @@ def test_hydra_and_omegaconf_stay_where_they_belong():
         if path.parent.name in ("train", "model", "data"):
             mentions = "omegaconf" in text or "import hydra" in text
             assert not mentions or path.name in allowed, path
+
+
+def test_a_table_of_sections_is_set_as_a_whole(door):
+    sources = "data.sources={web: {path: a, weight: 0.8}, code: {path: b, epochs: 4}}"
+    change = "data.weight_changes=[{step: 9, weights: {web: 1}}]"
+    shown = door("data=mixture", sources, change, "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    config = yaml.safe_load(shown.stdout)["data"]
+    assert config["sources"]["web"] == {"path": "a", "weight": 0.8, "epochs": None}
+    assert config["sources"]["code"] == {"path": "b", "weight": 1.0, "epochs": 4.0}
+    assert config["weight_changes"] == [{"step": 9, "weights": {"web": 1.0}}]
+    wrong = door("data=mixture", "data.sources={web: {path: a, weights: 2, epochs: x}}")
+    assert wrong.returncode == 78
+    assert "did you mean data.sources.web.weight" in entry(
+        wrong, "data.sources.web.weights = 2"
+    )
+    assert "must be a number, or null" in entry(wrong, "data.sources.web.epochs = x")
+    assert wrong.stderr.startswith("2 mistakes")
+    single = door("data=mixture", "+data.sources.web.path=a")
+    assert "write data.sources={web: {...}}" in single.stderr

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from data.config import DataConfig
+from data.config import DataConfig, Source
 from model.config import Attention, ModelConfig, Position
 from train.config import (
     Config,
@@ -122,6 +122,12 @@ def test_a_setting_without_effect_is_named():
     assert "optimizer.muon_momentum" in warning
     assert "adamw" in warning
     assert without_effect(Config(optimizer=replace(adamw, name=Optimizer.muon))) == []
+
+
+def test_a_store_brings_its_own_tokenizer_and_split():
+    store = DataConfig(source=Source.tokens, path="x", tokenizer="gpt2")
+    (warning,) = without_effect(Config(data=store))
+    assert warning == "data.tokenizer has no effect: data.source is tokens"
 
 
 def test_the_name_is_of_what_makes_the_run():

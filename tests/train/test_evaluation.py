@@ -33,7 +33,8 @@ def whole(programs, params, store):
 
 def test_each_token_that_has_one_before_it_is_scored_once(whole, store):
     """The first token of each document has none."""
-    tokens = store.split("validation")
+    (only,) = store.stores.values()
+    tokens = only.split("validation")
     assert whole.num_targets == len(tokens) - (len(tokens.offsets) - 1)
 
 
@@ -59,7 +60,7 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
     assert whole.num_targets == count
     assert whole.loss == pytest.approx(nats / count, rel=1e-5)
     # Of all tokens, ends of documents among them, over the bytes of the text.
-    tokens = len(store.split("validation"))
+    tokens = store.num_tokens("validation")
     bits = whole.loss * tokens / math.log(2) / store.num_bytes("validation")
     assert whole.bits_per_byte == pytest.approx(bits)
 

@@ -270,7 +270,7 @@ def test_a_changed_text_is_refused(folder, door, copy):
         text.write_bytes(before)
     assert result.returncode == 65
     assert "fingerprint" in result.stderr
-    assert "bring the text back" in result.stderr
+    assert "bring that data back" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -1,0 +1,151 @@
+"""Learn a byte-level BPE as a rank file, which `data.tokenizer` loads.
+
+Hugging Face's `tokenizers` learns, tiktoken encodes: both divide text by the same
+pattern, so the ids of one are those of the other. The file is a function of the
+texts and the size, whatever the order of the texts. What looks like a special token
+in a text is text; the file holds none.
+"""
+
+import base64
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from data.corpus import find_files
+from data.documents import read
+from data.errors import DataError
+from data.files import units_of
+from data.records import Bad, Reading
+from data.tokenizer import RANK_FILE_PATTERN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NUM_BYTES = 256
+# Of characters: `tokenizers` takes some 140 bytes for each of those it is handed.
+PIECE_LENGTH = 2**14
+HELD_OUT_EVERY = 20
+
+# Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of digits;
+# tiktoken's engine reads it as possessive, which means nothing at the end of a branch.
+# Its $ is the end of any line, but after \s++ there is none except the text's.
+# Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in ONIG_SYNTAX_JAVA only".
+_PATTERN = RANK_FILE_PATTERN.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")
+
+
+def train(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Learn `vocab_size` tokens from texts, and give the content of a rank file.
+
+    The 256 single bytes are among them and come first, in the order of GPT-2's file;
+    the <|endoftext|> that `load_tokenizer` adds is not.
+
+    Raises:
+        DataError: `tokenizers` is not installed, or the texts hold too few pairs.
+    """
+    tokenizer, byte_of = learn(texts, vocab_size), _bytes_of_characters()
+    ranks = sorted((rank, token) for token, rank in tokenizer.get_vocab().items())
+    assert [rank for rank, _ in ranks] == list(range(vocab_size))
+    tokens = [bytes(byte_of[character] for character in token) for _, token in ranks]
+    lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
+    return b"".join(lines)
+
+
+def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    """Learn `vocab_size` tokens from texts; like `train`, which writes them down.
+
+    A pair that occurs once is not worth a token, and none is made of it.
+    """
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError(
+            f"Training a tokenizer needs the package tokenizers ({error}). Install it "
+            f'with pip install "longhaul[data]"'
+        ) from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=list(_bytes_of_characters()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces_of(texts), trainer)
+    learned = tokenizer.get_vocab_size()
+    if learned < vocab_size:
+        raise DataError(
+            f"vocab_size={vocab_size}: the text holds pairs that occur twice for "
+            f"{learned} tokens only, of which {NUM_BYTES} are the single bytes. Give "
+            f"more text, or at most vocab_size={learned}"
+        )
+    return tokenizer
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[str]:
+    """Cut texts into pieces of at most `PIECE_LENGTH`, after a line if there is one.
+
+    A lone surrogate, which no UTF-8 holds but JSON may, becomes a question mark.
+    """
+    for text in texts:
+        start = 0
+        while start < len(text):
+            limit = start + PIECE_LENGTH
+            end = limit
+            if limit < len(text):
+                end = text.rfind("\n", start, limit) + 1 or limit
+            yield text[start:end].encode("utf-8", "replace").decode()
+            start = end
+
+
+def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
+    """Cut texts into pieces; put every twentieth into `sample` and yield the others."""
+    for index, piece in enumerate(pieces_of(texts)):
+        if index % HELD_OUT_EVERY == 1:  # the only piece of a tiny text is learned from
+            sample.append(piece)
+        else:
+            yield piece
+
+
+def texts_of(
+    input: str, max_bytes: int, how: Reading, pattern: str = "**/*"
+) -> Iterator[str]:
+    """Yield the text of an input, up to `max_bytes` of it.
+
+    If there is more, the units of files that are read lie spread over all of it. They
+    depend on the files' names and sizes alone. Bad records are left out.
+
+    Raises:
+        DataError: there is no such file or folder, or a file cannot be read.
+    """
+    files = find_files([input], pattern)
+    units = [unit for file in files for unit in units_of(file)]
+    stride = max(1, -(-sum(file.size for file in files) // max_bytes))
+    spread = [unit for first in range(stride) for unit in units[first::stride]]
+    left = max_bytes
+    for unit in spread:
+        for found in read(unit, how):
+            if isinstance(found, Bad):
+                continue
+            text = found.text[:left]
+            yield text.decode("utf-8", "replace")
+            left -= len(text)
+            if not left:
+                return
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Map the characters by which `tokenizers` writes bytes to these, in rank order.
+
+    Source: GPT-2's bytes_to_unicode (openai/gpt-2, src/encoder.py): a printable byte
+    is its own character; the others, in order, are those from U+0100 on.
+    """
+    from tokenizers import pre_tokenizers
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [ord(c) for c in characters if ord(c) < NUM_BYTES]
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    return dict(zip(characters, printable + others, strict=True))

@@ -1,0 +1,82 @@
+"""What is in a store, and in a batch, in words."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from data import tokenizer
+from data.batches import Excerpt
+from data.files import SPLITS, Split
+from data.store import Store
+from data.writer import SKIPPED
+
+_BAR = 40  # characters of the longest bar
+
+
+def describe_store(store: Store) -> str:
+    """Give a store's counts as lines of text."""
+    manifest = store.manifest
+    lines = [
+        f"store        {store.path}",
+        f"fingerprint  {store.fingerprint}",
+        f"tokenizer    {manifest['tokenizer']}, {store.encoding.n_vocab:,} ids",
+        f"source       {manifest['source']['path']}",
+    ]
+    for split in SPLITS:
+        counts = manifest["splits"][split]
+        per_token = counts["bytes"] / max(1, counts["tokens"])
+        lines.append(
+            f"{split:<11}  {counts['documents']:,} documents, {counts['tokens']:,} "
+            f"tokens, {counts['bytes']:,} bytes, {per_token:.2f} bytes a token"
+        )
+    if count := manifest["empty_documents"]:
+        lines.append(f"empty        {count:,} documents, left out")
+    if count := manifest["skipped_records"]:
+        place = f"{store.path}/{SKIPPED}"
+        lines.append(f"skipped      {count:,} bad records, listed in {place}")
+    return "\n".join(lines)
+
+
+def describe_lengths(store: Store, split: Split) -> str:
+    """Draw how many documents there are of each length, by powers of two."""
+    counts, end = np.zeros(64, np.int64), 0
+    for offsets in store.split(split).stretches("offsets"):
+        lengths = np.diff(np.concatenate([[end], offsets]))[1 if end == 0 else 0 :]
+        counts += np.bincount(np.log2(np.maximum(lengths, 1)).astype(int), minlength=64)
+        end = int(offsets[-1])
+    found = np.flatnonzero(counts)
+    if not len(found):
+        return f"{split}: no documents"
+    lines = [f"{split}: documents by length in tokens"]
+    for power in range(int(found[0]), int(found[-1]) + 1):
+        bar = "#" * round(_BAR * counts[power] / counts.max())
+        span = f"{2**power:,} to {2 ** (power + 1) - 1:,}"
+        lines.append(f"  {span:>25}  {counts[power]:>12,}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def samples(store: Store, split: Split, count: int, seed: int, width: int) -> str:
+    """Decode the beginnings of some documents."""
+    tokens = store.split(split)
+    numbers = np.random.default_rng(seed).choice(
+        tokens.num_documents, min(count, tokens.num_documents), replace=False
+    )
+    lines = []
+    for number in sorted(numbers.tolist()):
+        start, stop = tokens.array("offsets", number, number + 2).tolist()
+        ids = tokens.read(start, min(stop, start + width))
+        text = tokenizer.decode(store.encoding, ids)[:width]
+        lines.append(f"{tokens.document_id(number)} ({stop - start:,} tokens)")
+        lines += [f"  | {line}" for line in text.splitlines()]
+    return "\n".join(lines)
+
+
+def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
+    """Say row by row which documents a batch holds, with the beginning of each."""
+    yield "row  column  source  document (tokens from, number)  text"
+    for row, found in itertools.groupby(excerpts, lambda excerpt: excerpt.row):
+        for e in found:
+            place = f"{row:>3}  {e.column:>6}  {e.source}  {e.document}"
+            text = ascii(e.text[:width]) if width else ""
+            yield f"{place} ({e.first}, {e.number})  {text}"

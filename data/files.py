@@ -1,0 +1,117 @@
+"""Input files, and the units into which they are cut.
+
+The suffix says the format: lines of JSON (.jsonl, .ndjson, .json.gz, .json.zst),
+.parquet, .arrow (as Hugging Face's `save_to_disk` leaves it); any other file is one
+document. Text and lines may be compressed (.gz, .zst). A plain file is cut into units
+of 4 MiB that are read independently; where they are cut follows from the file alone.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Literal
+
+from data.errors import DataError
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+UNIT_BYTES = 2**22
+_COMPRESSIONS = (".gz", ".zst")
+
+
+class Format(StrEnum):
+    """How a file holds documents."""
+
+    text = "text"
+    lines = "lines"
+    parquet = "parquet"
+    arrow = "arrow"
+
+
+@dataclass(frozen=True)
+class File:
+    """An input file. `version` changes when its content does."""
+
+    path: str  # as fsspec takes it
+    name: str  # relative to the input it was found in: the root of documents' ids
+    size: int
+    version: str
+
+    @property
+    def compression(self) -> str | None:
+        """The suffix that says how it is compressed."""
+        suffix = PurePosixPath(self.name).suffix.lower()
+        return suffix if suffix in _COMPRESSIONS else None
+
+    @property
+    def format(self) -> Format:
+        """The format that the suffix says."""
+        suffixes = [s.lower() for s in PurePosixPath(self.name).suffixes]
+        last = suffixes[-1] if suffixes else ""
+        if last in (".parquet", ".arrow"):
+            return Format(last[1:])
+        if last in (".jsonl", ".ndjson"):
+            return Format.lines
+        inner = suffixes[-2] if len(suffixes) > 1 and last in _COMPRESSIONS else ""
+        # A bare .json is a document; compressed, it is what corpora call their lines.
+        return Format.lines if inner in (".jsonl", ".ndjson", ".json") else Format.text
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A stretch of a file: bytes [start, stop) of what is to be read as one.
+
+    `stop` is None for a file that is read in one go. [low, high) are the bytes that
+    belong together; a cut inside them moves to the end of a line.
+    """
+
+    file: File
+    start: int = 0
+    stop: int | None = None
+    low: int = 0
+    high: int | None = None
+    split: Split | None = None  # None: decided by the document's id
+    marks_end: bool = True  # whether the end-of-text token follows a text
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of the file that it stands for."""
+        return self.file.size if self.stop is None else self.stop - self.start
+
+
+def units_of(file: File) -> list[Unit]:
+    """Cut a file into the units that are read independently of each other."""
+    if file.compression or file.format in (Format.parquet, Format.arrow):
+        return [Unit(file)]
+    return cut(file, 0, file.size)
+
+
+def cut(
+    file: File,
+    low: int,
+    high: int,
+    split: Split | None = None,
+    marks_end: bool = True,
+) -> list[Unit]:
+    """Cut bytes [low, high) of a plain file into units."""
+    starts = range(low, max(high, low + 1), UNIT_BYTES)
+    return [
+        Unit(file, start, min(start + UNIT_BYTES, high), low, high, split, marks_end)
+        for start in starts
+    ]
+
+
+def unreadable(path: object, error: Exception) -> DataError:
+    """Say that a file cannot be read."""
+    return DataError(
+        f"{path}: cannot be read ({error}). Make it readable, or leave it out"
+    )
+
+
+def missing(package: str, error: ImportError) -> DataError:
+    """Say that an optional library is needed."""
+    return DataError(
+        f"{package} is needed to read this and is not installed ({error}): "
+        f'pip install "longhaul[data]"'
+    )

@@ -1,0 +1,78 @@
+"""`python -m data.inspect store=...` or `run.dir=... step=...`: look at the data."""
+
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from data.config import DataConfig, Packing, Source
+from train.command import read_yaml, run_command
+from train.config import Config, Mistake, RunConfig
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """A store, or a run's batches."""
+
+    store: str | None = None  # folder or URL of a token store
+    run: RunConfig = field(default_factory=RunConfig)  # run.dir: whose batch to show
+    step: int | None = None  # the batch of this step, 0 being the first
+    samples: int = 4  # documents shown of a store
+    width: int = 60  # characters shown of each document
+    seed: int = 0  # of a store's samples and batches; a run has its own
+    sequence_length: int = 1024  # of a store's batches; a run has its own
+    batch_size: int = 8
+    packing: Packing = Packing.concat
+
+
+def main(config: InspectConfig) -> int:
+    """Show what is in a store, or which documents make up a batch."""
+    from data.batches import Order
+    from data.describe import describe_batch, describe_lengths, describe_store, samples
+    from data.files import SPLITS
+    from data.sources import open_sources
+    from data.store import open_store
+
+    if config.step is None:
+        store = open_store(str(config.store))
+        print(describe_store(store))
+        for split in SPLITS:
+            print("\n" + describe_lengths(store, split))
+        text = samples(store, "train", config.samples, config.seed, 4 * config.width)
+        print(f"\n{text}")
+        return 0
+    seed = config.seed
+    data = DataConfig(
+        name=PurePosixPath(config.store or "").name,
+        source=Source.tokens,
+        path=config.store,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        packing=config.packing,
+    )
+    if config.run.dir:
+        run = read_yaml(f"{config.run.dir}/config.yaml", Config)
+        data, seed = run.data, run.seed
+    order = Order(open_sources(data), data, seed)
+    for line in describe_batch(order.excerpts(config.step), config.width):
+        print(line)
+    return 0
+
+
+def validate(config: InspectConfig) -> list[Mistake]:
+    """List the mistakes of a config."""
+    found = []
+    if bool(config.store) == bool(config.run.dir):
+        rule = "name either a store (store=stores/web) or a run (run.dir=runs/base)"
+        found.append(Mistake("store", config.store, rule))
+    if config.run.dir and config.step is None:
+        rule = "must say which batch of the run to show, say step=1000"
+        found.append(Mistake("step", config.step, rule))
+    for key in ("step", "samples", "width", "sequence_length", "batch_size"):
+        value = getattr(config, key)
+        least = 0 if key in ("step", "samples", "width") else 1
+        if value is not None and value < least:
+            found.append(Mistake(key, value, f"must be at least {least}"))
+    return found
+
+
+if __name__ == "__main__":
+    run_command(main, "inspect", InspectConfig, validate)

@@ -1,0 +1,260 @@
+"""Rows of T positions cut from one split of a store, each read by its number.
+
+A row is inputs and the targets that follow them, with segments and positions that
+start anew with each document. `Concatenated` rows are the tokens end to end; `Packed`
+rows hold pieces of documents by a plan, which is made once and kept in the cache.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from data import packing
+from data.config import DataConfig, Packing
+from data.errors import DataError
+from data.files import Split
+from data.reader import TokenArray
+from data.store import Store
+
+_PLAN_VERSION = 1
+_PLAN = ("starts", "lengths", "row_offsets")
+
+log = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """Rows of T tokens and what they predict; all int32 [rows, T].
+
+    numpy arrays here; whatever holds them once they have left the host.
+    """
+
+    inputs: Any
+    targets: Any  # the token that follows each input; -1: none to be learnt
+    segment_ids: Any  # 1, 2, ... by document within the row; 0 is padding
+    positions: Any  # from 0 at each document's first token within the row
+
+
+class Piece(NamedTuple):
+    """A stretch of tokens that stands in a row from a column on."""
+
+    column: int
+    start: int  # of its inputs; its targets lie one further
+    length: int
+
+
+class Rows(Protocol):
+    """The rows of a split."""
+
+    def __len__(self) -> int:
+        """Count them."""
+        ...
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Read rows by number: int64 [n], in any order.
+
+        Raises:
+            DataError: a chunk is missing or damaged; the rows are named.
+        """
+        ...
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Say what stands in a row."""
+        ...
+
+
+def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Rows:
+    """Give the rows of a split as the config wants them.
+
+    Training rows of `concat` are whole ones; the last validation row is padded.
+
+    Raises:
+        DataError: the store is damaged, or a plan cannot be kept.
+    """
+    tokens, length = store.split(split), config.sequence_length
+    if config.packing is Packing.concat:
+        count = max(0, len(tokens) - 1) // length
+        if split == "validation":
+            count = -(-max(0, len(tokens) - 1) // length)
+        return Concatenated(tokens, length, count, config.document_mask)
+    name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
+    folder = cache / f"{name}-v{_PLAN_VERSION}"
+    if not folder.exists():
+        _plan(tokens, length, config.packing, folder)
+    return Packed(tokens, length, folder)
+
+
+class Concatenated:
+    """Row r covers the tokens [r T, r T + T]: its last one is the next row's first."""
+
+    def __init__(
+        self, tokens: TokenArray, length: int, count: int, document_mask: bool
+    ):
+        """Cut `count` rows of `length` positions."""
+        self._tokens, self._length, self._count = tokens, length, count
+        self._document_mask = document_mask
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return self._count
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Read rows by number."""
+        starts = numbers * self._length
+        wanted = np.clip(len(self._tokens) - starts, 0, self._length + 1)
+        with _naming(numbers):
+            found = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
+            if (wanted == self._length + 1).all():
+                rows = found.reshape(len(numbers), -1)
+            else:
+                rows = np.zeros((len(numbers), self._length + 1), np.int32)
+                rows[np.arange(self._length + 1) < wanted[:, None]] = found
+            row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
+            if self._document_mask:
+                row, start = self._tokens.starts_within(starts, starts + self._length)
+                column = start - starts[row]
+        return cut_rows(rows, row, column, len(self._tokens) - starts)
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Say what stands in a row: one piece a document."""
+        low = number * self._length
+        high = min(low + self._length, len(self._tokens) - 1)
+        _, starts = self._tokens.starts_within(np.array([low]), np.array([high - 1]))
+        bounds = [low, *starts.tolist(), high]
+        return [Piece(a - low, a, b - a) for a, b in pairwise(bounds) if b > a]
+
+
+def cut_rows(
+    tokens: np.ndarray, row: np.ndarray, column: np.ndarray, left: np.ndarray
+) -> Batch:
+    """Turn rows of T+1 tokens into inputs and targets that respect the documents.
+
+    Args:
+        tokens: int32 [rows, T+1].
+        row: int64 [n], in which row each document starts that does not start it.
+        column: int64 [n], and where in it, from 1 to T: it is not predicted from what
+            stands before it.
+        left: int64 [rows], how many tokens there are from each row's start on; what
+            lies behind them is padding.
+    """
+    num_rows, length = tokens.shape[0], tokens.shape[1] - 1
+    targets = tokens[:, 1:].copy()
+    columns = np.arange(length, dtype=np.int32)
+    positions = np.tile(columns, (num_rows, 1))
+    segment_ids = np.ones_like(positions)
+    if len(row):
+        targets[row, column - 1] = -1
+        row, column = row[column < length], column[column < length]
+        begins = np.zeros_like(positions)
+        begins[row, column] = 1
+        segment_ids += np.cumsum(begins, axis=1, dtype=np.int32)
+        begins[row, column] = column
+        positions -= np.maximum.accumulate(begins, axis=1)
+    inputs = tokens[:, :-1].copy()
+    if (left <= length).any():
+        padding = columns >= left[:, None] - 1
+        targets[padding] = -1
+        for array in (inputs, segment_ids, positions):
+            array[padding] = 0
+    return Batch(inputs, targets, segment_ids, positions)
+
+
+class Packed:
+    """Rows by a plan: row r holds the pieces row_offsets[r] to row_offsets[r+1]."""
+
+    def __init__(self, tokens: TokenArray, length: int, folder: Path):
+        """Open the plan in `folder`, without reading it."""
+        self._tokens, self._length = tokens, length
+        self._starts, self._lengths, self._row_offsets = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _PLAN
+        )
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self._row_offsets) - 1
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Read rows by number."""
+        first = self._row_offsets[numbers]
+        counts = self._row_offsets[numbers + 1] - first
+        row = np.repeat(np.arange(len(numbers)), counts)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        piece = np.repeat(first, counts) + nth
+        starts = self._starts[piece]
+        lengths = self._lengths[piece].astype(np.int64)
+        with _naming(numbers):
+            tokens = self._tokens.gather(starts, lengths + 1)
+        # Where each piece's first token stands: in the row, and among the tokens read.
+        before = np.cumsum(lengths) - lengths
+        column = before - np.repeat(before[np.cumsum(counts) - counts], counts)
+        within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
+        place = np.repeat(row * self._length + column, lengths) + within
+        read_at = np.repeat(before + np.arange(len(piece)), lengths) + within
+        batch = Batch(*np.zeros((4, len(numbers), self._length), np.int32))
+        batch.targets[:] = -1
+        batch.inputs.reshape(-1)[place] = tokens[read_at]
+        batch.targets.reshape(-1)[place] = tokens[read_at + 1]
+        batch.segment_ids.reshape(-1)[place] = np.repeat(nth + 1, lengths)
+        batch.positions.reshape(-1)[place] = within
+        return batch
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Say what stands in a row."""
+        span = slice(self._row_offsets[number], self._row_offsets[number + 1])
+        column, found = 0, []
+        for start, length in zip(self._starts[span], self._lengths[span], strict=True):
+            found.append(Piece(column, int(start), int(length)))
+            column += int(length)
+        return found
+
+
+def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
+    """Work out which pieces make up which rows; write it beside and rename it."""
+    began = time.monotonic()
+    starts, lengths = packing.pieces(tokens.offsets, length)
+    row_offsets = np.arange(len(starts) + 1)
+    if kind is Packing.best_fit:
+        order, row_offsets = packing.pack(lengths, length)
+        starts, lengths = starts[order], lengths[order]
+    building = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}")
+    try:
+        building.mkdir(parents=True)
+        for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
+            np.save(building / f"{name}.npy", array)
+        os.rename(building, folder)  # noqa: PTH104 (fails if another was faster)
+    except OSError as error:
+        if not folder.exists():
+            raise DataError(
+                f"{folder}: the plan of rows cannot be kept there ({error}). Name a "
+                f"folder that can be written with data.cache_dir"
+            ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    log.info(
+        "%s rows: %d pieces in %d rows of %d, %.1f %% filled, %.1f s",
+        kind,
+        len(starts),
+        len(row_offsets) - 1,
+        length,
+        100 * packing.fill(lengths, row_offsets, length),
+        time.monotonic() - began,
+    )
+
+
+@contextlib.contextmanager
+def _naming(numbers: np.ndarray) -> Iterator[None]:
+    """Add the rows that were being read to what says that a store is damaged."""
+    try:
+        yield
+    except DataError as error:
+        rows = ", ".join(map(str, numbers[:8].tolist()))
+        more = ", ..." if len(numbers) > 8 else ""
+        raise DataError(f"reading rows {rows}{more}: {error}") from error

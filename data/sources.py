@@ -1,0 +1,114 @@
+"""The stores that a run reads: one, or a mixture of several by name."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+
+from data.build import cache_dir, cached_store
+from data.config import DataConfig, Source
+from data.errors import DataError
+from data.files import Split
+from data.store import Store, open_store
+from data.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Open stores with one tokenizer. A store that is alone bears `data.name`."""
+
+    stores: Mapping[str, Store]
+    cache: Path  # of what is worked out from them
+
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        """The tokenizer of all."""
+        return next(iter(self.stores.values())).encoding
+
+    @property
+    def path(self) -> str:
+        """Where they lie."""
+        return ", ".join(store.path for store in self.stores.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """The content's hash: of one store its own, else of all with their names."""
+        if len(self.stores) == 1:
+            return next(iter(self.stores.values())).fingerprint
+        text = " ".join(f"{name}={f}" for name, f in sorted(self.fingerprints.items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The content's hash of each store by name; of one that is alone, as `text`."""
+        if len(self.stores) == 1:
+            return {"text": self.fingerprint}
+        return {name: store.fingerprint for name, store in self.stores.items()}
+
+    def num_tokens(self, split: Split) -> int:
+        """Count the tokens of a split, the documents' ends among them."""
+        return sum(store.num_tokens(split) for store in self.stores.values())
+
+    def num_bytes(self, split: Split) -> int:
+        """Count the bytes of a split's text: what bits per byte are divided by."""
+        return sum(store.num_bytes(split) for store in self.stores.values())
+
+    def text(self, split: Split, limit: int | None = None) -> bytes:
+        """Decode a split, or its first `limit` bytes, store after store."""
+        text = b""
+        for store in self.stores.values():
+            text += store.text(split, None if limit is None else limit - len(text))
+        return text
+
+
+def open_sources(config: DataConfig) -> Sources:
+    """Open, and for text build on first use, what a config names.
+
+    Raises:
+        DataError: something is missing or damaged, or tokenizers differ.
+        ValueError: a rank file is named as tokenizer without its hash.
+    """
+    cache = cache_dir(config)
+    if config.source in (Source.python, Source.text):
+        return _scored(Sources({config.name: cached_store(config)}, cache))
+    stores = {name: open_store(path) for name, path in _paths(config)}
+    of = {n: store.manifest["tokenizer_fingerprint"] for n, store in stores.items()}
+    if len(set(of.values())) > 1:
+        names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
+        raise DataError(
+            f"data.sources: their tokenizers differ ({names}). Prepare all of them "
+            f"with one"
+        )
+    return _scored(Sources(stores, cache))
+
+
+def encoding_of(config: DataConfig) -> tiktoken.Encoding:
+    """Load the tokenizer of what a config names, without building anything.
+
+    Raises:
+        DataError: it is missing or damaged.
+        ValueError: a rank file is named as tokenizer without its hash.
+    """
+    if config.source in (Source.python, Source.text):
+        return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    return open_store(next(_paths(config))[1]).encoding
+
+
+def _paths(config: DataConfig) -> Iterator[tuple[str, str]]:
+    if config.source is Source.tokens:
+        yield config.name, config.path or ""
+    for name, source in config.sources.items():
+        yield name, source.path
+
+
+def _scored(sources: Sources) -> Sources:
+    """Refuse what could be trained on, but not evaluated."""
+    if sources.num_tokens("validation") < 2:
+        raise DataError(
+            f"{sources.path}: validation has {sources.num_tokens('validation')} "
+            f"tokens, but a target needs 2. Give more text, or hold more of it out "
+            f"with validation=..."
+        )
+    return sources

@@ -1,0 +1,40 @@
+"""`python -m data.verify store=...`: read a whole store, and name what is damaged."""
+
+from dataclasses import dataclass
+
+from train.command import WRONG_DATA, run_command
+from train.config import Mistake
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Which store."""
+
+    store: str | None = None  # folder or URL of a token store
+
+
+def main(config: VerifyConfig) -> int:
+    """Check every chunk and every digest; exit 65 if something is damaged."""
+    from data.store import open_store
+
+    store = open_store(str(config.store))
+    damaged = False
+    for line in store.verify():
+        damaged = True
+        print(line)
+    if damaged:
+        return WRONG_DATA
+    counts = store.manifest["splits"].values()
+    tokens = sum(count["tokens"] for count in counts)
+    print(f"{store.path}: all {tokens:,} tokens are as they were written")
+    return 0
+
+
+def validate(config: VerifyConfig) -> list[Mistake]:
+    """List the mistakes of a config."""
+    rule = "must name a store, say store=stores/web"
+    return [] if config.store else [Mistake("store", config.store, rule)]
+
+
+if __name__ == "__main__":
+    run_command(main, "verify", VerifyConfig, validate)

@@ -1,0 +1,249 @@
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import bpe, files, streams
+from data.errors import DataError
+from data.records import Reading
+from data.tokenizer import decode_bytes, encode, load_tokenizer
+from data.train_tokenizer import TrainTokenizerConfig, write
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCAB_SIZE = 1000
+# Hypothesis would write its examples into the folder that the tests run in.
+quietly = settings(database=None, deadline=None, max_examples=200)
+
+
+def library(split: Literal["train", "validation"]) -> list[str]:
+    """Give modules of Python's standard library, every fifth as validation."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if split == "validation":
+        return [path.read_text("utf-8", "replace") for path in paths[::5]]
+    return [
+        path.read_text("utf-8", "replace")
+        for index, path in enumerate(paths)
+        if index % 5
+    ]
+
+
+def load(path: Path, content: bytes) -> tiktoken.Encoding:
+    path.write_bytes(content)
+    return load_tokenizer(str(path), hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return bpe.train(library("train"), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def encoding(content, tmp_path_factory) -> tiktoken.Encoding:
+    return load(tmp_path_factory.mktemp("bpe") / "a.tiktoken", content)
+
+
+def test_the_rank_file_holds_the_bytes_then_the_merges(encoding):
+    assert encoding.n_vocab == VOCAB_SIZE + 1
+    assert encoding.eot_token == VOCAB_SIZE
+    tokens = [encoding.decode_single_token_bytes(rank) for rank in range(VOCAB_SIZE)]
+    assert sorted(tokens[:256]) == [bytes([byte]) for byte in range(256)]
+    assert tokens[0] == b"!"  # as in GPT-2's file
+    assert {b"(self", b":\n"} < set(tokens)  # GPT-2's pattern would divide these
+    known = set(tokens[:256])
+    for token in tokens[256:]:  # each is made of two that stand before it
+        cuts = range(1, len(token))
+        assert any(token[:cut] in known and token[cut:] in known for cut in cuts)
+        known.add(token)
+
+
+@quietly
+@given(text=st.binary() | st.text().map(str.encode))
+def test_any_bytes_round_trip(encoding, text: bytes):
+    assert decode_bytes(encoding, encode(encoding, text)) == text
+
+
+def test_both_libraries_encode_real_text_alike_and_well(content, encoding):
+    learned = bpe.learn(library("train"), VOCAB_SIZE)
+    num_bytes = num_tokens = 0
+    for text in library("validation"):
+        ids = encode(encoding, text.encode()).tolist()
+        assert ids == learned.encode(text).ids
+        num_bytes += len(text.encode())
+        num_tokens += len(ids)
+    assert num_bytes / num_tokens > 2.3
+
+
+def test_digits_are_divided_in_threes_by_both_libraries(tmp_path):
+    texts = ["x = 1234567890\n"] * 100  # six merges for the digits, one for " ="
+    learned = bpe.learn(texts, 263)
+    encoding = load(tmp_path / "digits", bpe.train(texts, 263))
+    assert encoding.encode("123456", allowed_special=set()) == [
+        encoding.encode_single_token(three) for three in ("123", "456")
+    ]
+    assert learned.encode("1234567890").ids == encoding.encode("1234567890")
+
+
+def test_the_file_depends_on_the_texts_not_on_their_order(content):
+    assert bpe.train(library("train")[::-1], VOCAB_SIZE) == content
+    assert bpe.train(library("train")[:50], VOCAB_SIZE) != content
+
+
+def test_the_name_of_a_special_token_is_data(tmp_path):
+    texts = ["a<|endoftext|>b\n"] * 100
+    encoding = load(tmp_path / "special", bpe.train(texts, 266))
+    assert b"endoftext" in encoding.token_byte_values()
+    ids = encode(encoding, texts[0].encode())
+    assert encoding.eot_token == 266
+    assert 266 not in ids
+    assert decode_bytes(encoding, ids) == texts[0].encode()
+
+
+def test_too_little_text_says_what_it_is_enough_for(tmp_path):
+    with pytest.raises(DataError, match=r"at most vocab_size=258$"):
+        bpe.train(["abc abc"], 300)  # " abc" occurs once
+    assert load(tmp_path / "few", bpe.train(["abc abc"], 258)).n_vocab == 259
+    with pytest.raises(DataError, match="at most vocab_size=256"):
+        bpe.train([], 300)
+
+
+def test_without_the_package_its_installation_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r'pip install "longhaul\[data\]"'):
+        bpe.train(["abc"], 300)
+
+
+def test_a_mistake_of_the_reader_comes_through():
+    def broken():
+        yield "abc"
+        raise DataError("shard 7 is damaged")
+
+    with pytest.raises(DataError, match="shard 7 is damaged"):
+        bpe.train(broken(), 300)
+
+
+def test_long_texts_are_cut_after_lines_where_there_are_any():
+    lines = "a naïve 猫\n" * 5000
+    pieces = list(bpe.pieces_of([lines, "x" * 40000, "", "short"]))
+    assert "".join(pieces) == lines + "x" * 40000 + "short"
+    assert max(map(len, pieces)) <= bpe.PIECE_LENGTH
+    assert all(piece.endswith("\n") for piece in pieces if "猫" in piece)
+    assert pieces[-4:-1] == ["x" * 16384, "x" * 16384, "x" * 7232]
+    assert list(bpe.pieces_of(["a\ud800b"])) == ["a?b"]
+
+
+def test_what_is_held_out_is_not_learned_from():
+    sample: list[str] = []
+    texts = [f"text {index}" for index in range(60)]
+    learned_from = list(bpe.hold_out(texts, sample))
+    assert sorted(learned_from + sample) == sorted(texts)
+    assert len(sample) == 3
+    assert list(bpe.hold_out(["the only one"], sample)) == ["the only one"]
+
+
+def texts_of(path: Path, max_bytes: int) -> list[str]:
+    return list(bpe.texts_of(str(path), max_bytes, Reading(keep_invalid_utf8=True)))
+
+
+def test_what_is_read_lies_spread_over_the_whole_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "UNIT_BYTES", 10)
+    monkeypatch.setattr(streams, "CUT_WINDOW", 1)
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt"):
+        numbers = "".join(f"{name[-5]}{index:09}" for index in range(50))
+        (tmp_path / name).write_text(numbers)
+    (tmp_path / ".hidden").write_text("h" * 1000)
+    assert texts_of(tmp_path, 1000) == texts_of(tmp_path, 10**9)
+    assert len("".join(texts_of(tmp_path, 1000))) == 1000
+    tens = [f"{name}{index:09}" for name in "ab" for index in range(0, 50, 10)]
+    assert texts_of(tmp_path, 100) == tens
+    assert texts_of(tmp_path / "a.txt", 55) == [*tens[:5], "a0000"]
+
+
+def test_records_are_texts_and_bad_ones_are_left_out(tmp_path):
+    lines = ['{"text": "one"}', "no JSON", '{"other": 1}', '{"text": "two"}']
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    assert texts_of(tmp_path, 100) == ["one", "two"]
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
+    assert texts_of(tmp_path / "latin.txt", 100) == ["na\ufffdve"]
+
+
+def test_input_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(DataError, match="nowhere: there is no such file or folder"):
+        texts_of(tmp_path / "nowhere", 100)
+    (tmp_path / ".hidden").write_text("x")
+    with pytest.raises(DataError, match="0 files match"):
+        texts_of(tmp_path, 100)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match="No space left"):
+        write(tmp_path / "a.tiktoken", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_is_not_part_of_the_input(tmp_path):
+    def wrong(input: str, output: str) -> list[str]:
+        config = TrainTokenizerConfig(str(tmp_path / input), str(tmp_path / output))
+        return [field for field, _, _ in config.mistakes()]
+
+    assert wrong("texts", "more/../texts/a") == wrong("texts", "texts") == ["output"]
+    assert wrong("texts", "texts.tiktoken") == wrong("texts/a", "texts/b") == []
+
+
+def test_through_the_door(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for index, text in enumerate(library("validation")):
+        (tmp_path / "texts" / f"{index:03}.py").write_text(text)
+    (tmp_path / "texts" / "latin").write_bytes(b"na\xefve")
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "data.train_tokenizer", *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    result = run("vocab_size=256", "max_bytes=0")
+    assert result.returncode == 78
+    assert result.stderr.startswith("4 mistakes")
+    for key in ("input = null", "output = null", "vocab_size = 256", "max_bytes = 0"):
+        assert f"  {key}\n" in result.stderr
+
+    asked = ("input=texts", "output=my bpe")
+    result = run(*asked, "vocab_size=500")
+    assert result.returncode == 0, result.stderr
+    name, sha256 = (x.partition("=")[2] for x in shlex.split(result.stdout))
+    assert result.stdout.startswith("'data.tokenizer=/")
+    assert " data.tokenizer_sha256=" in result.stdout
+    assert load_tokenizer(name, sha256).n_vocab == 501
+    figure = result.stderr.partition(" bytes per token on ")[0].split()[-1]
+    assert 1.7 < float(figure) < 3
+
+    written = (tmp_path / "my bpe").stat()
+    again = run(*asked, "vocab_size=500")
+    assert (again.returncode, again.stdout) == (0, result.stdout)
+    assert "is the same" in again.stderr
+    other = run(*asked, "vocab_size=400")
+    assert (other.returncode, other.stdout) == (65, "")
+    assert "my bpe: is there already" in other.stderr
+    assert (tmp_path / "my bpe").stat() == written
+    nowhere = run("input=texts", "output=no/folder")
+    assert nowhere.returncode == 65
+    assert "no folder that can be written to" in nowhere.stderr
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["my bpe", "texts"]

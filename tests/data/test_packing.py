@@ -1,0 +1,142 @@
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data.packing
+from data.packing import fill, pack, pieces
+
+LENGTHS = st.integers(1, 24).flatmap(
+    lambda T: st.tuples(st.lists(st.integers(1, T), max_size=120), st.just(T))
+)
+
+
+def offsets_of(documents) -> np.ndarray:
+    return np.cumsum([0, *documents], dtype=np.int64)
+
+
+def assert_packed(lengths, order, row_offsets, T: int) -> None:
+    """Each piece is in exactly one row, and no row holds more than T, or nothing."""
+    assert (order.dtype, row_offsets.dtype) == (np.int64, np.int64)
+    np.testing.assert_array_equal(np.sort(order), np.arange(len(lengths)))
+    assert (row_offsets[0], row_offsets[-1]) == (0, len(lengths))
+    if len(lengths):
+        assert (np.diff(row_offsets) > 0).all()
+        assert np.add.reduceat(lengths[order], row_offsets[:-1]).max() <= T
+
+
+def totals_of_best_fit(lengths, T: int) -> list[int]:
+    """Put piece after piece, the longest first, into the fullest row that has room."""
+    totals: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [total for total in totals if total + length <= T]
+        if fitting:
+            totals.remove(max(fitting))
+        totals.append(max(fitting, default=0) + length)
+    return sorted(totals)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 16))
+def test_every_pair_of_every_document_is_in_one_row_once(documents, T):
+    offsets = offsets_of(documents)
+    starts, lengths = pieces(offsets, T)
+    assert (starts.dtype, lengths.dtype) == (np.int64, np.int32)
+    order, row_offsets = pack(lengths, T)
+    assert_packed(lengths, order, row_offsets, T)
+    inputs = [
+        start + position
+        for start, length in zip(starts[order], lengths[order], strict=True)
+        for position in range(length)
+    ]
+    last_tokens = set((offsets[1:] - 1).tolist())
+    expected = [token for token in range(offsets[-1]) if token not in last_tokens]
+    assert sorted(inputs) == expected
+
+
+def test_a_document_is_cut_only_where_it_must_be():
+    starts, lengths = pieces(offsets_of([9, 1, 0, 5, 2, 10]), 4)
+    assert starts.tolist() == [0, 4, 10, 15, 17, 21, 25]
+    assert lengths.tolist() == [4, 4, 4, 1, 4, 4, 1]
+
+
+@settings(max_examples=500, deadline=None)
+@given(LENGTHS)
+def test_the_rows_are_those_of_best_fit_piece_by_piece(lengths_and_T):
+    lengths, T = np.array(lengths_and_T[0], np.int32), lengths_and_T[1]
+    order, row_offsets = pack(lengths, T)
+    assert_packed(lengths, order, row_offsets, T)
+    rows = np.split(lengths[order], row_offsets[1:-1])
+    totals = sorted(int(row.sum()) for row in rows if len(row))
+    assert totals == totals_of_best_fit(lengths.tolist(), T)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS)
+def test_pieces_of_one_length_are_handed_out_in_their_order(lengths_and_T):
+    lengths, T = np.array(lengths_and_T[0], np.int32), lengths_and_T[1]
+    order, row_offsets = pack(lengths, T)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for row in np.split(order, row_offsets[1:-1]):
+        kinds.setdefault(tuple(lengths[row].tolist()), []).extend(row.tolist())
+    for kind, found in kinds.items():
+        for length in set(kind):
+            same = [piece for piece in found if lengths[piece] == length]
+            assert same == sorted(same)
+
+
+@pytest.mark.parametrize("text", ["python", "lognormal"])
+def test_hardly_a_position_is_left_empty(text):
+    if text == "python":
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
+        files = [file for file in files if "site-packages" not in file.parts]
+        documents = [file.stat().st_size for file in files]
+    else:
+        random = np.random.default_rng(0)
+        documents = random.lognormal(6, 1.2, 20_000).astype(np.int64)
+    assert len(documents) > 100
+    _, lengths = pieces(offsets_of(documents), 1024)
+    order, row_offsets = pack(lengths, 1024)
+    assert_packed(lengths, order, row_offsets, 1024)
+    assert 0.97 <= fill(lengths, row_offsets, 1024) <= 1
+
+
+def test_fill_counts_the_empty_positions():
+    lengths = np.array([3, 3, 2], np.int32)
+    _, row_offsets = pack(lengths, 4)
+    assert fill(lengths, row_offsets, 4) == 8 / 12
+
+
+def test_windows_are_packed_one_by_one(monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 33, 1000).astype(np.int32)
+    monkeypatch.setattr(data.packing, "MAX_WINDOW", 300)
+    order, row_offsets = pack(lengths, 32)
+    assert_packed(lengths, order, row_offsets, 32)
+    for first in range(0, 1000, 300):
+        window = np.arange(first, min(first + 300, 1000))
+        np.testing.assert_array_equal(np.sort(order[window]), window)
+    monkeypatch.undo()
+    assert len(pack(lengths, 32)[1]) < len(row_offsets)
+
+
+@pytest.mark.parametrize("documents", [[], [0], [1, 0, 1]])
+def test_without_a_pair_there_is_no_row(documents):
+    starts, lengths = pieces(offsets_of(documents), 8)
+    assert len(starts) == len(lengths) == 0
+    order, row_offsets = pack(lengths, 8)
+    assert_packed(lengths, order, row_offsets, 8)
+    assert row_offsets.tolist() == [0]
+    assert fill(lengths, row_offsets, 8) == 1
+
+
+def test_a_million_pieces_are_packed_as_the_groups_they_are():
+    """Far more rows than groups: that one is handed out wrongly would show here."""
+    random = np.random.default_rng(1)
+    lengths = np.minimum(random.lognormal(4, 1, 10**6).astype(np.int32) + 1, 512)
+    order, row_offsets = pack(lengths, 512)
+    assert_packed(lengths, order, row_offsets, 512)
+    assert fill(lengths, row_offsets, 512) > 0.999
+    np.testing.assert_array_equal(order, pack(lengths, 512)[0])

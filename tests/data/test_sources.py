@@ -1,0 +1,302 @@
+"""Mixtures of stores: the same batches for any number of processes."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.reader
+from data.batches import Batch, Order, train_batch, train_batches, validation_batches
+from data.build import prepare_store
+from data.config import (
+    DataConfig,
+    MixtureSource,
+    Packing,
+    PrepareConfig,
+    Source,
+    WeightChange,
+)
+from data.errors import DataError
+from data.sources import Sources, encoding_of, open_sources
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = {"prose": 0.61, "code": 0.23, "lists": 0.16}
+STEPS, B = 100, 8
+
+READER = """
+import hashlib, itertools, json, sys
+from tests.data.test_sources import mixture
+from data.batches import train_batches
+from data.sources import open_sources
+config = mixture(sys.argv[1])
+process, processes, first = map(int, sys.argv[2:])
+rows = slice(process * 8 // processes, (process + 1) * 8 // processes)
+batches = train_batches(open_sources(config), config, 7, first, rows)
+for batch in itertools.islice(batches, 100 - first):
+    print(json.dumps([field.tolist() for field in batch]))
+"""
+
+
+def mixture(folder: str | Path, **changes) -> DataConfig:
+    """Three stores in a folder, with weights that change at step 60."""
+    sources = {
+        name: MixtureSource(f"{folder}/{name}", weight)
+        for name, weight in WEIGHTS.items()
+    }
+    config = DataConfig(
+        name="mixture",
+        source=Source.mixture,
+        sources=sources,
+        weight_changes=[WeightChange(60, {"code": 0.5, "lists": 0.5})],
+        sequence_length=32,
+        batch_size=B,
+        packing=Packing.best_fit,
+        cache_dir=f"{folder}/cache",
+    )
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    random = np.random.default_rng(0)
+    for number, name in enumerate(WEIGHTS):
+        texts = [
+            f"{name} {index} " * int(random.integers(1, 5 + 10 * number))
+            for index in range(80)
+        ]
+        lines = [json.dumps({"text": text, "id": text[:9]}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+        given, output = f"{folder}/{name}.jsonl", f"{folder}/{name}"
+        prepare_store(
+            PrepareConfig(input=given, output=output, id_field="id", validation=0.2)
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sources(stores) -> Sources:
+    return open_sources(mixture(stores))
+
+
+def digest(batch: Batch) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(f) for f in batch)).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def expected(stores, sources) -> list[str]:
+    """The hash of each global batch."""
+    order = Order(sources, mixture(stores), 7)
+    hashes = [digest(order.read(step)) for step in range(STEPS)]
+    assert len(set(hashes)) == STEPS
+    return hashes
+
+
+@pytest.mark.parametrize("first", [0, 50])
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_any_number_of_processes_sees_the_same_batches(
+    stores, sources, expected, processes, first
+):
+    config = mixture(stores)
+    each = [
+        train_batches(sources, config, 7, first, slice(i * B // processes, stop))
+        for i, stop in enumerate(range(B // processes, B + 1, B // processes))
+    ]
+    for step in range(first, STEPS):
+        parts = [next(batches) for batches in each]
+        whole = Batch(*map(np.concatenate, zip(*parts, strict=True)))
+        assert digest(whole) == expected[step]
+
+
+def test_real_processes_see_them_too(stores, expected):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, stores, str(i), "2", "90"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    for step, lines in enumerate(zip(*outputs, strict=True), 90):
+        parts = [np.array(json.loads(line), np.int32) for line in lines]
+        assert digest(Batch(*np.concatenate(parts, axis=1))) == expected[step]
+
+
+def test_each_source_gives_its_share(stores, sources):
+    order = Order(sources, mixture(stores), 7)
+    which = np.concatenate([order.find(s, np.arange(B))[0] for s in range(STEPS)])
+    given = np.cumsum(which[:, None] == np.arange(3), axis=0)
+    early = np.array(list(WEIGHTS.values()))
+    weights = np.where(np.arange(STEPS * B)[:, None] < 60 * B, early, [0, 0.5, 0.5])
+    assert np.abs(given - np.cumsum(weights, axis=0)).max() < 1
+    used = order.epochs(STEPS)
+    for name, rows, count in zip(order.names, order.rows, given[-1], strict=True):
+        assert used[name] == count / len(rows)
+
+
+def test_a_source_goes_through_all_its_rows_before_one_returns(stores, sources):
+    order = Order(sources, mixture(stores), 7)
+    found = [order.find(step, np.arange(B)) for step in range(60)]
+    which, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    for source, rows in enumerate(order.rows):
+        mine = numbers[which == source]
+        epochs = [mine[i : i + len(rows)] for i in range(0, len(mine), len(rows))]
+        for epoch in epochs[:-1]:
+            assert sorted(epoch.tolist()) == list(range(len(rows)))
+        assert len(set(epochs[-1].tolist())) == len(epochs[-1])
+        if len(epochs) > 2:
+            assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_a_limit_of_epochs_is_known_before_it_is_reached(stores, sources):
+    config = mixture(stores)
+    limited = {**config.sources, "prose": MixtureSource(f"{stores}/prose", 0.61, 1)}
+    config = dataclasses.replace(config, sources=limited, weight_changes=[])
+    order = Order(sources, config, 7)
+    last = int(len(order.rows[0]) / 0.61 / B) - 1
+    assert order.mistakes(last) == []
+    ((key, value, rule),) = order.mistakes(2 * last)
+    assert (key, value) == ("data.sources.prose.epochs", 1)
+    assert "prose 1." in rule or "prose 2." in rule
+    order.read(last - 1)
+    with pytest.raises(DataError, match=r"step \d+: data\.sources\.prose is used up"):
+        order.read(2 * last)
+
+
+def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
+    config = mixture(stores, packing=Packing.none)
+    batches = list(validation_batches(sources, config))
+    seen = sum(int((batch.targets >= 0).sum()) for batch in batches)
+    documents = sum(
+        s.manifest["splits"]["validation"]["documents"] for s in sources.stores.values()
+    )
+    assert seen == sources.num_tokens("validation") - documents
+    encoding, (first,) = sources.encoding, validation_batches(sources, config, 1)
+    texts = [encoding.decode([i for i in row if i < 256]) for row in first.inputs]
+    assert {name for name in WEIGHTS for text in texts if name in text} == set(WEIGHTS)
+
+
+def test_excerpts_say_what_a_batch_holds(stores, sources):
+    config = mixture(stores)
+    order, batch = Order(sources, config, 7), train_batch(sources, config, 7, 3)
+    shown = np.zeros_like(batch.inputs)
+    for excerpt in order.excerpts(3):
+        ids = np.frombuffer(excerpt.text.encode(), np.uint8)
+        shown[excerpt.row, excerpt.column :][: len(ids)] = ids
+        assert excerpt.text.strip() in (stores / f"{excerpt.source}.jsonl").read_text()
+        assert excerpt.document.startswith(excerpt.source)
+        if excerpt.first == 0:
+            assert excerpt.text.startswith(excerpt.document[:6])
+    np.testing.assert_array_equal(shown, batch.inputs)
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", 0)
+    output = f"{tmp_path}/store"
+    prepare_store(PrepareConfig(input=f"{stores}/code.jsonl", output=output))
+    config = DataConfig(
+        name="code", source=Source.tokens, path=output, sequence_length=16, batch_size=4
+    )
+    order = Order(open_sources(config), config, 0)
+    file = tmp_path / "store/train/tokens/c/0"
+    if damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[100] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    places = r"step 5, source code, reading rows \d+, .*store/train/tokens/c/0: values"
+    with pytest.raises(DataError, match=rf"{places} \d+ to \d+ \(chunks 0 to 0\)"):
+        order.read(5)
+
+
+def test_tokenizers_must_agree(stores, tmp_path):
+    from tests.data.test_tokenizer import write_ranks
+
+    ranks = tmp_path / "ranks"
+    prepare_store(
+        PrepareConfig(
+            input=f"{stores}/code.jsonl",
+            output=f"{tmp_path}/other",
+            tokenizer=str(ranks),
+            tokenizer_sha256=write_ranks(ranks),
+        )
+    )
+    config = mixture(stores)
+    config.sources["other"] = MixtureSource(f"{tmp_path}/other")
+    with pytest.raises(DataError, match="their tokenizers differ"):
+        open_sources(config)
+    alone = DataConfig(source=Source.tokens, path=f"{tmp_path}/other")
+    assert encoding_of(alone).n_vocab == 260
+
+
+def test_a_store_without_validation_text_is_refused(stores, tmp_path):
+    prepare_store(
+        PrepareConfig(
+            input=f"{stores}/code.jsonl", output=f"{tmp_path}/all", validation=0
+        )
+    )
+    with pytest.raises(DataError, match="validation has 0 tokens"):
+        open_sources(DataConfig(source=Source.tokens, path=f"{tmp_path}/all"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sources": {}}, "sources"),
+        ({"sources": {"a": MixtureSource("")}}, "sources.a.path"),
+        ({"sources": {"a": MixtureSource("x", -1.0)}}, "sources.a.weight"),
+        ({"sources": {"a": MixtureSource("x", 1.0, 0)}}, "sources.a.epochs"),
+        ({"sources": {"a": MixtureSource("x", 0.0)}}, "weight_changes"),
+        ({"weight_changes": [WeightChange(0, {"code": 1})]}, "weight_changes"),
+        ({"weight_changes": [WeightChange(9, {"cod": 1})]}, "weight_changes"),
+        ({"document_mask": False}, "packing"),
+        ({"path": "x"}, "path"),
+    ],
+)
+def test_mistakes_of_a_mixture_are_listed(changes, field):
+    right = mixture("stores")
+    assert right.mistakes() == []
+    assert field in [key for key, _, _ in mixture("stores", **changes).mistakes()]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_doors_to_a_store(stores, tmp_path):
+    """data.inspect and data.verify, as they are typed."""
+    shown = run("data.inspect", f"store={stores}/prose", "samples=2")
+    assert shown.returncode == 0, shown.stderr
+    assert "documents by length in tokens" in shown.stdout
+    small = ("sequence_length=16", "batch_size=2")
+    batch = run("data.inspect", f"store={stores}/prose", "step=2", *small)
+    assert "prose" in batch.stdout.splitlines()[1]
+    neither = run("data.inspect")
+    assert neither.returncode == 78
+    assert "either a store" in neither.stderr
+    assert "as they were written" in run("data.verify", f"store={stores}/code").stdout
+    output = f"{tmp_path}/damaged"
+    prepare_store(PrepareConfig(input=f"{stores}/code.jsonl", output=output))
+    file = Path(output) / "train/ids/c/0"
+    content = bytearray(file.read_bytes())
+    content[20] ^= 4
+    file.write_bytes(content)
+    found = run("data.verify", f"store={output}")
+    assert found.returncode == 65
+    assert "train/ids/c/0: values 0 to" in found.stdout
