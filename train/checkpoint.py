@@ -1,22 +1,25 @@
 """Save and restore the train state: Orbax behind one thin class.
 
-Saves are asynchronous and appear atomically. A run looks for its state among its
-checkpoints, newest first; one that cannot be read is set aside, loudly, never deleted.
-If checkpoints exist and none can be read that is an error: a run never silently starts
-over.
+Saves are asynchronous, appear atomically, and are then sealed with digests of all their
+files, in the background. A run takes the newest step that is sealed and is still what
+was written. A damaged one is set aside, loudly, never deleted. One that was whole but
+not yet sealed when its process died is taken only if there is no sealed one. If
+checkpoints exist and none is good that is an error: a run never silently starts over.
 """
 
 import logging
-import textwrap
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from data.errors import DataError
 from train.config import CheckpointConfig
+from train.digests import damage, is_sealed, seal
 from train.state import TrainState, best_params
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,8 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,
         )
         self._saved_at = time.monotonic()
+        self._sealer = ThreadPoolExecutor(1, "seal")
+        self._sealing: list[Future[None]] = []
 
     def steps(self) -> list[int]:
         """List the steps there are, ascending."""
@@ -68,11 +73,36 @@ class Checkpoints:
         """
         if step in self.steps():
             return
-        self._orbax.save_async(step, state, force=True, custom_metadata=about)
+        self._raise_failures()
+        if jax.process_index() == 0:
+            self._mark(step).parent.mkdir(parents=True, exist_ok=True)
+            self._mark(step).write_text("")
+        written = self._orbax.save_async(step, state, force=True, custom_metadata=about)
+        if jax.process_index() == 0:
+            self._sealing.append(self._sealer.submit(self._seal, step, written))
         self._saved_at = time.monotonic()
 
+    def _mark(self, step: int) -> epath.Path:
+        """Name what says that a step is being written: it may lack its seal."""
+        return self._directory / "unsealed" / str(step)
+
+    def _seal(self, step: int, written: Any) -> None:
+        if written is not None:
+            written.result()
+        folder = self._directory / str(step)
+        if folder.exists():  # it may have made way for a later one already
+            seal(folder)
+        self._mark(step).unlink(missing_ok=True)
+
+    def _raise_failures(self) -> None:
+        """Raise what went wrong with a seal, once."""
+        ended = [sealing for sealing in self._sealing if sealing.done()]
+        self._sealing = [s for s in self._sealing if s not in ended]
+        for sealing in ended:
+            sealing.result()
+
     def restore(self, like: TrainState, step: int | None = None) -> TrainState | None:
-        """Restore the newest step that can be read, or the one asked for.
+        """Restore the newest step that is what was written, or the one asked for.
 
         Args:
             like: `jax.ShapeDtypeStruct` leaves with the shardings to restore to,
@@ -83,26 +113,58 @@ class Checkpoints:
             None if there is no checkpoint at all, nor any that was set aside.
 
         Raises:
-            DataError: if there are checkpoints and none can be read, or not the one
-                asked for.
+            DataError: if there are checkpoints and none is good, or not the one asked
+                for.
         """
         steps = self.steps() if step is None else [step]
-        for candidate in reversed(steps):
-            try:
-                return self._orbax.load(candidate, abstract_state=like)
-            except Exception as error:
-                reason = textwrap.shorten(str(error), 300)
-                log.error("checkpoint of step %d cannot be read: %s", candidate, reason)
-                if not self._read_only:
-                    self._set_aside(candidate)
+        sealed = [s for s in steps if is_sealed(self._directory / str(s))]
+        unsealed = [s for s in steps if s not in sealed and self._mark(s).exists()]
+        for candidate in [s for s in reversed(steps) if s not in unsealed]:
+            wrong = self._damage(candidate)
+            if wrong is None:
+                return self._load(candidate, like)
+            log.error("checkpoint of step %d is damaged: %s", candidate, wrong)
+            if not self._read_only:
+                self._set_aside(candidate)
+        for candidate in reversed(unsealed):
+            log.warning(
+                "checkpoint of step %d was written, but its process died before its "
+                "files were hashed: taken unverified, for want of another",
+                candidate,
+            )
+            state = self._load(candidate, like)
+            if not self._read_only and jax.process_index() == 0:
+                self._seal(candidate, None)
+            return state
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
-                f"{self._directory}: no checkpoint could be read (tried {steps}); "
-                f"not starting over. Put one back (what was set aside is in "
+                f"{self._directory}: no checkpoint is what was written (tried "
+                f"{steps}); not starting over. Put one back (what was set aside is in "
                 f"{quarantine}), or take another run.name"
             )
         return None
+
+    def _damage(self, step: int) -> str | None:
+        """Say what is wrong with a step; each process looks at a part of it."""
+        part, parts = jax.process_index(), jax.process_count()
+        wrong = damage(self._directory / str(step), part, parts)
+        if parts > 1:
+            from jax.experimental import multihost_utils
+
+            if multihost_utils.process_allgather(jnp.array(wrong is not None)).any():
+                wrong = wrong or "another process found it"
+        return wrong
+
+    def _load(self, step: int, like: TrainState) -> TrainState:
+        try:
+            return self._orbax.load(step, abstract_state=like)
+        except Exception as error:
+            error.add_note(
+                f"The files of the checkpoint of step {step} are what was written: it "
+                f"does not fit this config, or there was no memory, disk or network."
+            )
+            raise
 
     def restore_params(
         self, like: TrainState, step: int | None = None
@@ -136,8 +198,12 @@ class Checkpoints:
             Exception: whatever made it fail.
         """
         self._orbax.wait()
+        sealing, self._sealing = self._sealing, []
+        for step in sealing:
+            step.result()
 
     def close(self) -> None:
         """Wait for the save in flight, and let go of the folder."""
         self.wait()
+        self._sealer.shutdown()
         self._orbax.close()

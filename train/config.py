@@ -236,6 +236,14 @@ class SampleConfig:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class CheckpointsConfig:
+    """Keys of `python -m train.checkpoints`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    verify: bool = True  # read and hash every file; false: only list
+
+
 class Mistake(NamedTuple):
     """One thing wrong in a config: the full key, its value, the rule and remedy."""
 

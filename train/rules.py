@@ -9,6 +9,7 @@ import math
 from data.config import Source
 from model.config import LOGICAL_AXES, Position
 from train.config import (
+    CheckpointsConfig,
     Config,
     EvaluateConfig,
     Mistake,
@@ -77,7 +78,9 @@ _RANGES = {
 }
 
 
-def validate(config: Config | EvaluateConfig | SampleConfig) -> list[Mistake]:
+def validate(
+    config: Config | EvaluateConfig | SampleConfig | CheckpointsConfig,
+) -> list[Mistake]:
     """List every mistake that shows without counting devices."""
     values = flatten(config)
     found = [

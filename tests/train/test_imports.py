@@ -14,11 +14,21 @@ ORDER = [
     *("identity", "rules", "schema", "flags", "check", "command"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "state", "loss", "step"),
     *("program", "feed", "evaluation", "generate"),
-    *("progress", "metrics", "charts", "report", "tracker", "rundir", "checkpoint"),
+    *(
+        "progress",
+        "metrics",
+        "charts",
+        "report",
+        "tracker",
+        "rundir",
+        "digests",
+        "checkpoint",
+    ),
     *("describe", "summary", "trained", "window", "interrupt", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
+    "train.checkpoints",
     *("data.prepare", "data.inspect", "data.verify", "data.train_tokenizer"),
     "launch.__main__",
 }

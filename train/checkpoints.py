@@ -1,0 +1,39 @@
+"""`python -m train.checkpoints run.dir=...`: list checkpoints, and check them."""
+
+import time
+
+from train.command import WRONG_DATA, run_command
+from train.config import CheckpointsConfig, Config
+
+
+def main(asked: CheckpointsConfig) -> int:
+    """Print step, size, age and verdict of each; exit 65 if one is damaged."""
+    from etils import epath
+
+    from train.digests import damage, is_sealed, size
+    from train.identity import run_dir
+    from train.progress import format_bytes, print_table
+
+    folder = epath.Path(run_dir(Config(run=asked.run))) / "checkpoints"
+    rows, all_good = [], True
+    steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+    for path in sorted(steps, key=lambda path: int(path.name)):
+        verdict = "sealed" if is_sealed(path) else "not sealed yet"
+        if asked.verify and is_sealed(path):
+            wrong = damage(path)
+            verdict = "verified" if wrong is None else f"DAMAGED: {wrong}"
+            all_good = all_good and wrong is None
+        minutes = (time.time() - path.stat().mtime) / 60
+        rows.append([path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict])
+    print_table(
+        rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"
+    )
+    quarantine = folder / "quarantine"
+    aside = sorted(p.name for p in quarantine.iterdir()) if quarantine.exists() else []
+    if aside:
+        print(f"set aside in {quarantine}: {', '.join(aside)}")
+    return 0 if all_good else WRONG_DATA
+
+
+if __name__ == "__main__":
+    run_command(main, "checkpoints", CheckpointsConfig)

@@ -1,0 +1,83 @@
+"""Digests of a checkpoint's files: without them a flipped bit is silently trained on.
+
+Orbax keeps no checksum of the bytes of arrays. So when a step has been written, all its
+files are hashed, and `digests.json`, written last, seals it. A step is used only if
+every file is there, has its size and its SHA-256, and there is no other file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from etils import epath
+
+SEAL = "digests.json"
+_BLOCK = 2**22
+_THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
+
+
+def seal(step: epath.Path) -> None:
+    """Hash the files of a step that is written, and leave the digests beside them."""
+    names = sorted(_files(step))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = dict(
+            zip(names, pool.map(lambda n: _digest(step / n), names), strict=True)
+        )
+    partial = step.parent / f".{step.name}.{SEAL}"
+    partial.write_text(json.dumps(found, indent=1))
+    partial.replace(step / SEAL)
+
+
+def is_sealed(step: epath.Path) -> bool:
+    """Say whether a step was hashed; not whether it is still what it was."""
+    return (step / SEAL).exists()
+
+
+def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
+    """Say what is wrong with a step; None if it is what was written.
+
+    Args:
+        step: its folder.
+        part: which part of the files to hash.
+        parts: of how many: several processes share the work.
+    """
+    try:
+        expected = json.loads((step / SEAL).read_text())
+        names = sorted(expected)
+        if missing := expected.keys() ^ set(_files(step)):
+            return f"{sorted(missing)[0]} is missing, or there and not of the step"
+        mine = names[part::parts]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for name, found in zip(
+                mine, pool.map(lambda n: _digest(step / n), mine), strict=True
+            ):
+                if found != expected[name]:
+                    return f"{name} is not what was written: its digest differs"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return f"cannot be checked: {type(error).__name__}: {error}"
+    return None
+
+
+def size(step: epath.Path) -> int:
+    """Count the bytes of a step."""
+    return sum((step / name).stat().length for name in _files(step))
+
+
+def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+    for path in folder.iterdir():
+        name = f"{prefix}{path.name}"
+        if path.is_dir():
+            yield from _files(path, f"{name}/")
+        elif name != SEAL:
+            yield name
+
+
+def _digest(path: epath.Path) -> list[object]:
+    """Give a file's size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return [size, digest.hexdigest()]
