@@ -210,8 +210,9 @@ def _segments(tasks: list[Task], parts: Path, how: Encoding) -> Iterator[Segment
 
 def _checked(segments: Iterator[Segment], corpus: Corpus) -> Iterator[Segment]:
     """Pass segments on; in the end, refuse a store of which a split is empty."""
-    documents = dict.fromkeys(SPLITS, 0)
+    documents, bad = dict.fromkeys(SPLITS, 0), 0
     for segment in segments:
+        bad += len(segment.notes["bad"])
         for split in SPLITS:
             documents[split] += len(segment.splits[split].ends)
         yield segment
@@ -221,7 +222,8 @@ def _checked(segments: Iterator[Segment], corpus: Corpus) -> Iterator[Segment]:
             total = sum(documents.values())
             raise DataError(
                 f"{corpus.root}: of {total} documents none falls to {split} with "
-                f"validation={corpus.validation}. Give more text, or change it"
+                f"validation={corpus.validation} ({bad} bad records were skipped). "
+                f"Give more text or another part; validation=0 holds nothing out"
             )
 
 

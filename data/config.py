@@ -5,6 +5,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
+
+
+def rank_file_without_hash(tokenizer: str, sha256: str | None) -> bool:
+    """Say whether a tokenizer's name means a file, and no hash is given."""
+    return tokenizer not in ("bytes", *PUBLISHED) and sha256 is None
+
 
 class Source(StrEnum):
     """Where the text comes from.
@@ -88,6 +95,9 @@ class DataConfig:
         if self.source in (Source.python, Source.mixture) and self.path:
             rule = f"is not read by data={self.source}; add data=text or data=tokens"
             found.append(("path", self.path, rule))
+        if rank_file_without_hash(self.tokenizer, self.tokenizer_sha256):
+            rule = f"is required with a rank file: sha256sum {self.tokenizer}"
+            found.append(("tokenizer_sha256", None, rule))
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"
             found.append(("packing", self.packing, rule))
@@ -172,6 +182,9 @@ class PrepareConfig:
         if not 0 <= self.validation < 1:
             rule = "must lie in [0, 1), say 0.01; 0 holds nothing out"
             found.append(("validation", self.validation, rule))
+        if rank_file_without_hash(self.tokenizer, self.tokenizer_sha256):
+            rule = f"is required with a rank file: sha256sum {self.tokenizer}"
+            found.append(("tokenizer_sha256", None, rule))
         for name in ("max_record_bytes", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -10,6 +10,7 @@ splits. Nothing but a single text's length is read here.
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.files import File, Format, Split, Unit, cut, units_of, unreadable
 from data.streams import align, text_size
+
+log = logging.getLogger(__name__)
 
 _NOT_LIBRARY = {"site-packages", "dist-packages"}
 _NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
@@ -195,6 +198,15 @@ def _find(given: str, pattern: str) -> list[File]:
         if not any(part.startswith(".") for part in PurePosixPath(name).parts)
     ]
     records = [file for file in files if file.format is not Format.text]
+    if records and len(records) < len(files):
+        others = next(file for file in files if file.format is Format.text)
+        log.warning(
+            "%s: %d files that hold no records are left out, such as %s; to encode "
+            "them too, name them as another input",
+            given,
+            len(files) - len(records),
+            others.name,
+        )
     return records or files
 
 

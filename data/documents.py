@@ -127,6 +127,7 @@ def _record(file: File, place: str, line: bytes, how: Reading) -> Record | Bad:
         return Bad(file, place, f"no JSON object but {type(value).__name__}")
     for field in (how.text_field, how.id_field):
         if field is not None and field not in value:
-            return Bad(file, place, f"no field {field!r}")
+            there = ", ".join(map(str, list(value)[:8]))
+            return Bad(file, place, f"no field {field!r} among {there}")
     name = None if how.id_field is None else value[how.id_field]
     return document(file, place, value[how.text_field], name, how)

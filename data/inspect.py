@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from data.config import DataConfig, Packing, Source
-from train.command import read_yaml, run_command
-from train.config import Config, Mistake, RunConfig
+from train.command import run_command
+from train.config import Mistake, RunConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def main(config: InspectConfig) -> int:
         packing=config.packing,
     )
     if config.run.dir:
-        run = read_yaml(f"{config.run.dir}/config.yaml", Config)
+        from train.rundir import read_run
+
+        run = read_run(config.run.dir, config.step)
         data, seed = run.data, run.seed
     order = Order(open_sources(data), data, seed)
     for line in describe_batch(order.excerpts(config.step), config.width):

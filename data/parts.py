@@ -33,6 +33,8 @@ from data.files import SPLITS, Format, Split, Unit
 from data.records import Bad, Reading, Record
 from data.streams import line_numbers
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1  # of parts; and of how text becomes tokens
 # A task is at least this much of the input, and there are not many more than this
 # many: enough to keep all workers busy to the end, few enough for a folder.
@@ -121,6 +123,9 @@ def encode_tasks(
             first one met, by file and line.
     """
     left = [task for task in tasks if not part_path(folder, task, how).exists()]
+    if len(left) < len(tasks):
+        there = len(tasks) - len(left)
+        log.info("%d of %d parts were encoded before", there, len(tasks))
     done = sum(task.size for task in tasks) - sum(task.size for task in left)
     if workers == 1 or len(left) <= 1:
         counters = _Counters()

@@ -1,10 +1,13 @@
 """`python -m data.prepare input=... output=...`: text to a token store."""
 
+import logging
 import sys
 
 from data.config import PrepareConfig
-from train.command import run_command
+from train.command import INTERRUPTED, run_command
 from train.config import Mistake
+
+log = logging.getLogger(__name__)
 
 
 def main(config: PrepareConfig) -> int:
@@ -12,9 +15,16 @@ def main(config: PrepareConfig) -> int:
     from data.build import prepare_store
     from data.describe import describe_store
 
-    store = prepare_store(config)
+    try:
+        store = prepare_store(config)
+    except KeyboardInterrupt:
+        log.info("stopped; the same command continues")
+        return INTERRUPTED
     print(describe_store(store))
-    print(f"\ntrain on it: python -m train data=tokens data.path={store.path}")
+    if store.num_tokens("validation"):
+        print(f"\ntrain on it: python -m train data=tokens data.path={store.path}")
+    else:
+        print("\nno validation text: train on it in a mixture with a store that has it")
     return 0
 
 

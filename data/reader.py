@@ -26,7 +26,14 @@ _CACHE_LIMIT_BYTES = 2**28
 class TokenArray:
     """One split of a store: a flat array of tokens, and where its documents start."""
 
-    def __init__(self, storage: Storage, split: str, documents: int, tokens: int):
+    def __init__(
+        self,
+        storage: Storage,
+        split: str,
+        documents: int,
+        tokens: int,
+        keep: bool = True,
+    ):
         """Open a split; read the tokens too when they are few.
 
         Args:
@@ -34,6 +41,7 @@ class TokenArray:
             split: its name.
             documents: how many the manifest says there are.
             tokens: likewise.
+            keep: whether to hold what is small in memory.
         """
         self._storage, self._split = storage, split
         self._num_tokens, self.num_documents = tokens, documents
@@ -50,8 +58,9 @@ class TokenArray:
                 raise self._damaged(name, 0, 0, f"its length is {array.shape[0]}")
             self._arrays[name] = array
         size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
-        self.in_memory = size <= MEMORY_LIMIT_BYTES
-        self._offsets_in_memory = self.in_memory or documents <= OFFSETS_LIMIT
+        self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
+        few = documents <= OFFSETS_LIMIT
+        self._offsets_in_memory = self.in_memory or (keep and few)
         if self.in_memory:
             self._arrays["tokens"] = self.array("tokens")
         if self._offsets_in_memory:

@@ -122,7 +122,8 @@ class Storage:
         return ts.KvStore.open(self.spec(), context=self._context).result()
 
     def _failed(self, name: str, verb: str, error: Exception) -> DataError:
+        reason = str(error).replace("\0", "/")  # TensorStore separates keys by it
         return DataError(
-            f"{self}/{name}: cannot be {verb} ({error}). Check path, network and "
+            f"{self}/{name}: cannot be {verb} ({reason}). Check path, network and "
             f"permissions"
         )

@@ -86,7 +86,9 @@ class Store:
         """Read everything, and name what does not agree with the manifest."""
         for split in SPLITS:
             try:
-                array = self.split(split)
+                counts = self.manifest["splits"][split]
+                sizes = counts["documents"], counts["tokens"]
+                array = TokenArray(self.storage, split, *sizes, keep=False)
             except DataError as error:
                 yield str(error)
                 continue
@@ -111,13 +113,17 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             was made with another tokenizer.
     """
     storage = Storage(path)
-    again = f"Build {storage} again, or bring it back from a copy"
+    again = (
+        f"Delete {storage} and prepare it again (python -m data.prepare input=... "
+        f"output={storage}), or bring it back from a copy"
+    )
     file = f"{storage}/{MANIFEST}"
     try:
         content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
         raise DataError(
-            f"{error}: is not there, so {storage} is no whole token store. {again}"
+            f"{error}: is not there, so {storage} is no whole token store. Is it a "
+            f"folder of text? Then data=text. {again}"
         ) from error
     if hashlib.sha256(content).hexdigest().encode() != digest.strip():
         raise DataError(f"{file}: is damaged: its SHA-256 is another one. {again}")

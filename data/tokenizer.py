@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from data.config import PUBLISHED
 from data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
-PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
 
 # A rank file holds no pattern; this is cl100k_base's, which Llama 3's file expects too.
 # Source: tiktoken 0.14, tiktoken_ext/openai_public.py.

@@ -21,7 +21,7 @@ from etils import epath
 from data.errors import DataError
 from data.sources import Sources
 from train.config import Config, ConfigError, Mistake
-from train.identity import Difference, differences, refused, run_dir, run_name
+from train.identity import Difference, Kind, differences, refused, run_dir, run_name
 from train.metrics import EventLog, MetricsLog
 from train.report import write_report
 from train.schema import read_yaml, to_yaml
@@ -107,7 +107,11 @@ def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
         earlier = read_yaml(first)
         changes = differences(earlier, config)
         _refuse(path, refused(changes, config.run.allow_change))
-        check_data(path, sources)
+        moved = [c for c in changes if c.key.startswith("data.")]
+        if any(c.kind is Kind.refused for c in moved):  # allowed by name
+            log.warning("other data from here on: %s", "; ".join(map(str, moved)))
+        else:
+            check_data(path, sources)
         schedule_steps = earlier.train.num_steps
         if schedule_steps < config.train.num_steps:
             log.info(
@@ -129,8 +133,12 @@ def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
         run.close()
 
 
-def read_run(directory: str | None) -> Config:
-    """Read the config of an existing run.
+def read_run(directory: str | None, step: int | None = None) -> Config:
+    """Read the config of an existing run, with what its starts changed.
+
+    Args:
+        directory: of the run.
+        step: as it was when the batch of this step was trained on; None: as it is.
 
     Raises:
         ConfigError: if run.dir is not given or holds no run.
@@ -142,8 +150,21 @@ def read_run(directory: str | None) -> Config:
     if not file.exists():
         rule += f"; there is no {file}"
         raise ConfigError([Mistake("run.dir", directory, rule)])
-    config = read_yaml(file)
+    changes = _start_of(file.parent, step).get("changes", {})
+    config = read_yaml(file, changes=changes)
     return replace(config, run=replace(config.run, dir=directory))
+
+
+def _start_of(path: epath.Path, step: int | None) -> dict[str, Any]:
+    """Read what was recorded of the last start, or of the last that took a step."""
+    numbers = [int(file.stem) for file in (path / "starts").glob("*.yaml")]
+    if step is not None and (path / "events.jsonl").exists():
+        events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+        restored = {e["start"]: e["step"] for e in events if e["event"] == "restore"}
+        numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
+    if not numbers:
+        return {}
+    return yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
 
 
 def about(config: Config, sources: Sources, mesh: Mapping[str, int], step: int) -> dict:
@@ -177,10 +198,9 @@ def check_data(path: epath.Path, sources: Sources) -> None:
     Raises:
         DataError: if they differ.
     """
-    file = path / "starts" / "1.yaml"
-    if not file.exists():
+    recorded = _start_of(path, None).get("data_fingerprints")
+    if recorded is None:
         return
-    recorded = yaml.safe_load(file.read_text())["data_fingerprints"]
     lines = [
         f"  {name}: was {recorded.get(name, 'not there')}, now {now or 'not there'}"
         for name, now in {**dict.fromkeys(recorded), **sources.fingerprints}.items()

@@ -8,7 +8,7 @@ Hydra's, appear in this file, `train/flags.py`, `train/check.py` and
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -55,8 +55,17 @@ def to_yaml(config: object) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def read_yaml(path: epath.PathLike, schema: type[Schema] = Config) -> Schema:
+def read_yaml(
+    path: epath.PathLike,
+    schema: type[Schema] = Config,
+    changes: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Schema:
     """Read a config.yaml back. A key that it lacks has its default.
+
+    Args:
+        path: of the file.
+        schema: the dataclass that it is of.
+        changes: other values of some keys; null takes an entry out of a table.
 
     Raises:
         ConfigError: if the file is missing or no YAML; or, each named, for every
@@ -72,6 +81,16 @@ def read_yaml(path: epath.PathLike, schema: type[Schema] = Config) -> Schema:
     if not isinstance(cfg, DictConfig):
         raise ConfigError([Mistake(str(path), "", "must hold key: value lines")])
     tree = schema_node(schema)
+    for key, value in changes.items():
+        entry, _, name = key.rpartition(".")
+        if value is None and in_table(tree, entry):
+            section = OmegaConf.select(cfg, entry)
+            section.pop(name, None)
+            if not section:
+                table, _, name = entry.rpartition(".")
+                OmegaConf.select(cfg, table).pop(name)
+        else:
+            OmegaConf.update(cfg, key, value, force_add=True)
     found = []
     for key, value in OmegaConf.to_container(cfg).items():  # type: ignore
         found += value_mistakes(tree, str(key), value, open_tables=True)

@@ -142,3 +142,11 @@ def test_a_changed_file_is_another_source(config, folder):
     assert find_corpus(changed).identity() != before
     (folder / "00.txt").write_bytes(b"longer")
     assert find_corpus(config).identity() != before
+
+
+def test_files_without_records_beside_records_are_left_out_loudly(tmp_path, caplog):
+    for name in ("a.jsonl", "b.txt", "c.md"):
+        (tmp_path / name).write_text("{}")
+    (found,) = find_files([str(tmp_path)], "**/*")
+    assert found.name == "a.jsonl"
+    assert "2 files that hold no records are left out, such as" in caplog.text

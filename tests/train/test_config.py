@@ -124,6 +124,12 @@ def test_a_setting_without_effect_is_named():
     assert without_effect(Config(optimizer=replace(adamw, name=Optimizer.muon))) == []
 
 
+def test_a_rank_file_needs_its_hash():
+    ((field, value, rule),) = DataConfig(tokenizer="mine.tiktoken").mistakes()
+    assert (field, value) == ("tokenizer_sha256", None)
+    assert "sha256sum mine.tiktoken" in rule
+
+
 def test_a_store_brings_its_own_tokenizer_and_split():
     store = DataConfig(source=Source.tokens, path="x", tokenizer="gpt2")
     (warning,) = without_effect(Config(data=store))

@@ -121,7 +121,8 @@ def steps(run: Path) -> list[dict]:
 
 
 def saved(run: Path) -> list[int]:
-    return sorted(int(p.name) for p in (run / "checkpoints").iterdir())
+    names = [p.name for p in (run / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def state_of(run: Path, step: int):
@@ -272,6 +273,19 @@ def test_a_changed_text_is_refused(folder, door, copy):
     assert "fingerprint" in result.stderr
     assert "bring that data back" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
+    other = folder / "other.txt"
+    other.write_text((folder / "text.txt").read_text().upper())
+    more = (f"data.path={other}", "train.num_steps=24")
+    assert door(copy, *more).returncode == 78
+    result = door(copy, *more, "run.allow_change=[data.path]")
+    assert result.returncode == 0, result.stderr
+    assert "other data from here on: data.path" in result.stderr
+    assert [line["step"] for line in steps(copy)][-1] == 24
+    assert read_run(str(copy)).data.path == str(other)
+    assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
 
 
 def test_without_a_checkpoint_that_can_be_read_it_does_not_start_over(door, copy):
