@@ -26,6 +26,15 @@ log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
 
 
+def _vanishes(folder: epath.Path) -> bool:
+    """Say whether a step is making way for a later one, as its preservation has it."""
+    for _ in range(50):
+        if not folder.exists():
+            return True
+        time.sleep(0.1)
+    return False
+
+
 class Checkpoints:
     """The steps saved under `<run_dir>/checkpoints`."""
 
@@ -90,8 +99,11 @@ class Checkpoints:
         if written is not None:
             written.result()
         folder = self._directory / str(step)
-        if folder.exists():  # it may have made way for a later one already
+        try:
             seal(folder)
+        except OSError:
+            if not _vanishes(folder):
+                raise
         self._mark(step).unlink(missing_ok=True)
 
     def _raise_failures(self) -> None:

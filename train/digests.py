@@ -25,8 +25,11 @@ def seal(step: epath.Path) -> None:
             zip(names, pool.map(lambda n: _digest(step / n), names), strict=True)
         )
     partial = step.parent / f".{step.name}.{SEAL}"
-    partial.write_text(json.dumps(found, indent=1))
-    partial.replace(step / SEAL)
+    try:
+        partial.write_text(json.dumps(found, indent=1))
+        partial.replace(step / SEAL)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def is_sealed(step: epath.Path) -> bool:

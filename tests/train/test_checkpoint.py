@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from data.errors import DataError
 from train.checkpoint import Checkpoints
 from train.config import CheckpointConfig, MeshConfig
-from train.digests import SEAL, damage, is_sealed
+from train.digests import SEAL, damage, is_sealed, seal
 from train.mesh import make_mesh
 from train.optimizer import OptimizerState
 from train.sharding import state_shardings
@@ -265,6 +266,21 @@ def test_a_seal_that_fails_is_told(saved, monkeypatch):
     monkeypatch.setattr("train.checkpoint.seal", full)
     with pytest.raises(OSError, match="No space left"):
         saved(1)
+
+
+def test_a_step_may_make_way_while_it_is_hashed(saved, folder, monkeypatch):
+    def slow(step):
+        for _ in range(500):
+            if step.name == "2" or not step.exists():
+                break
+            time.sleep(0.01)
+        seal(step)
+
+    monkeypatch.setattr("train.checkpoint.seal", slow)
+    checkpoints = saved(1, 2, keep_latest=1)
+    assert checkpoints.steps() == [2]
+    assert damage(folder / "2") is None
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
 
 
 def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
