@@ -54,7 +54,7 @@ class Order:
         Raises:
             DataError: a source has no row, or all together too few for a batch.
         """
-        self._config, self._sources, self._seed = config, sources, seed
+        self._config, self._sources = config, sources
         self.names = list(sources.stores)
         self.rows = [
             open_rows(store, config, "train", sources.cache)

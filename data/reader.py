@@ -16,9 +16,9 @@ from data.errors import DataError
 from data.storage import Storage
 from data.writer import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH
 
-# A split of at most this size is read into memory once: its rows then cost a copy.
+# Tokens of at most this size are read into memory once: rows then cost a copy. So are
+# the starts of at most so many documents.
 MEMORY_LIMIT_BYTES = 2**30
-# The starts of this many documents are.
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
 

@@ -7,7 +7,6 @@ checksum is checked when it is read; what is damaged is a `DataError`, never dat
 import gzip
 import hashlib
 import json
-import logging
 import lzma
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +21,6 @@ from data.files import SPLITS, Split
 from data.reader import TokenArray
 from data.storage import Storage
 from data.writer import MANIFEST, MANIFEST_DIGEST, RANKS, SCHEMA
-
-_ABANDONED_AFTER_S = 24 * 3600
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,12 @@ class Checkpoints:
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
             wrong = self._damage(candidate)
             if wrong is None:
-                return self._load(candidate, like)
+                state = self._load(candidate, like)
+                for other in [] if self._read_only else unsealed:
+                    # Else the run would not save this step when it comes there again.
+                    log.error("checkpoint of step %d was never hashed", other)
+                    self._set_aside(other)
+                return state
             log.error("checkpoint of step %d is damaged: %s", candidate, wrong)
             if not self._read_only:
                 self._set_aside(candidate)
@@ -200,6 +205,7 @@ class Checkpoints:
             quarantine.mkdir(parents=True, exist_ok=True)
             target = quarantine / f"{step}-{int(time.time())}"
             (self._directory / str(step)).rename(target)
+            self._mark(step).unlink(missing_ok=True)
             log.error("set aside as %s", target)
         self._orbax.reload()
 

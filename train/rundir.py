@@ -107,8 +107,15 @@ def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
         earlier = read_yaml(first)
         changes = differences(earlier, config)
         _refuse(path, refused(changes, config.run.allow_change))
-        moved = [c for c in changes if c.key.startswith("data.")]
-        if any(c.kind is Kind.refused for c in moved):  # allowed by name
+        before = _start_of(path, None).get("changes", {})
+        moved = [
+            change
+            for change in changes
+            if change.key.startswith("data.")
+            and change.kind is Kind.refused  # but allowed by name
+            and before.get(change.key) != _plain(change.new)
+        ]
+        if moved:
             log.warning("other data from here on: %s", "; ".join(map(str, moved)))
         else:
             check_data(path, sources)

@@ -256,7 +256,15 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", lambda self, step, written: None)
         saved(2)
-    same(saved().restore(specs(make_state(0))), make_state(1))
+    again = saved()
+    same(again.restore(specs(make_state(0))), make_state(1))
+    assert again.steps() == [1]
+    (aside,) = (folder / "quarantine").iterdir()
+    assert aside.name.startswith("2-")
+    again.save(2, make_state(7), ABOUT)  # the run comes here again
+    again.wait()
+    assert damage(folder / "2") is None
+    same(saved().restore(specs(make_state(0))), make_state(7))
 
 
 def test_a_seal_that_fails_is_told(saved, monkeypatch):

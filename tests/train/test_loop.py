@@ -283,6 +283,10 @@ def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
     result = door(copy, *more, "run.allow_change=[data.path]")
     assert result.returncode == 0, result.stderr
     assert "other data from here on: data.path" in result.stderr
+    other.write_text("another text again " * 2000)
+    again = door(copy, *more, "run.allow_change=[data.path]")
+    assert again.returncode == 65
+    assert "bring that data back" in again.stderr
     assert [line["step"] for line in steps(copy)][-1] == 24
     assert read_run(str(copy)).data.path == str(other)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
