@@ -26,7 +26,7 @@ import numpy as np
 
 import data.reader
 from data import bpe
-from data.batches import train_batches
+from data.batches import Order
 from data.build import prepare_store, usable_cores
 from data.config import (
     DataConfig,
@@ -144,9 +144,9 @@ def load(folder: Path) -> None:
             cache_dir=f"{folder}/cache",
         )
         loaders = {
-            "Longhaul, 3 packed sources": train_batches(
+            "Longhaul, 3 packed sources": Order(
                 open_sources(config), config, 0
-            ),
+            ).batches(),
             "the same, not held in memory": from_disk(config),
             "nanoGPT's gather, 1 memmap": gathered(folder / "flat.bin", rows, length),
         }
@@ -171,7 +171,7 @@ def from_disk(config: DataConfig) -> Iterator:
             store.split("train")
     finally:
         data.reader.MEMORY_LIMIT_BYTES = limit
-    return train_batches(opened, config, 0)
+    return Order(opened, config, 0).batches()
 
 
 def timer(batches: Iterator, count: int) -> Callable[[], float]:

@@ -26,7 +26,7 @@ from data.mixture import Mixture
 from data.rows import Batch, open_rows
 from data.sources import Sources
 
-__all__ = ["Batch", "Order", "train_batch", "train_batches", "validation_batches"]
+__all__ = ["Batch", "Order", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
 # Of splits in memory one thread reads faster than several that share the GIL.
@@ -175,40 +175,6 @@ class Order:
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)
         return math.inf if source is None or source.epochs is None else source.epochs
-
-
-def train_batches(
-    sources: Sources,
-    config: DataConfig,
-    seed: int,
-    start_step: int = 0,
-    rows: RowSlices = None,
-) -> Iterator[Batch]:
-    """Read the training batches start_step, start_step + 1, ... without end.
-
-    Args:
-        sources: what `open_sources(config)` gave.
-        config: of rows and batches.
-        seed: decides the order of the rows.
-        start_step: the first batch; a later one costs no more than an earlier one.
-        rows: which rows of each global batch to read, in this order; None is all.
-
-    Raises:
-        DataError: the text is too short for one batch, a chunk is damaged, or a source
-            with a limit is used up.
-    """
-    return Order(sources, config, seed).batches(start_step, rows)
-
-
-def train_batch(
-    sources: Sources, config: DataConfig, seed: int, step: int, rows: RowSlices = None
-) -> Batch:
-    """Read training batch `step` alone; equal to what `train_batches` yields for it.
-
-    Raises:
-        DataError: as `train_batches`.
-    """
-    return Order(sources, config, seed).read(step, rows)
 
 
 def validation_batches(

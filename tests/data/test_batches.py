@@ -14,8 +14,6 @@ import data.reader
 from data.batches import (
     Batch,
     Order,
-    train_batch,
-    train_batches,
     validation_batches,
 )
 from data.config import DataConfig, Source
@@ -69,10 +67,10 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
 
 def test_a_batch_does_not_depend_on_where_reading_began(config):
     store = open_sources(config)
-    batches = take(train_batches(store, config, seed=3), 40)
-    for step, batch in enumerate(take(train_batches(store, config, 3, 25), 15), 25):
+    batches = take(Order(store, config, seed=3).batches(), 40)
+    for step, batch in enumerate(take(Order(store, config, 3).batches(25), 15), 25):
         assert_equal(batch, batches[step])
-        assert_equal(batch, train_batch(store, config, 3, step))
+        assert_equal(batch, Order(store, config, 3).read(step))
     for array in batches[0]:
         assert array.dtype == np.int32
         assert array.shape == (8, 16)
@@ -81,9 +79,9 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
 def test_a_late_start_costs_nothing(config):
     store = open_sources(config)
     started = time.monotonic()
-    (late,) = take(train_batches(store, config, 3, 10**12), 1)
+    (late,) = take(Order(store, config, 3).batches(10**12), 1)
     assert time.monotonic() - started < 5
-    assert_equal(late, train_batch(store, config, 3, 10**12))
+    assert_equal(late, Order(store, config, 3).read(10**12))
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -91,13 +89,13 @@ def test_processes_together_read_the_global_batch(config, processes):
     store = open_sources(config)
     size = config.batch_size // processes
     parts = [slice(rank * size, (rank + 1) * size) for rank in range(processes)]
-    readers = [train_batches(store, config, 5, 2, part) for part in parts]
+    readers = [Order(store, config, 5).batches(2, part) for part in parts]
     for step in range(2, 6):
         together = joined([next(reader) for reader in readers])
-        assert_equal(together, train_batch(store, config, 5, step))
+        assert_equal(together, Order(store, config, 5).read(step))
     halves = [slice(6, 8), slice(0, 2)]
-    expected = train_batch(store, config, 5, 2)
-    some = train_batch(store, config, 5, 2, halves)
+    expected = Order(store, config, 5).read(2)
+    some = Order(store, config, 5).read(2, halves)
     np.testing.assert_array_equal(some.inputs, expected.inputs[[6, 7, 0, 1]])
     whole = list(validation_batches(store, config))
     split = [list(validation_batches(store, config, rows=part)) for part in parts]
@@ -115,7 +113,7 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
 
     def order(seed: int, epoch: int) -> list[int]:
         steps = count // config.batch_size
-        batch = joined(take(train_batches(store, config, seed, steps * epoch), steps))
+        batch = joined(take(Order(store, config, seed).batches(steps * epoch), steps))
         assert_targets_follow(batch)
         full = np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
         return [rows.index(row) for row in full.tolist()]
@@ -135,7 +133,7 @@ def test_batches_straddle_epochs_without_loss(numbers):
     config, _ = numbers
     config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
     store = open_sources(config)
-    batch = joined(take(train_batches(store, config, 0), 25))  # two epochs and a row
+    batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
     counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
     assert counts.tolist() == [2] * 112
 
@@ -201,7 +199,7 @@ def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypat
         bytes(tokens.read(start, end).astype(np.uint8)[:-1]) + b"\0"
         for start, end in itertools.pairwise(tokens.offsets)
     ]
-    batch = train_batch(store, config, seed=0, step=0)
+    batch = Order(store, config, seed=0).read(0)
     for inputs, targets, segments, positions in zip(*batch, strict=True):
         for segment in np.unique(segments):
             at = np.flatnonzero(segments == segment)
@@ -241,15 +239,15 @@ def test_too_little_text_is_refused_with_the_remedy(config):
     for changes in ({"sequence_length": 4096}, {"batch_size": 10**6}):
         starved = dataclasses.replace(config, **changes)
         with pytest.raises(DataError, match="shorter sequences, a smaller batch"):
-            train_batches(open_sources(starved), starved, seed=0)
+            Order(open_sources(starved), starved, seed=0).batches()
 
 
 def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
     script = (
         "import pickle, sys; from data.sources import open_sources\n"
-        "from data.batches import train_batches\n"
+        "from data.batches import Order\n"
         "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "kept = train_batches(open_sources(config), config, 0)\n"
+        "kept = Order(open_sources(config), config, 0).batches()\n"
         "next(kept); print('done')\n" + NO_BACKEND
     )
     result = subprocess.run(
@@ -264,7 +262,7 @@ def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
 
 def test_a_closed_iterator_leaves_no_thread(config):
     before = threading.active_count()
-    batches = train_batches(open_sources(config), config, seed=0)
+    batches = Order(open_sources(config), config, seed=0).batches()
     next(batches)
     batches.close()
     deadline = time.monotonic() + 10
@@ -279,7 +277,7 @@ def test_reading_runs_ahead_but_not_far(config, monkeypatch):
     tokens = only(store).split("train")
     gather = tokens.gather
     monkeypatch.setattr(tokens, "gather", lambda *a: (reads.append(1), gather(*a))[1])
-    batches = train_batches(store, config, seed=0)
+    batches = Order(store, config, seed=0).batches()
     next(batches)
     time.sleep(0.5)
     assert len(reads) == 1 + config.prefetch

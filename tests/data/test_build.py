@@ -31,7 +31,7 @@ import data.build
 import data.files
 import data.parts
 import data.writer
-from data.batches import train_batch
+from data.batches import Order
 from data.build import prepare_store
 from data.config import DataConfig, OnError, PrepareConfig, Source
 from data.errors import DataError
@@ -319,7 +319,7 @@ def test_a_store_keeps_its_rank_file(config, tmp_path):
     assert documents_of(alone) == texts
     assert alone.encoding.n_vocab == 260
     training = DataConfig(source=Source.tokens, path=store.path, sequence_length=16)
-    batch = train_batch(open_sources(training), training, 0, 0)
+    batch = Order(open_sources(training), training, 0).read(0)
     assert batch.inputs.shape == (16, 16)
 
 
@@ -554,7 +554,7 @@ def test_from_s3_to_s3(bucket, config, records, tmp_path):
     batches = []
     for path in (store.path, str(tmp_path / "store")):
         training = DataConfig(source=Source.tokens, path=path, cache_dir=str(tmp_path))
-        batches.append(train_batch(open_sources(training), training, 0, 0))
+        batches.append(Order(open_sources(training), training, 0).read(0))
     np.testing.assert_array_equal(*(batch.inputs for batch in batches))
     prepare_store(far)
     refuse(far, "other settings", validation=0.2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import data.reader
-from data.batches import Batch, Order, train_batch, train_batches, validation_batches
+from data.batches import Batch, Order, validation_batches
 from data.build import prepare_store
 from data.config import (
     DataConfig,
@@ -31,12 +31,12 @@ STEPS, B = 100, 8
 READER = """
 import hashlib, itertools, json, sys
 from tests.data.test_sources import mixture
-from data.batches import train_batches
+from data.batches import Order
 from data.sources import open_sources
 config = mixture(sys.argv[1])
 process, processes, first = map(int, sys.argv[2:])
 rows = slice(process * 8 // processes, (process + 1) * 8 // processes)
-batches = train_batches(open_sources(config), config, 7, first, rows)
+batches = Order(open_sources(config), config, 7).batches(first, rows)
 for batch in itertools.islice(batches, 100 - first):
     print(json.dumps([field.tolist() for field in batch]))
 """
@@ -104,7 +104,7 @@ def test_any_number_of_processes_sees_the_same_batches(
 ):
     config = mixture(stores)
     each = [
-        train_batches(sources, config, 7, first, slice(i * B // processes, stop))
+        Order(sources, config, 7).batches(first, slice(i * B // processes, stop))
         for i, stop in enumerate(range(B // processes, B + 1, B // processes))
     ]
     for step in range(first, STEPS):
@@ -186,7 +186,7 @@ def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
 
 def test_excerpts_say_what_a_batch_holds(stores, sources):
     config = mixture(stores)
-    order, batch = Order(sources, config, 7), train_batch(sources, config, 7, 3)
+    order, batch = Order(sources, config, 7), Order(sources, config, 7).read(3)
     shown = np.zeros_like(batch.inputs)
     for excerpt in order.excerpts(3):
         ids = np.frombuffer(excerpt.text.encode(), np.uint8)

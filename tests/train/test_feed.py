@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.batches import Batch, train_batch
+from data.batches import Batch, Order
 from train.feed import Feed, local_rows, place
 
 MESHES = {
@@ -65,7 +65,7 @@ def test_without_documents_there_are_no_segments(programs):
 
 def test_the_feed_gives_each_batch_once_and_ends(programs, store):
     program = programs("mesh.fsdp=8", devices=8)
-    batches = [train_batch(store, program.config.data, 0, step) for step in range(3)]
+    batches = [Order(store, program.config.data, 0).read(step) for step in range(3)]
     feed = Feed(iter(batches), program.batch)
     found = list(feed)
     assert len(found) == 3

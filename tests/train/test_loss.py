@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from data.batches import Batch, train_batch
+from data.batches import Batch, Order
 from model.gpt import GPT, bind, params_of
 from train.loss import loss_sum, tile
 from train.program import make_program
@@ -30,7 +30,7 @@ def params(program):
 
 @pytest.fixture(scope="module")
 def batch(program, store) -> Batch:
-    found = train_batch(store, program.config.data, 0, 0)
+    found = Order(store, program.config.data, 0).read(0)
     assert (found.targets < 0).any()  # where documents end
     return jax.tree.map(jnp.asarray, found)
 

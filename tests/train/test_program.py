@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from data.batches import train_batch
+from data.batches import Order
 from data.config import DataConfig
 from model.config import ModelConfig, Position
 from train.config import Config, ConfigError
@@ -29,7 +29,7 @@ def train(program, store, state, num_steps: int = 20) -> list[float]:
     losses = []
     with jax.set_mesh(program.mesh):
         for step in range(num_steps):
-            batch = train_batch(store, program.config.data, 0, step)
+            batch = Order(store, program.config.data, 0).read(step)
             state, metrics = program.train_step(state, place(batch, program.batch))
             jax.block_until_ready((state, metrics))  # see train/loop.py
             losses.append(float(metrics["loss"]))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.batches import Batch, train_batch
+from data.batches import Batch, Order
 from train.step import split
 
 POISON = 383  # an id of the padding: its embedding changes nothing else
@@ -30,7 +30,7 @@ def state(program, store):
 
 
 def batch_of(program, store, step: int) -> Batch:
-    return jax.tree.map(jnp.asarray, train_batch(store, program.config.data, 0, step))
+    return jax.tree.map(jnp.asarray, Order(store, program.config.data, 0).read(step))
 
 
 def same(a, b) -> None:
