@@ -77,6 +77,7 @@ class DataConfig:
     document_mask: bool = True  # attention stays inside a document
     cache_dir: str | None = None  # of token stores; null: ~/.cache/longhaul
     prefetch: int = 2  # batches read ahead
+    skip_steps: list[int] = field(default_factory=list)  # [first,last, first,last ...]
 
     def mistakes(self) -> list[tuple[str, object, str]]:
         """List what is wrong as (field, value, rule and remedy)."""
@@ -101,6 +102,10 @@ class DataConfig:
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"
             found.append(("packing", self.packing, rule))
+        pairs = self.skip_steps
+        if len(pairs) % 2 or pairs != sorted(pairs) or (pairs and pairs[0] < 0):
+            rule = "must be pairs, ascending: the first and last batch to leave out"
+            found.append(("skip_steps", pairs, rule))
         return found + self._mixture_mistakes()
 
     def _mixture_mistakes(self) -> list[tuple[str, object, str]]:

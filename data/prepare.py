@@ -4,8 +4,9 @@ import logging
 import sys
 
 from data.config import PrepareConfig
-from train.command import INTERRUPTED, run_command
+from train.command import run_command
 from train.config import Mistake
+from train.exits import STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def main(config: PrepareConfig) -> int:
         store = prepare_store(config)
     except KeyboardInterrupt:
         log.info("stopped; the same command continues")
-        return INTERRUPTED
+        return STOPPED
     print(describe_store(store))
     if store.num_tokens("validation"):
         print(f"\ntrain on it: python -m train data=tokens data.path={store.path}")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from train.command import WRONG_DATA, run_command
+from train.command import run_command
 from train.config import Mistake
+from train.exits import WRONG_DATA
 
 
 @dataclass(frozen=True)

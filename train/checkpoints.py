@@ -2,8 +2,9 @@
 
 import time
 
-from train.command import WRONG_DATA, run_command
+from train.command import run_command
 from train.config import CheckpointsConfig, Config
+from train.exits import WRONG_DATA
 
 
 def main(asked: CheckpointsConfig) -> int:

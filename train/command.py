@@ -35,6 +35,7 @@ from train.check import (
     register,
 )
 from train.config import Config, ConfigError
+from train.exits import STOPPED, WRONG_CONFIG, WRONG_DATA, Exit
 from train.flags import flags_first, is_sweep, parse_flags, quote_text
 from train.rules import validate as validate_rules
 from train.rules import without_effect
@@ -49,10 +50,6 @@ __all__ = [
     "to_yaml",
 ]
 
-WRONG_CONFIG = 78
-WRONG_DATA = 65
-INTERRUPTED = 130
-
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +63,7 @@ def run_command(
 
     Args:
         main: takes the config; its result, None being 0, is the exit code. ConfigError
-            becomes 78, data.errors.DataError 65, both without a traceback.
+            becomes 78, data.errors.DataError 65, Exit its own, all without a traceback.
         config_name: root file in `configs/`.
         schema: the dataclass that `main` takes.
         validate: gives the mistakes of such a config; it has the right types already.
@@ -138,8 +135,11 @@ def _call(main: Callable[[Any], int | None], config: Any) -> int:
     except ConfigError as e:
         print(e, file=sys.stderr)
         return WRONG_CONFIG
+    except Exit as e:
+        print(e, file=sys.stderr)
+        return e.code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return STOPPED
     except Exception as e:
         from data.errors import DataError
 

@@ -60,6 +60,9 @@ class RunConfig:
     name: str | None = None  # null: model-data-hash of what makes the run itself
     dir: str | None = None  # null: runs/<name>
     allow_change: list[str] = field(default_factory=list)
+    rewind_to: int | None = None  # go on from the newest checkpoint up to this step
+    lease_interval_s: float = 2.0  # the owner says this often that it is alive
+    lease_timeout_s: float = 20.0  # an owner that was silent this long is dead
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,36 @@ class RuntimeConfig:
     cpu_devices: int | None = None  # null: the CPU's cores, up to two
     deterministic: bool = False  # GPU: reproducible to the bit, slower
     compilation_cache: str | None = None  # folder; null: ~/.cache/longhaul/xla
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """The processes of a run: null is what the cluster's own variables say.
+
+    Under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes JAX finds them; elsewhere
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or these keys, tell.
+    """
+
+    coordinator_address: str | None = None  # host:port of process 0
+    num_processes: int | None = None
+    process_id: int | None = None
+    init_timeout_s: int = 300  # for all processes to arrive
+    heartbeat_timeout_s: int = 60  # a process that is silent this long is lost
+    barrier_timeout_s: int = 300  # for all processes to say what one must know
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """How long each phase may take before the process is aborted, exit code 134."""
+
+    enabled: bool = True
+    init_timeout_s: float = 900.0
+    compile_timeout_s: float = 3600.0
+    restore_timeout_s: float = 3600.0
+    step_timeout_s: float = 300.0  # at least, between two steps
+    step_timeout_factor: float = 20.0  # times what log.interval_steps take at present
+    eval_timeout_s: float = 1800.0
+    save_timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +166,10 @@ class TrainConfig:
 
     num_steps: int = 1600
     accumulation_steps: int = 1  # microbatches of one step
-    max_skipped_steps: int = 10  # non-finite ones in a row before exit 3
+    max_skipped_steps: int = 10  # left out in a row before exit 3
+    skip_sigma: float | None = None  # leave out steps this far above the recent ones
+    skip_window: int = 128  # steps that count as recent
+    replica_check_interval_steps: int | None = 500  # compare copies of the state
     remat: Remat = Remat.none
     loss_chunk_tokens: int | None = None  # positions whose logits exist at once
     z_loss: float = 0.0
@@ -163,6 +199,7 @@ class CheckpointConfig:
     save_interval_minutes: float = 10.0
     keep_latest: int = 2
     keep_every_steps: int | None = None  # these are kept for good
+    max_failed_saves: int = 3  # in a row before the run ends
 
 
 @dataclass(frozen=True)
@@ -195,6 +232,8 @@ class Config:
     seed: int = 0
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)

@@ -25,11 +25,13 @@ class Kind(StrEnum):
 
 HARMLESS = (
     *("log", "tracker", "checkpoint", "runtime", "run", "profile", "plan", "eval"),
+    *("distributed", "watchdog", "train.replica_check_interval_steps"),
     *("data.cache_dir", "data.prefetch"),
 )
 ALLOWED = (
     *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
     *("train.remat", "train.loss_chunk_tokens", "train.max_skipped_steps"),
+    "data.skip_steps",
 )
 
 

@@ -5,8 +5,7 @@ from types import FrameType
 
 import jax
 
-PREEMPTED = 42
-STOPPED = 130
+from train.exits import PREEMPTED, STOPPED
 
 
 class Interrupt:

@@ -17,6 +17,7 @@ from train.checkpoint import Checkpoints
 from train.config import Config, ConfigError, Mistake
 from train.describe import describe, describe_data
 from train.evaluation import Score, evaluate
+from train.exits import DIVERGED
 from train.feed import Feed, local_rows
 from train.interrupt import Interrupt
 from train.program import Program, make_program, settle
@@ -28,8 +29,6 @@ from train.summary import print_results, results
 from train.window import Profiler, Window
 
 log = logging.getLogger(__name__)
-
-DIVERGED = 3
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,26 @@ NOT_YET = ("context", "expert")
 
 # key: (holds, rule). Values that are None need no check: null means unset.
 _RANGES = {
+    "run.rewind_to": (lambda n: n >= 0, "must not be negative; null is not to"),
+    "run.lease_interval_s": (lambda x: x > 0, "must be positive"),
+    "run.lease_timeout_s": (lambda x: x > 0, "must be positive"),
+    "distributed.coordinator_address": (
+        lambda s: s.rpartition(":")[0] and s.rpartition(":")[2].isdigit(),
+        "must be host:port of process 0, say 10.0.0.1:8476, or null",
+    ),
+    "distributed.num_processes": (lambda n: n >= 1, "must be at least 1, or null"),
+    "distributed.process_id": (lambda n: n >= 0, "must not be negative; null: found"),
+    "distributed.init_timeout_s": (lambda n: n >= 1, "must be at least 1"),
+    "distributed.heartbeat_timeout_s": (lambda n: n >= 1, "must be at least 1"),
+    "distributed.barrier_timeout_s": (lambda n: n >= 1, "must be at least 1"),
+    **{
+        f"watchdog.{key}": (lambda x: x > 0, "must be positive")
+        for key in (
+            *("init_timeout_s", "compile_timeout_s", "restore_timeout_s"),
+            *("step_timeout_s", "step_timeout_factor"),
+            *("eval_timeout_s", "save_timeout_s"),
+        )
+    },
     "runtime.cpu_devices": (lambda n: n >= 1, "must be at least 1, or null"),
     "optimizer.learning_rate": (lambda x: 0 < x < math.inf, "must be positive"),
     "optimizer.weight_decay": (lambda x: 0 <= x < math.inf, "must not be negative"),
@@ -42,6 +62,12 @@ _RANGES = {
     "train.num_steps": (lambda n: n >= 1, "must be at least 1"),
     "train.accumulation_steps": (lambda n: n >= 1, "must be at least 1"),
     "train.max_skipped_steps": (lambda n: n >= 0, "must not be negative"),
+    "train.skip_sigma": (lambda x: x > 0, "must be positive, or null for never"),
+    "train.skip_window": (lambda n: n >= 4, "must be at least 4"),
+    "train.replica_check_interval_steps": (
+        lambda n: n >= 1,
+        "must be at least 1, or null for never",
+    ),
     "train.loss_chunk_tokens": (lambda n: n >= 1, "must be at least 1, or null"),
     "train.z_loss": (lambda x: 0 <= x < math.inf, "must not be negative"),
     "eval.interval_steps": (lambda n: n >= 1, "must be at least 1"),
@@ -58,6 +84,7 @@ _RANGES = {
     "checkpoint.save_interval_minutes": (lambda x: x > 0, "must be positive"),
     "checkpoint.keep_latest": (lambda n: n >= 1, "must be at least 1"),
     "checkpoint.keep_every_steps": (lambda n: n >= 1, "must be at least 1, or null"),
+    "checkpoint.max_failed_saves": (lambda n: n >= 0, "must not be negative"),
     "tracker.mode": (lambda s: s in ("offline", "online"), "must be offline or online"),
     "profile.steps": (
         lambda s: not s or (len(s) == 2 and 0 <= s[0] < s[1]),
@@ -121,6 +148,14 @@ def _across(config: Config, wrong: set[str]) -> list[Mistake]:
             data.batch_size,
             f"must be divisible by train.accumulation_steps={train.accumulation_steps};"
             " change one of them",
+        )
+    if not wrong & {"run.lease_interval_s", "run.lease_timeout_s"}:
+        check(
+            config.run.lease_timeout_s >= 4 * config.run.lease_interval_s,
+            "run.lease_timeout_s",
+            config.run.lease_timeout_s,
+            f"must be at least 4 times run.lease_interval_s="
+            f"{config.run.lease_interval_s}, or a busy owner passes for dead",
         )
     if model.position is Position.learned and model.max_sequence_length is not None:
         check(
