@@ -5,25 +5,33 @@ files, in the background. A run takes the newest step that is sealed and is stil
 was written. A damaged one is set aside, loudly, never deleted. One that was whole but
 not yet sealed when its process died is taken only if there is no sealed one. If
 checkpoints exist and none is good that is an error: a run never silently starts over.
+
+A save that cannot be begun, or fails, costs a warning; the steps there are stay. Only
+`checkpoint.max_failed_saves` of them in a row, or the last one's failure, end the run.
 """
 
+import json
 import logging
+import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from data.errors import DataError
-from train.config import CheckpointConfig
-from train.digests import damage, is_sealed, seal
+from train.cluster import Cluster
+from train.config import CheckpointConfig, ConfigError, Mistake
+from train.digests import damage, digests, is_sealed, write_seal
+from train.exits import Exit
 from train.state import TrainState, best_params
 
 log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
+
+FAILED = 1
 
 
 def _vanishes(folder: epath.Path) -> bool:
@@ -39,10 +47,14 @@ class Checkpoints:
     """The steps saved under `<run_dir>/checkpoints`."""
 
     def __init__(
-        self, directory: epath.Path, config: CheckpointConfig, read_only: bool = False
+        self,
+        directory: epath.Path,
+        config: CheckpointConfig,
+        cluster: Cluster | None = None,
+        read_only: bool = False,
     ):
         """Open the folder; made if missing, leftovers of dead saves removed."""
-        self._read_only = read_only
+        self._read_only, self._cluster = read_only, cluster or Cluster()
         self._config, self._directory = config, directory
         keep: list[Any] = [policies.LatestN(config.keep_latest)]
         if config.keep_every_steps:
@@ -54,72 +66,149 @@ class Checkpoints:
         )
         self._saved_at = time.monotonic()
         self._sealer = ThreadPoolExecutor(1, "seal")
-        self._sealing: list[Future[None]] = []
+        self._saving: tuple[int, Future[None]] | None = None
+        self._attempts = 0
+        self.failures = 0  # saves in a row that came to nothing; process 0's count
 
     def steps(self) -> list[int]:
         """List the steps there are, ascending."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def due(self, step: int) -> bool:
-        """Decide whether to save after this many updates; process 0's clock counts."""
-        if step % self._config.save_interval_steps == 0:
-            return True
+        """Say whether the number of steps calls for a save."""
+        return step % self._config.save_interval_steps == 0
+
+    def overdue(self) -> bool:
+        """Say whether the time since the last save calls for one, by this clock."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        overdue = minutes >= self._config.save_interval_minutes
-        if jax.process_count() == 1:
-            return overdue
-        from jax.experimental import multihost_utils
+        return minutes >= self._config.save_interval_minutes
 
-        return bool(multihost_utils.broadcast_one_to_all(overdue))
-
-    def save(self, step: int, state: TrainState, about: dict[str, Any]) -> None:
+    def save(
+        self, step: int, state: TrainState, about: dict[str, Any], last: bool = False
+    ) -> str | None:
         """Copy the state off the devices and write it in the background.
 
         Args:
             step: completed updates.
             state: of the devices; may be donated as soon as this returns.
             about: JSON put beside it: config, data fingerprint, mesh, versions.
+            last: no other will follow: wait for the one in flight first.
+
+        Returns:
+            Why this save, or the one before, came to nothing; None if all is well.
+
+        Raises:
+            Exit: too many in a row came to nothing.
         """
-        if step in self.steps():
-            return
-        self._raise_failures()
-        if jax.process_index() == 0:
+        self._saved_at = time.monotonic()
+        if last and self._saving:
+            self._saving[1].exception()
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        plan = self._cluster.tell(lambda: self._plan(step, size))
+        if self._saving and plan["ended"]:
+            self._saving = None
+        if plan["reload"]:
+            self._orbax.reload()
+        if plan["fatal"]:
+            raise Exit(FAILED, f"step {step}: {plan['fatal']}")
+        if plan["go"]:
+            self._begin(step, state, about)
+        return plan["failure"]
+
+    def _plan(self, step: int, size: int) -> dict[str, Any]:
+        """Decide, on process 0, whether to save, and what became of the save before."""
+        failure, ended = None, self._saving is None or self._saving[1].done()
+        if self._saving and ended:
+            before, saving = self._saving
+            error = saving.exception()
+            self.failures = self.failures + 1 if error else 0
+            failure = error and f"the save of step {before} failed: {_line(error)}"
+        go = step not in self.steps() or failure is not None
+        obstacle = None
+        if not ended:
+            obstacle = "the save before is not through yet"
+        elif go:
+            obstacle = self._mark_begun(step, size)
+        if obstacle:
+            self.failures += 1
+            go, failure = False, f"step {step} was not saved: {obstacle}"
+        fatal = None
+        if self.failures > self._config.max_failed_saves:
+            limit = f"checkpoint.max_failed_saves={self._config.max_failed_saves}"
+            fatal = f"{self.failures} saves in a row failed, above {limit}: {failure}"
+        return {
+            "go": go and not fatal,
+            "ended": ended,
+            "reload": failure is not None and ended,
+            "failure": failure,
+            "fatal": fatal,
+        }
+
+    def _mark_begun(self, step: int, size: int) -> str | None:
+        """Leave the mark of a step that is being written; say what stands against."""
+        try:
             self._mark(step).parent.mkdir(parents=True, exist_ok=True)
             self._mark(step).write_text("")
-        written = self._orbax.save_async(step, state, force=True, custom_metadata=about)
-        if jax.process_index() == 0:
-            self._sealing.append(self._sealer.submit(self._seal, step, written))
-        self._saved_at = time.monotonic()
+            if "://" not in str(self._directory):
+                free = shutil.disk_usage(self._directory).free
+                if free < size:
+                    return f"{free:,} bytes are free on the disk, {size:,} are needed"
+        except OSError as error:
+            return _line(error)
+        return None
+
+    def _begin(self, step: int, state: TrainState, about: dict[str, Any]) -> None:
+        self._attempts += 1
+        try:
+            written = self._orbax.save_async(
+                step, state, force=True, custom_metadata=about
+            )
+        except (OSError, ValueError) as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._saving = step, failed
+            return
+        sealing = self._sealer.submit(self._seal, step, self._attempts, written)
+        self._saving = step, sealing
 
     def _mark(self, step: int) -> epath.Path:
         """Name what says that a step is being written: it may lack its seal."""
         return self._directory / "unsealed" / str(step)
 
-    def _seal(self, step: int, written: Any) -> None:
-        if written is not None:
+    def _seal(self, step: int, attempt: int, written: Any) -> None:
+        """Hash the files of a step, each process a part of them; process 0 seals it."""
+        cluster, folder = self._cluster, self._directory / str(step)
+        key = f"seal/{attempt}"
+        if cluster.processes == 1 or cluster.first:
             written.result()
-        folder = self._directory / str(step)
+        if cluster.processes > 1 and cluster.first:
+            cluster.set(f"{key}/begin", "")
+        elif cluster.processes > 1:
+            written.result()
+            cluster.get(f"{key}/begin", cluster.timeout_s)
         try:
-            seal(folder)
+            found = digests(folder, cluster.process, cluster.processes)
+            if cluster.processes > 1:
+                parts = cluster.gather(key, json.dumps(found))
+                found = {k: v for part in parts for k, v in json.loads(part).items()}
+            if cluster.first:
+                write_seal(folder, found)
         except OSError:
             if not _vanishes(folder):
                 raise
-        self._mark(step).unlink(missing_ok=True)
+        if cluster.first:
+            self._mark(step).unlink(missing_ok=True)
 
-    def _raise_failures(self) -> None:
-        """Raise what went wrong with a seal, once."""
-        ended = [sealing for sealing in self._sealing if sealing.done()]
-        self._sealing = [s for s in self._sealing if s not in ended]
-        for sealing in ended:
-            sealing.result()
-
-    def restore(self, like: TrainState, step: int | None = None) -> TrainState | None:
+    def restore(
+        self, like: TrainState, step: int | None = None, at_most: int | None = None
+    ) -> TrainState | None:
         """Restore the newest step that is what was written, or the one asked for.
 
         Args:
             like: `jax.ShapeDtypeStruct` leaves with the shardings to restore to,
                 whatever mesh the step was saved from.
             step: only this one.
+            at_most: the newest up to this one; later ones are set aside.
 
         Returns:
             None if there is no checkpoint at all, nor any that was set aside.
@@ -127,31 +216,35 @@ class Checkpoints:
         Raises:
             DataError: if there are checkpoints and none is good, or not the one asked
                 for.
+            ConfigError: if all are later than at_most.
         """
-        steps = self.steps() if step is None else [step]
-        sealed = [s for s in steps if is_sealed(self._directory / str(s))]
-        unsealed = [s for s in steps if s not in sealed and self._mark(s).exists()]
+        steps, unsealed = self._cluster.tell(self._found) if step is None else ([], [])
+        steps = steps if step is None else [step]
+        if at_most is not None:
+            steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
             wrong = self._damage(candidate)
             if wrong is None:
                 state = self._load(candidate, like)
                 for other in [] if self._read_only else unsealed:
                     # Else the run would not save this step when it comes there again.
-                    log.error("checkpoint of step %d was never hashed", other)
+                    self._say("checkpoint of step %d was never hashed", other)
                     self._set_aside(other)
                 return state
-            log.error("checkpoint of step %d is damaged: %s", candidate, wrong)
+            self._say("checkpoint of step %d is damaged: %s", candidate, wrong)
             if not self._read_only:
                 self._set_aside(candidate)
         for candidate in reversed(unsealed):
-            log.warning(
+            self._say(
                 "checkpoint of step %d was written, but its process died before its "
                 "files were hashed: taken unverified, for want of another",
                 candidate,
             )
             state = self._load(candidate, like)
-            if not self._read_only and jax.process_index() == 0:
-                self._seal(candidate, None)
+            if not self._read_only and self._cluster.first:
+                folder = self._directory / str(candidate)
+                write_seal(folder, digests(folder))
+                self._mark(candidate).unlink(missing_ok=True)
             return state
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
@@ -162,16 +255,33 @@ class Checkpoints:
             )
         return None
 
+    def _found(self) -> tuple[list[int], list[int]]:
+        """Look, on process 0, which steps there are, and which were never hashed."""
+        steps = self.steps()
+        sealed = [s for s in steps if is_sealed(self._directory / str(s))]
+        return steps, [s for s in steps if s not in sealed and self._mark(s).exists()]
+
+    def _rewind(
+        self, steps: list[int], unsealed: list[int], at_most: int
+    ) -> tuple[list[int], list[int]]:
+        """Set aside what is later than a step."""
+        if steps and at_most < min(steps):
+            rule = f"must leave a checkpoint to go on from; there are steps {steps}"
+            raise ConfigError([Mistake("run.rewind_to", at_most, rule)])
+        for step in [step for step in steps if step > at_most]:
+            self._set_aside(step)
+        kept = [step for step in steps if step <= at_most]
+        return kept, [step for step in unsealed if step <= at_most]
+
+    def _say(self, *message: object) -> None:
+        if self._cluster.first:
+            log.error(*message)
+
     def _damage(self, step: int) -> str | None:
         """Say what is wrong with a step; each process looks at a part of it."""
-        part, parts = jax.process_index(), jax.process_count()
-        wrong = damage(self._directory / str(step), part, parts)
-        if parts > 1:
-            from jax.experimental import multihost_utils
-
-            if multihost_utils.process_allgather(jnp.array(wrong is not None)).any():
-                wrong = wrong or "another process found it"
-        return wrong
+        cluster = self._cluster
+        folder = self._directory / str(step)
+        return cluster.any(damage(folder, cluster.process, cluster.processes))
 
     def _load(self, step: int, like: TrainState) -> TrainState:
         try:
@@ -200,28 +310,43 @@ class Checkpoints:
         return int(state.step), best_params(state)
 
     def _set_aside(self, step: int) -> None:
-        if jax.process_index() == 0:
+        def move() -> None:
             quarantine = self._directory / "quarantine"
             quarantine.mkdir(parents=True, exist_ok=True)
             target = quarantine / f"{step}-{int(time.time())}"
             (self._directory / str(step)).rename(target)
             self._mark(step).unlink(missing_ok=True)
             log.error("set aside as %s", target)
+
+        self._cluster.tell(move)
         self._orbax.reload()
 
     def wait(self) -> None:
         """Wait for the save in flight.
 
         Raises:
-            Exception: whatever made it fail.
+            Exit: it failed; it was the last one.
         """
-        self._orbax.wait()
-        sealing, self._sealing = self._sealing, []
-        for step in sealing:
-            step.result()
+        if not self._saving:
+            return
+        step, saving = self._saving
+        self._saving = None
+        error = saving.exception()
+        if wrong := self._cluster.any(_line(error) if error else None):
+            raise Exit(
+                FAILED,
+                f"the last save, of step {step}, failed: {wrong}. Nothing older was "
+                f"touched: the same command goes on from there",
+            )
 
     def close(self) -> None:
         """Wait for the save in flight, and let go of the folder."""
         self.wait()
         self._sealer.shutdown()
         self._orbax.close()
+
+
+def _line(error: BaseException) -> str:
+    """Say an error in a line: Orbax gives a thousand."""
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0][:300]}"

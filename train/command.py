@@ -136,7 +136,7 @@ def _call(main: Callable[[Any], int | None], config: Any) -> int:
         print(e, file=sys.stderr)
         return WRONG_CONFIG
     except Exit as e:
-        print(e, file=sys.stderr)
+        print(e, end="\n" * bool(str(e)), file=sys.stderr)
         return e.code
     except KeyboardInterrupt:
         return STOPPED

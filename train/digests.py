@@ -7,8 +7,9 @@ every file is there, has its size and its SHA-256, and there is no other file.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from etils import epath
 
@@ -17,13 +18,25 @@ _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
 
 
-def seal(step: epath.Path) -> None:
-    """Hash the files of a step that is written, and leave the digests beside them."""
-    names = sorted(_files(step))
+def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """Hash the files of a step that is written.
+
+    Args:
+        step: its folder.
+        part: which part of the files to hash.
+        parts: of how many: several processes share the work.
+
+    Returns:
+        Size and SHA-256 of each file, by its path in the folder.
+    """
+    names = sorted(_files(step))[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = dict(
-            zip(names, pool.map(lambda n: _digest(step / n), names), strict=True)
-        )
+        found = pool.map(lambda n: _digest(step / n), names)
+        return dict(zip(names, found, strict=True))
+
+
+def write_seal(step: epath.Path, found: Mapping[str, Any]) -> None:
+    """Leave the digests of all files beside them."""
     partial = step.parent / f".{step.name}.{SEAL}"
     try:
         partial.write_text(json.dumps(found, indent=1))
@@ -42,21 +55,16 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
     Args:
         step: its folder.
-        part: which part of the files to hash.
-        parts: of how many: several processes share the work.
+        part: which part of the files to hash, of how many `parts`.
+        parts: as for `digests`.
     """
     try:
         expected = json.loads((step / SEAL).read_text())
-        names = sorted(expected)
         if missing := expected.keys() ^ set(_files(step)):
             return f"{sorted(missing)[0]} is missing, or there and not of the step"
-        mine = names[part::parts]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for name, found in zip(
-                mine, pool.map(lambda n: _digest(step / n), mine), strict=True
-            ):
-                if found != expected[name]:
-                    return f"{name} is not what was written: its digest differs"
+        for name, found in digests(step, part, parts).items():
+            if found != expected[name]:
+                return f"{name} is not what was written: its digest differs"
     except (OSError, ValueError, AttributeError, TypeError) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
     return None

@@ -64,15 +64,19 @@ class Progress:
         start_step: completed updates at this start; the time left is judged by
             what this start has done.
         peak_known: whether the device's peak is known, that is, MFU can be shown.
+        show: False on every process but the first: nothing is seen then.
     """
 
-    def __init__(self, num_steps: int, start_step: int, peak_known: bool):
+    def __init__(
+        self, num_steps: int, start_step: int, peak_known: bool, show: bool = True
+    ):
         self._num_steps, self._peak_known = num_steps, peak_known
+        self._show = show
         self._first: tuple[int, float] | None = None
         self._printed_s, self._held = float("-inf"), ""
         self._bar = None
         console = Console(stderr=True)
-        if console.is_terminal:
+        if show and console.is_terminal:
             self._bar = RichProgress(
                 TextColumn("[bold]{task.completed:,.0f}[/]/{task.total:,.0f}"),
                 BarColumn(bar_width=None),
@@ -96,6 +100,8 @@ class Progress:
         A plain line is printed for the first and the last update, and in between
         at most every five seconds. `mfu` is a fraction, None where not known.
         """
+        if not self._show:
+            return
         figures = [f"loss {loss:.4f}", f"{format_count(tokens_per_second)} tokens/s"]
         if self._peak_known and mfu is not None:
             figures.append(f"MFU {mfu:.1%}")
@@ -116,6 +122,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line of its own, above the bar if there is one."""
+        if not self._show:
+            return
         if self._bar:
             self._bar.console.print(Text(text))
         else:

@@ -1,7 +1,6 @@
 """A run is a directory: what lies in it, and whether this start may continue it."""
 
 import datetime
-import importlib.metadata
 import json
 import logging
 import platform
@@ -20,35 +19,43 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
+from train.cluster import Cluster
 from train.config import Config, ConfigError, Mistake
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
-from train.metrics import EventLog, MetricsLog
+from train.metrics import EventLog, MetricsLog, read_events
+from train.preflight import versions
 from train.report import write_report
 from train.schema import read_yaml, to_yaml
 from train.tracker import NoTracker, Tracker, open_tracker
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "longhaul")
-
 
 @dataclass
 class RunDir:
     """One start of a run. Only process 0 writes.
 
+    config: with the batches to leave out of all starts.
     schedule_steps: train.num_steps of the first start, the schedule's length.
+    known_skips: data.skip_steps of earlier starts.
+    rewind_to: run.rewind_to, unless an earlier start has done it.
+    finished: whether the run has come to its end.
     """
 
     path: epath.Path
     config: Config
     schedule_steps: int
+    known_skips: list[int]
+    rewind_to: int | None
+    finished: bool
     events: EventLog
+    write: bool
     metrics: MetricsLog | None = None
     tracker: Tracker = NoTracker()  # noqa: RUF009 (it does nothing and holds nothing)
 
     def start_at(self, step: int) -> None:
         """Begin to log after `step` updates; lines of later steps are dropped."""
-        write = jax.process_index() == 0
+        write = self.write
         self.metrics = MetricsLog(self.path, step, write=write)
         self.tracker = open_tracker(
             self.config.tracker,
@@ -57,6 +64,14 @@ class RunDir:
             asdict(self.config),
             write=write,
         )
+
+    def rewound(self) -> None:
+        """Record that this start went back, so that no later one does it again."""
+        left_out = self.config.data.skip_steps
+        self.events.record("rewind", 0.0, rewind_to=self.rewind_to, left_out=left_out)
+        self.events.flush()
+        if self.write:
+            (self.path / "results.json").unlink(missing_ok=True)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line of metrics.jsonl, and tell the tracker."""
@@ -70,14 +85,9 @@ class RunDir:
         self.metrics.flush()
         self.events.flush()
 
-    def results(self) -> dict[str, Any] | None:
-        """Read what the end of the run left, if it has come to one."""
-        file = self.path / "results.json"
-        return json.loads(file.read_text()) if file.exists() else None
-
     def write_results(self, values: Mapping[str, Any]) -> None:
         """Leave the results; their presence says that the run is finished."""
-        if jax.process_index() == 0:
+        if self.write:
             _write(self.path / "results.json", json.dumps(values, indent=2) + "\n")
 
     def close(self) -> None:
@@ -86,58 +96,126 @@ class RunDir:
             self.metrics.close()
         self.tracker.finish()
         self.events.close()
-        if jax.process_index() == 0:
+        if self.write:
             write_report(self.path)
 
 
 @contextmanager
-def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
-    """Open the run's directory, new or old.
+def open_run(
+    config: Config, sources: Sources, cluster: Cluster | None = None
+) -> Iterator[RunDir]:
+    """Open the run's directory, new or old; process 0 looks, and tells the others.
 
     Raises:
         ConfigError: naming every key in which this start would make another run of it.
         DataError: if the text is not the one that the run was started on.
     """
+    cluster = cluster or Cluster()
     path = epath.Path(run_dir(config))
     if "://" not in str(path):
         path = epath.Path(Path(path).absolute())
-    first, changes = path / "config.yaml", list[Difference]()
-    schedule_steps = config.train.num_steps
-    if first.exists():
-        earlier = read_yaml(first)
-        changes = differences(earlier, config)
-        _refuse(path, refused(changes, config.run.allow_change))
-        before = _start_of(path, None).get("changes", {})
-        moved = [
-            change
-            for change in changes
-            if change.key.startswith("data.")
-            and change.kind is Kind.refused  # but allowed by name
-            and before.get(change.key) != _plain(change.new)
-        ]
-        if moved:
-            log.warning("other data from here on: %s", "; ".join(map(str, moved)))
-        else:
-            check_data(path, sources)
-        schedule_steps = earlier.train.num_steps
-        if schedule_steps < config.train.num_steps:
-            log.info(
-                "the schedule keeps the length of the first start, %d steps, and "
-                "stays at its last value after them",
-                schedule_steps,
-            )
-    writes = jax.process_index() == 0
-    events = EventLog(path, write=writes)
-    if writes:
-        if not first.exists():
-            _write(first, to_yaml(config))
-        start = _start(config, sources, changes)
-        _write(path / "starts" / f"{events.start}.yaml", yaml.safe_dump(start))
-    run = RunDir(path, config, schedule_steps, events)
+    told = cluster.tell(lambda: _compare(path, config, sources))
+    data = replace(config.data, skip_steps=told["skip_steps"])
+    config = replace(config, data=data)
+    events = EventLog(path, write=cluster.first)
+    if cluster.first:
+        _record_start(path, config, sources, events.start)
+    run = RunDir(
+        path,
+        config,
+        told["schedule_steps"],
+        told["known_skips"],
+        told["rewind_to"],
+        told["finished"],
+        events,
+        cluster.first,
+    )
     try:
         yield run
     finally:
         run.close()
+
+
+def _compare(path: epath.Path, config: Config, sources: Sources) -> dict[str, Any]:
+    """Compare this start with the run there is, if there is one."""
+    first, results = path / "config.yaml", read_results(path)
+    if not first.exists():
+        return {
+            "schedule_steps": config.train.num_steps,
+            "known_skips": [],
+            "skip_steps": config.data.skip_steps,
+            "rewind_to": None,
+            "finished": False,
+        }
+    earlier = read_yaml(first)
+    changes = differences(earlier, config)
+    _refuse(path, refused(changes, config.run.allow_change))
+    before = _start_of(path, None).get("changes", {})
+    moved = [
+        change
+        for change in changes
+        if change.key.startswith("data.")
+        and change.kind is Kind.refused  # but allowed by name
+        and before.get(change.key) != _plain(change.new)
+    ]
+    if moved:
+        log.warning("other data from here on: %s", "; ".join(map(str, moved)))
+    else:
+        check_data(path, sources)
+    schedule_steps = earlier.train.num_steps
+    if schedule_steps < config.train.num_steps:
+        log.info(
+            "the schedule keeps the length of the first start, %d steps, and "
+            "stays at its last value after them",
+            schedule_steps,
+        )
+    known = before.get("data.skip_steps") or earlier.data.skip_steps
+    skip_steps = _merged(known, config.data.skip_steps)
+    rewind_to = config.run.rewind_to
+    if rewind_to is not None and any(
+        event.get("rewind_to") == rewind_to and event.get("left_out") == skip_steps
+        for event in read_events(path)
+    ):
+        log.info("run.rewind_to=%d was done by an earlier start", rewind_to)
+        rewind_to = None
+    steps = config.train.num_steps
+    return {
+        "schedule_steps": schedule_steps,
+        "known_skips": known,
+        "skip_steps": skip_steps,
+        "rewind_to": rewind_to,
+        "finished": rewind_to is None and bool(results) and results["step"] >= steps,
+    }
+
+
+def _merged(known: list[int], added: list[int]) -> list[int]:
+    """Put two lists of first and last batch together, ascending."""
+    pairs = [*zip(known[::2], known[1::2], strict=True)]
+    pairs += zip(added[::2], added[1::2], strict=True)
+    merged: list[int] = []
+    for first, last in sorted(set(pairs)):
+        if merged and first <= merged[-1]:
+            merged[-1] = max(merged[-1], last)
+        else:
+            merged += [first, last]
+    return merged
+
+
+def _record_start(
+    path: epath.Path, config: Config, sources: Sources, start: int
+) -> None:
+    first = path / "config.yaml"
+    changes = differences(read_yaml(first), config) if first.exists() else []
+    if not first.exists():
+        _write(first, to_yaml(config))
+    text = yaml.safe_dump(_start(config, sources, changes))
+    _write(path / "starts" / f"{start}.yaml", text)
+
+
+def read_results(path: epath.Path) -> dict[str, Any]:
+    """Read what the end of the run left; empty if it has not come to one."""
+    file = path / "results.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
@@ -181,7 +259,7 @@ def about(config: Config, sources: Sources, mesh: Mapping[str, int], step: int) 
         "config": to_yaml(config),
         "data_fingerprint": sources.fingerprint,
         "mesh": dict(mesh),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -234,23 +312,13 @@ def _start(
         "data_fingerprints": sources.fingerprints,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": versions(),
         "mesh": asdict(config.mesh),
     }
 
 
 def _plain(value: object) -> object:
     return value if isinstance(value, int | float | list | None) else str(value)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _git_commit() -> str | None:

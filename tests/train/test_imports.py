@@ -12,6 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
+    *("rollcall", "cluster", "requests"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "state", "loss", "step"),
     *("program", "feed", "evaluation", "generate"),
     *(
@@ -20,11 +21,12 @@ ORDER = [
         "charts",
         "report",
         "tracker",
+        "preflight",
         "rundir",
         "digests",
         "checkpoint",
     ),
-    *("describe", "summary", "trained", "window", "interrupt", "loop"),
+    *("describe", "summary", "trained", "window", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
