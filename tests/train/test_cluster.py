@@ -147,3 +147,23 @@ def test_many_are_named_by_the_first_ten():
     assert numbered([3]) == "process 3"
     assert numbered([5, 3]) == "processes 3, 5"
     assert numbered(range(12)) == "processes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
+
+
+def test_one_run_on_ever_other_processes_and_meshes(folder):
+    """1 -> 2 -> 4 -> 1 processes, fsdp -> fsdp -> tensor -> data: the same losses."""
+    constant = ("schedule=constant", "eval.num_batches=1")
+    whole = overrides(folder, "whole", *constant, "train.num_steps=40")
+    fleet = Fleet(folder / "whole-logs", whole)
+    assert fleet.wait() == [0], fleet.said()
+    stages = [
+        (1, "mesh=fsdp", "runtime.cpu_devices=2"),
+        (2, "mesh=fsdp"),
+        (4, "mesh.fsdp=2", "mesh.tensor=2"),
+        (1, "mesh.data=2", "mesh.fsdp=1", "runtime.cpu_devices=2"),
+    ]
+    for stage, (count, *mesh) in enumerate(stages, 1):
+        more = (*constant, *mesh, f"train.num_steps={10 * stage}")
+        fleet = Fleet(folder / f"{stage}", overrides(folder, "elastic", *more), count)
+        assert fleet.wait() == [0] * count, fleet.said()
+        assert f"from step {10 * (stage - 1)}" in fleet.said()
+    assert steps(folder / "elastic") == pytest.approx(steps(folder / "whole"), rel=1e-5)
