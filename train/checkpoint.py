@@ -26,6 +26,8 @@ from train.cluster import Cluster
 from train.config import CheckpointConfig, ConfigError, Mistake
 from train.digests import damage, digests, is_sealed, write_seal
 from train.exits import Exit
+from train.object_store import in_object_store, move, remove_uncommitted
+from train.orbax_s3 import orbax_context
 from train.state import TrainState, best_params
 
 log = logging.getLogger(__name__)
@@ -51,10 +53,14 @@ class Checkpoints:
         keep: list[Any] = [policies.LatestN(config.keep_latest)]
         if config.keep_every_steps:
             keep.append(policies.EveryNSteps(config.keep_every_steps))
+        remote = in_object_store(directory)
+        if remote and self._cluster.first and not read_only:
+            remove_uncommitted(directory)
         self._orbax = ocp.training.Checkpointer(
             directory,
+            context=orbax_context(directory),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
-            cleanup_tmp_directories=not read_only,
+            cleanup_tmp_directories=not (read_only or remote),
         )
         self._saved_at = time.monotonic()
         self._sealer = ThreadPoolExecutor(1, "seal")
@@ -151,11 +157,11 @@ class Checkpoints:
         try:
             self._mark(step).parent.mkdir(parents=True, exist_ok=True)
             self._mark(step).write_text("")
-            if "://" not in str(self._directory):
+            if not in_object_store(self._directory):
                 free = shutil.disk_usage(self._directory).free
                 if free < size:
                     return f"{free:,} bytes are free on the disk, {size:,} are needed"
-        except OSError as error:
+        except Exception as error:  # each store has errors of its own
             return _line(error)
         return None
 
@@ -165,7 +171,7 @@ class Checkpoints:
             written = self._orbax.save_async(
                 step, state, force=True, custom_metadata=about
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
             self._saving = step, failed
@@ -305,15 +311,13 @@ class Checkpoints:
         return int(state.step), best_params(state)
 
     def _set_aside(self, step: int) -> None:
-        def move() -> None:
-            quarantine = self._directory / "quarantine"
-            quarantine.mkdir(parents=True, exist_ok=True)
-            target = quarantine / f"{step}-{int(time.time())}"
-            (self._directory / str(step)).rename(target)
+        def set_aside() -> None:
+            target = self._directory / "quarantine" / f"{step}-{int(time.time())}"
+            move(self._directory / str(step), target)
             self._mark(step).unlink(missing_ok=True)
             log.error("set aside as %s", target)
 
-        self._cluster.tell(move)
+        self._cluster.tell(set_aside)
         self._orbax.reload()
 
     def wait(self) -> None:

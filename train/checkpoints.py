@@ -9,13 +9,12 @@ from train.exits import WRONG_DATA
 
 def main(asked: CheckpointsConfig) -> int:
     """Print step, size, age and verdict of each; exit 65 if one is damaged."""
-    from etils import epath
-
     from train.digests import damage, is_sealed, size
     from train.identity import run_dir
+    from train.object_store import run_folder, written_at
     from train.progress import format_bytes, print_table
 
-    folder = epath.Path(run_dir(Config(run=asked.run))) / "checkpoints"
+    folder = run_folder(run_dir(Config(run=asked.run))) / "checkpoints"
     rows, all_good = [], True
     steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
     for path in sorted(steps, key=lambda path: int(path.name)):
@@ -24,7 +23,7 @@ def main(asked: CheckpointsConfig) -> int:
             wrong = damage(path)
             verdict = "verified" if wrong is None else f"DAMAGED: {wrong}"
             all_good = all_good and wrong is None
-        minutes = (time.time() - path.stat().mtime) / 60
+        minutes = (time.time() - written_at(path)) / 60
         rows.append([path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict])
     print_table(
         rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"

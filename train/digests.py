@@ -13,6 +13,8 @@ from typing import Any
 
 from etils import epath
 
+from train.object_store import in_object_store, is_committed, names_in
+
 SEAL = "digests.json"
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
@@ -36,10 +38,21 @@ def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
 
 
 def write_seal(step: epath.Path, found: Mapping[str, Any]) -> None:
-    """Leave the digests of all files beside them."""
+    """Leave the digests of all files beside them.
+
+    Raises:
+        OSError: also if the step is not there any more.
+    """
+    text = json.dumps(found, indent=1)
+    if in_object_store(step):
+        (step / SEAL).write_text(text)
+        if not is_committed(step):  # it has made way, for all but the seal
+            (step / SEAL).unlink(missing_ok=True)
+            raise FileNotFoundError(step)
+        return
     partial = step.parent / f".{step.name}.{SEAL}"
     try:
-        partial.write_text(json.dumps(found, indent=1))
+        partial.write_text(text)
         partial.replace(step / SEAL)
     finally:
         partial.unlink(missing_ok=True)
@@ -58,6 +71,8 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
         part: which part of the files to hash, of how many `parts`.
         parts: as for `digests`.
     """
+    # A store that cannot be reached does not make a step a damaged one.
+    unreadable = FileNotFoundError if in_object_store(step) else OSError
     try:
         expected = json.loads((step / SEAL).read_text())
         if missing := expected.keys() ^ set(_files(step)):
@@ -65,7 +80,7 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
         for name, found in digests(step, part, parts).items():
             if found != expected[name]:
                 return f"{name} is not what was written: its digest differs"
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (unreadable, ValueError, AttributeError, TypeError) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
     return None
 
@@ -76,6 +91,9 @@ def size(step: epath.Path) -> int:
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+    if in_object_store(folder):
+        yield from (name for name in names_in(folder) if name != SEAL)
+        return
     for path in folder.iterdir():
         name = f"{prefix}{path.name}"
         if path.is_dir():

@@ -23,6 +23,7 @@ from train.cluster import Cluster
 from train.config import Config, ConfigError, Mistake
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
 from train.metrics import EventLog, MetricsLog, read_events
+from train.object_store import run_folder, write_whole
 from train.preflight import versions
 from train.report import write_report
 from train.schema import read_yaml, to_yaml
@@ -88,7 +89,7 @@ class RunDir:
     def write_results(self, values: Mapping[str, Any]) -> None:
         """Leave the results; their presence says that the run is finished."""
         if self.write:
-            _write(self.path / "results.json", json.dumps(values, indent=2) + "\n")
+            write_whole(self.path / "results.json", json.dumps(values, indent=2) + "\n")
 
     def close(self) -> None:
         """Write what is left, and the report."""
@@ -111,9 +112,7 @@ def open_run(
         DataError: if the text is not the one that the run was started on.
     """
     cluster = cluster or Cluster()
-    path = epath.Path(run_dir(config))
-    if "://" not in str(path):
-        path = epath.Path(Path(path).absolute())
+    path = run_folder(run_dir(config))
     told = cluster.tell(lambda: _compare(path, config, sources))
     data = replace(config.data, skip_steps=told["skip_steps"])
     config = replace(config, data=data)
@@ -207,9 +206,9 @@ def _record_start(
     first = path / "config.yaml"
     changes = differences(read_yaml(first), config) if first.exists() else []
     if not first.exists():
-        _write(first, to_yaml(config))
+        write_whole(first, to_yaml(config))
     text = yaml.safe_dump(_start(config, sources, changes))
-    _write(path / "starts" / f"{start}.yaml", text)
+    write_whole(path / "starts" / f"{start}.yaml", text)
 
 
 def read_results(path: epath.Path) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
     rule = "must name the directory of a run, say run.dir=runs/base"
     if not directory:
         raise ConfigError([Mistake("run.dir", directory, rule)])
-    file = epath.Path(directory) / "config.yaml"
+    file = run_folder(directory) / "config.yaml"
     if not file.exists():
         rule += f"; there is no {file}"
         raise ConfigError([Mistake("run.dir", directory, rule)])
@@ -329,10 +328,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
-
-
-def _write(file: epath.Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.parent / f".{file.name}.tmp"
-    new.write_text(text)
-    new.replace(file)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from etils import epath
 
 from train import config as config_lib
+from train.object_store import in_object_store, upload
 
 _logger = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 20.0
@@ -119,7 +120,7 @@ class _WandbTracker:
 
     def _work(self) -> None:
         try:
-            remote = "://" in os.fspath(self._run_dir)
+            remote = in_object_store(self._run_dir)
             root = Path(tempfile.mkdtemp() if remote else self._run_dir).absolute()
             run = self._init(root)
             while (item := self._queue.get()) is not None:
@@ -129,7 +130,7 @@ class _WandbTracker:
                 run.log({"step": step, **values}, step=step)
             run.finish()
             if remote:
-                _copy(root / "wandb", self._run_dir / "wandb")
+                upload(root / "wandb", self._run_dir / "wandb")
                 shutil.rmtree(root, ignore_errors=True)
         # wandb may even raise SystemExit or its own KeyboardInterrupt.
         except BaseException as error:
@@ -184,14 +185,6 @@ def _has_key() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _copy(source: Path, target: epath.Path) -> None:
-    for path in source.rglob("*"):
-        if path.is_file():
-            copy = target / path.relative_to(source).as_posix()
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
 
 
 def _first_line(error: BaseException) -> str:

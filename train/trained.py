@@ -3,12 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from etils import epath
-
 from data.sources import Sources, open_sources
 from train.checkpoint import Checkpoints
 from train.config import Config, EvaluateConfig, SampleConfig
 from train.identity import run_dir
+from train.object_store import run_folder
 from train.program import Program, make_program
 from train.rundir import check_data, read_run
 from train.runtime import set_up
@@ -42,7 +41,7 @@ def load_trained(
         config = replace(config, data=data, train=train)
     set_up(config.runtime)
     sources = open_sources(config.data)
-    path = epath.Path(directory or "").absolute()
+    path = run_folder(directory or "")
     check_data(path, sources)
     program = make_program(config)
     checkpoints = Checkpoints(path / "checkpoints", config.checkpoint, read_only=True)

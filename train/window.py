@@ -2,14 +2,19 @@
 
 import logging
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
+from etils import epath
 
 from train.chips import peak_flops
 from train.feed import Feed
+from train.object_store import in_object_store, upload
 from train.program import Program
 from train.progress import Progress
 from train.rundir import RunDir
@@ -108,16 +113,22 @@ class Profiler:
     def __init__(self, steps: list[int], folder: str):
         """Take `profile.steps`: [first, last], or nothing."""
         self._first, self._last = steps or (None, None)
-        self._folder = folder
+        self._folder = epath.Path(folder)
 
     def before(self, step: int) -> None:
         """Begin, if this is the first step to trace."""
         if step == self._first:
-            jax.profiler.start_trace(self._folder)
+            # JAX knows nothing of object stores: given one, the process dies.
+            remote = in_object_store(self._folder)
+            self._local = Path(tempfile.mkdtemp() if remote else self._folder)
+            jax.profiler.start_trace(str(self._local))
 
     def after(self, step: int, metrics: Metrics) -> None:
         """End, if this was the last one, once the devices are through with it."""
         if step == self._last and self._first is not None:
             jax.block_until_ready(metrics)
             jax.profiler.stop_trace()
+            if in_object_store(self._folder):
+                upload(self._local, self._folder)
+                shutil.rmtree(self._local)
             log.info("profile of steps %d to %d: %s", self._first, step, self._folder)

@@ -16,6 +16,7 @@ ORDER = [
     *("runtime", "chips", "mesh", "sharding", "optimizer", "state", "loss", "step"),
     *("program", "feed", "evaluation", "generate"),
     *(
+        "object_store",
         "progress",
         "metrics",
         "charts",
@@ -24,6 +25,7 @@ ORDER = [
         "preflight",
         "rundir",
         "digests",
+        "orbax_s3",
         "checkpoint",
     ),
     *("describe", "summary", "trained", "window", "loop"),

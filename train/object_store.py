@@ -1,0 +1,122 @@
+"""A run under s3:// or gs://: what an object store does otherwise than a disk.
+
+There is no rename, and there are no folders: an object is there whole or not at all,
+and a checkpoint is there once Orbax has put `commit_success.txt` beside its files.
+What this cannot hide: a step that is set aside is copied and then removed, object by
+object, by the store itself.
+
+Credentials and region come from where Amazon's and Google's own tools look for them;
+AWS_ENDPOINT_URL names another server that speaks S3.
+"""
+
+import os
+from pathlib import Path
+
+import fsspec
+import fsspec.config
+from etils import epath
+
+from train.config import ConfigError, Mistake
+
+_SCHEMES = {"s3": "s3", "gs": "gcs"}  # and the extra that installs what reads it
+_COMMITTED = "commit_success.txt"
+
+
+def run_folder(directory: str) -> epath.Path:
+    """Name a run's folder, a local one from the root on.
+
+    Raises:
+        ConfigError: a store that is not known, or whose library is not installed.
+    """
+    scheme, remote, _ = directory.partition("://")
+    if not remote:
+        return epath.Path(Path(directory).absolute())
+    if scheme not in _SCHEMES:
+        rule = "must be a local folder, or one under s3:// or gs://"
+        raise ConfigError([Mistake("run.dir", directory, rule)])
+    # Other processes write here too, and Orbax past fsspec: a listing is soon wrong.
+    fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+    # A server that is away for a minute fails nothing. Amazon's default is 7 seconds.
+    os.environ.setdefault("AWS_RETRY_MODE", "standard")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "10")
+    try:
+        fsspec.filesystem(scheme)
+    except ImportError as error:
+        rule = f"{error}: pip install 'longhaul[{_SCHEMES[scheme]}]'"
+        raise ConfigError([Mistake("run.dir", directory, rule)]) from None
+    return epath.Path(directory.rstrip("/"))
+
+
+def in_object_store(path: epath.Path) -> bool:
+    """Say whether a path is in an object store, not on a disk."""
+    return "://" in os.fspath(path)
+
+
+def write_whole(file: epath.Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    if in_object_store(file):
+        file.write_text(text)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.parent / f".{file.name}.tmp"
+    new.write_text(text)
+    new.replace(file)
+
+
+def names_in(folder: epath.Path) -> list[str]:
+    """List all objects under a folder by their paths in it, in a few requests.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    files, root = fsspec.url_to_fs(os.fspath(folder))
+    names = [name.removeprefix(f"{root}/") for name in files.find(root)]
+    if not names:
+        raise FileNotFoundError(folder)
+    return names
+
+
+def move(folder: epath.Path, target: epath.Path) -> None:
+    """Move a folder; killed in between, what was not copied is where it was."""
+    if not in_object_store(folder):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        return
+    files, root = fsspec.url_to_fs(os.fspath(folder))
+    names = names_in(folder)
+    old, new = ([f"{top}/{name}" for name in names] for top in (root, f"{target}"))
+    files.copy(old, new)
+    files.rm(old)
+
+
+def upload(folder: Path, target: epath.Path) -> None:
+    """Copy the files of a local folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            copy = target / path.relative_to(folder).as_posix()
+            copy.write_bytes(path.read_bytes())
+
+
+def written_at(step: epath.Path) -> float:
+    """Say when a step was written, in seconds since 1970; folders have no time."""
+    if not in_object_store(step):
+        return step.stat().mtime
+    files, _ = fsspec.url_to_fs(os.fspath(step))
+    return files.modified(os.fspath(step / names_in(step)[0])).timestamp()
+
+
+def is_committed(step: epath.Path) -> bool:
+    """Say whether a step was written to its end."""
+    return (step / _COMMITTED).exists()
+
+
+def remove_uncommitted(checkpoints: epath.Path) -> None:
+    """Remove what dead saves left.
+
+    Orbax, asked to, would take each folder that is no committed step for one of these,
+    among them those in which steps are set aside.
+    """
+    if checkpoints.exists():
+        for folder in checkpoints.iterdir():
+            if folder.name.isdigit() and not is_committed(folder):
+                folder.rmtree(missing_ok=True)
