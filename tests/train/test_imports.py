@@ -24,6 +24,7 @@ ORDER = [
         "digests",
         "checkpoint",
     ),
+    *("watcher", "watchdog"),
     *("describe", "summary", "trained", "window", "interrupt", "loop"),
 ]
 DOORS = {
