@@ -28,6 +28,7 @@ ORDER = [
         "orbax_s3",
         "checkpoint",
     ),
+    *("watcher", "watchdog"),
     *("describe", "summary", "trained", "window", "loop"),
 ]
 DOORS = {
