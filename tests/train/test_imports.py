@@ -20,6 +20,8 @@ ORDER = [
         "charts",
         "report",
         "tracker",
+        "owner",
+        "lease",
         "rundir",
         "digests",
         "checkpoint",
