@@ -4,8 +4,8 @@ The owner rewrites the file every few seconds with the next count. Every write n
 version that it replaces, and the store refuses it if another came between: of several
 that take a lease at once one gets it, and an owner that was stopped for so long that
 another took its place learns of it and leaves the new lease alone. Local disks, gs://
-and s3:// all write like this; a server that speaks S3 without conditional writes may let
-two starts in, until the next beat of one of them.
+and s3:// all write like this. A server that speaks S3, but not its conditional writes,
+may let two starts in, until the next beat of one of them.
 
 A dead owner's lease is taken over. On its own machine its process tells at once. From
 elsewhere its count is watched: clocks of different machines are never compared.

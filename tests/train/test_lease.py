@@ -106,7 +106,7 @@ class Process:
 
 @pytest.fixture
 def start() -> Iterator:
-    """start(folder, machine=, times=) -> Process"""
+    """Start a process and tell it what to do."""
     with contextlib.ExitStack() as stack:
 
         def start(folder, *commands, machine="", times=(0.05, NEVER_S)) -> Process:
@@ -121,7 +121,7 @@ def start() -> Iterator:
 
 @pytest.fixture
 def take() -> Iterator:
-    """take(folder, times=) -> Lease of this process, which has an attribute `lost`"""
+    """Take a lease for this process; its attribute `lost` lists what it heard."""
     with contextlib.ExitStack() as stack:
 
         def take(folder, times=(0.05, NEVER_S)) -> Lease:
@@ -374,7 +374,7 @@ def test_a_full_disk_ends_nothing(start, run):
     assert files(run) == []
 
 
-def test_a_server_that_goes_away_for_a_while_ends_nothing(s3, take, monkeypatch, caplog):
+def test_a_server_that_goes_away_ends_nothing(s3, take, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(train.lease, "_ANSWER_S", 0.5)
     mine = take("s3://bucket/away/run")
