@@ -23,6 +23,8 @@ ORDER = [
         "report",
         "tracker",
         "preflight",
+        "owner",
+        "lease",
         "rundir",
         "digests",
         "orbax_s3",
