@@ -20,7 +20,8 @@ from orbax.checkpoint import v1 as ocp
 from data.errors import DataError
 from train.config import CheckpointConfig
 from train.digests import damage, is_sealed, seal
-from train.state import TrainState, best_params
+from train.spikes import Recent
+from train.state import TrainState, as_saved, best_params
 
 log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
@@ -86,7 +87,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._mark(step).parent.mkdir(parents=True, exist_ok=True)
             self._mark(step).write_text("")
-        written = self._orbax.save_async(step, state, force=True, custom_metadata=about)
+        written = self._orbax.save_async(
+            step, as_saved(state), force=True, custom_metadata=about
+        )
         if jax.process_index() == 0:
             self._sealing.append(self._sealer.submit(self._seal, step, written))
         self._saved_at = time.monotonic()
@@ -174,14 +177,28 @@ class Checkpoints:
         return wrong
 
     def _load(self, step: int, like: TrainState) -> TrainState:
+        """Load a step; recent steps of which it holds none, or others, begin empty."""
         try:
-            return self._orbax.load(step, abstract_state=like)
+            saved = self._orbax.metadata(step).metadata.get("recent")
+            where = like.step.sharding
+            recent = saved and jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                Recent(**saved),
+            )
+            wanted = as_saved(like._replace(recent=recent))
+            state = TrainState(**self._orbax.load(step, abstract_state=wanted))
         except Exception as error:
             error.add_note(
                 f"The files of the checkpoint of step {step} are what was written: it "
                 f"does not fit this config, or there was no memory, disk or network."
             )
             raise
+        if recent == like.recent:
+            return state
+        empty = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
+        )
+        return state._replace(recent=empty)
 
     def restore_params(
         self, like: TrainState, step: int | None = None

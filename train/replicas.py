@@ -1,0 +1,169 @@
+"""Silent corruption, found by comparing what should be copies.
+
+Devices that differ only in mesh axes on which an array is not split hold the same part
+of it. Each sums up its own part; where the sums of copies differ, not all of them are
+what was computed. A change of one number in a part changes its sum for certain, any
+other change but for a chance of one in 2**32. What no second device holds is not
+looked at.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.params import named
+
+
+class Finding(NamedTuple):
+    """A device whose part of an array is not what its copies are."""
+
+    array: str
+    device: int  # its id
+    process: int
+    place: dict[str, int]  # on the mesh axes
+    certain: bool  # False: it, or those that it differs from
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={at}" for axis, at in self.place.items())
+        wrong = "is" if self.certain else "(or its copies; which, cannot be told) is"
+        return (
+            f"{self.array} on device {self.device} of process {self.process} ({axes}) "
+            f"{wrong} not what was computed"
+        )
+
+
+def make_checksums(state: Any):
+    """Build `checksums(state)`: uint32 [arrays with copies, devices], replicated.
+
+    Args:
+        state: `jax.ShapeDtypeStruct` leaves with their shardings.
+
+    Returns:
+        None if no array has copies.
+    """
+    shardings = copied(state)
+    if not shardings:
+        return None
+    mesh = next(iter(shardings.values())).mesh
+
+    def of_device(*parts: jax.Array) -> jax.Array:
+        return jnp.stack([_checksum(part) for part in parts])[:, None]
+
+    # In here each device reads its own: to XLA these are not copies of each other.
+    of_devices = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=tuple(sharding.spec for sharding in shardings.values()),
+        out_specs=PartitionSpec(None, mesh.axis_names),
+    )
+
+    def checksums(state: Any) -> jax.Array:
+        arrays = dict(named(state))
+        return of_devices(*(arrays[name] for name in shardings))
+
+    return jax.jit(
+        checksums,
+        in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state),),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def copied(state: Any) -> dict[str, NamedSharding]:
+    """Give the shardings of the arrays of which devices hold copies, by name."""
+    return {
+        name: leaf.sharding for name, leaf in named(state) if _copy_axes(leaf.sharding)
+    }
+
+
+def compare(checksums: jax.Array, state: Any) -> list[Finding]:
+    """Name the devices that differ from most of their copies.
+
+    Where most cannot be told, as of two, all of them are named, none as certain.
+
+    Args:
+        checksums: what `make_checksums(state)` computed.
+        state: as there.
+    """
+    found = []
+    sums = np.asarray(checksums)
+    for row, (name, sharding) in zip(sums, copied(state).items(), strict=True):
+        mesh, axes = sharding.mesh, _copy_axes(sharding)
+        last = range(-len(axes), 0)
+        numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+        groups = np.moveaxis(numbers, axes, last)
+        groups = groups.reshape(-1, math.prod(mesh.devices.shape[a] for a in axes))
+        for group in groups[(row[groups] != row[groups[:, :1]]).any(axis=1)]:
+            values, counts = np.unique(row[group], return_counts=True)
+            most = counts == counts.max()
+            certain = most.sum() == 1
+            wrong = group[row[group] != values[most][0]] if certain else group
+            for number in wrong.tolist():
+                at = np.unravel_index(number, mesh.devices.shape)
+                device = mesh.devices[at]
+                place = dict(zip(mesh.axis_names, map(int, at), strict=True))
+                place = {axis: i for axis, i in place.items() if mesh.shape[axis] > 1}
+                process = device.process_index
+                found.append(Finding(name, device.id, process, place, bool(certain)))
+    return found
+
+
+def flip(state: Any, device: int) -> Any:
+    """Flip a bit of one device's copy of a parameter, as a defect would: for drills.
+
+    Args:
+        state: on devices, at least one parameter of which has copies.
+        device: id of the device; nothing happens on processes that do not own it.
+    """
+    name = next(name for name in copied(state) if name.startswith("params."))
+
+    def flipped(leaf: jax.Array) -> jax.Array:
+        parts = [shard.data for shard in leaf.addressable_shards]
+        for number, shard in enumerate(leaf.addressable_shards):
+            if shard.device.id == device:
+                part = np.array(shard.data)
+                part.reshape(-1)[:1].view(np.uint8)[0] ^= 1
+                parts[number] = jax.device_put(part, shard.device)
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, parts
+        )
+
+    names = iter(dict(named(state)))
+    return jax.tree.map(lambda x: flipped(x) if next(names) == name else x, state)
+
+
+def _copy_axes(sharding: NamedSharding) -> list[int]:
+    """Number the mesh axes, longer than 1, along which devices hold copies."""
+    entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
+    splitting = {axis for entry in entries for axis in entry}
+    sizes = sharding.mesh.shape.items()
+    return [
+        number
+        for number, (axis, size) in enumerate(sizes)
+        if size > 1 and axis not in splitting
+    ]
+
+
+def _checksum(part: jax.Array) -> jax.Array:
+    """Sum up the mixed bits of all numbers, each mixed with its place."""
+    bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
+    place, stride = jnp.uint32(0), 0x9E3779B9  # odd: no two places share a number
+    for dim, size in reversed(list(enumerate(part.shape))):
+        place += jnp.uint32(stride) * jax.lax.broadcasted_iota(
+            jnp.uint32, part.shape, dim
+        )
+        stride = stride * size % 2**32
+    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Map each uint32 to another, one to one, so that near ones end up far apart.
+
+    Source: lowbias32 of https://nullprogram.com/blog/2018/07/31/.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
