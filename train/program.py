@@ -87,7 +87,7 @@ class Program:
     @functools.cached_property
     def checksums(self):
         """Jitted: state -> sums of what has copies (train/replicas.py), or None."""
-        return make_checksums(self.state)
+        return make_checksums(self.state, self.mesh)
 
     @property
     def batch_shardings(self) -> Batch:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.params import named
 
@@ -24,23 +24,24 @@ class Finding(NamedTuple):
     array: str
     device: int  # its id
     process: int
-    place: dict[str, int]  # on the mesh axes
+    place: dict[str, int]  # on the mesh axes longer than 1
     certain: bool  # False: it, or those that it differs from
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={at}" for axis, at in self.place.items())
-        wrong = "is" if self.certain else "(or its copies; which, cannot be told) is"
+        unlike = "its copies" if self.certain else "a copy; either may be wrong"
         return (
             f"{self.array} on device {self.device} of process {self.process} ({axes}) "
-            f"{wrong} not what was computed"
+            f"differs from {unlike}"
         )
 
 
-def make_checksums(state: Any):
+def make_checksums(state: Any, mesh: Mesh):
     """Build `checksums(state)`: uint32 [arrays with copies, devices], replicated.
 
     Args:
         state: `jax.ShapeDtypeStruct` leaves with their shardings.
+        mesh: of all of them.
 
     Returns:
         None if no array has copies.
@@ -48,7 +49,6 @@ def make_checksums(state: Any):
     shardings = copied(state)
     if not shardings:
         return None
-    mesh = next(iter(shardings.values())).mesh
 
     def of_device(*parts: jax.Array) -> jax.Array:
         return jnp.stack([_checksum(part) for part in parts])[:, None]
@@ -79,36 +79,43 @@ def copied(state: Any) -> dict[str, NamedSharding]:
     }
 
 
-def compare(checksums: jax.Array, state: Any) -> list[Finding]:
+def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
     """Name the devices that differ from most of their copies.
 
-    Where most cannot be told, as of two, all of them are named, none as certain.
+    Where none are most, as of two copies, all are named, and none as certain.
 
     Args:
-        checksums: what `make_checksums(state)` computed.
+        checksums: what `make_checksums(state, mesh)` computes.
         state: as there.
+        mesh: as there.
     """
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
     found = []
-    sums = np.asarray(checksums)
-    for row, (name, sharding) in zip(sums, copied(state).items(), strict=True):
-        mesh, axes = sharding.mesh, _copy_axes(sharding)
+    for sums, (name, sharding) in zip(
+        np.asarray(checksums), copied(state).items(), strict=True
+    ):
+        axes = _copy_axes(sharding)
+        num_copies = math.prod(mesh.devices.shape[axis] for axis in axes)
         last = range(-len(axes), 0)
-        numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
-        groups = np.moveaxis(numbers, axes, last)
-        groups = groups.reshape(-1, math.prod(mesh.devices.shape[a] for a in axes))
-        for group in groups[(row[groups] != row[groups[:, :1]]).any(axis=1)]:
-            values, counts = np.unique(row[group], return_counts=True)
-            most = counts == counts.max()
-            certain = most.sum() == 1
-            wrong = group[row[group] != values[most][0]] if certain else group
-            for number in wrong.tolist():
-                at = np.unravel_index(number, mesh.devices.shape)
-                device = mesh.devices[at]
-                place = dict(zip(mesh.axis_names, map(int, at), strict=True))
-                place = {axis: i for axis, i in place.items() if mesh.shape[axis] > 1}
-                process = device.process_index
-                found.append(Finding(name, device.id, process, place, bool(certain)))
+        copies = np.moveaxis(numbers, axes, last).reshape(-1, num_copies)
+        for group in copies[(sums[copies] != sums[copies[:, :1]]).any(axis=1)]:
+            values, counts = np.unique(sums[group], return_counts=True)
+            most = values[counts == counts.max()]
+            certain = len(most) == 1
+            wrong = group[sums[group] != most[0]] if certain else group
+            found += [_finding(name, mesh, number, certain) for number in wrong]
     return found
+
+
+def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
+    at = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
+    place = {
+        axis: i
+        for (axis, size), i in zip(mesh.shape.items(), at, strict=True)
+        if size > 1
+    }
+    device: Any = mesh.devices[tuple(at)]
+    return Finding(array, device.id, device.process_index, place, certain)
 
 
 def flip(state: Any, device: int) -> Any:

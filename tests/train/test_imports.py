@@ -12,18 +12,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
-    *(
-        "runtime",
-        "chips",
-        "mesh",
-        "sharding",
-        "optimizer",
-        "spikes",
-        "state",
-        "loss",
-        "step",
-    ),
-    *("replicas", "program", "feed", "evaluation", "generate"),
+    *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
+    *("loss", "step", "replicas"),
+    *("program", "feed", "evaluation", "generate"),
     *(
         "progress",
         "metrics",
