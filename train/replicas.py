@@ -118,28 +118,28 @@ def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
     return Finding(array, device.id, device.process_index, place, certain)
 
 
-def flip(state: Any, device: int) -> Any:
-    """Flip a bit of one device's copy of a parameter, as a defect would: for drills.
+def flip(state: Any, array: str, device: int) -> Any:
+    """Flip the lowest bit of what a device holds of an array, as a defect would.
 
-    Args:
-        state: on devices, at least one parameter of which has copies.
-        device: id of the device; nothing happens on processes that do not own it.
+    For drills. Nothing happens on processes that do not own the device.
     """
-    name = next(name for name in copied(state) if name.startswith("params."))
 
-    def flipped(leaf: jax.Array) -> jax.Array:
-        parts = [shard.data for shard in leaf.addressable_shards]
-        for number, shard in enumerate(leaf.addressable_shards):
-            if shard.device.id == device:
-                part = np.array(shard.data)
-                part.reshape(-1)[:1].view(np.uint8)[0] ^= 1
-                parts[number] = jax.device_put(part, shard.device)
+    def part(shard: Any) -> jax.Array:
+        if shard.device.id != device:
+            return shard.data
+        numbers = np.array(shard.data)
+        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # of the last one
+        return jax.device_put(numbers, shard.device)
+
+    def flipped(path: Any, leaf: jax.Array) -> jax.Array:
+        if jax.tree_util.keystr(path, simple=True, separator=".") != array:
+            return leaf
+        parts = [part(shard) for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(
             leaf.shape, leaf.sharding, parts
         )
 
-    names = iter(dict(named(state)))
-    return jax.tree.map(lambda x: flipped(x) if next(names) == name else x, state)
+    return jax.tree_util.tree_map_with_path(flipped, state)
 
 
 def _copy_axes(sharding: NamedSharding) -> list[int]:
@@ -156,7 +156,7 @@ def _copy_axes(sharding: NamedSharding) -> list[int]:
 
 def _checksum(part: jax.Array) -> jax.Array:
     """Sum up the mixed bits of all numbers, each mixed with its place."""
-    bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
+    bits = part.view(f"uint{8 * part.dtype.itemsize}")
     place, stride = jnp.uint32(0), 0x9E3779B9  # odd: no two places share a number
     for dim, size in reversed(list(enumerate(part.shape))):
         place += jnp.uint32(stride) * jax.lax.broadcasted_iota(
