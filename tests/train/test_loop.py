@@ -322,7 +322,7 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
     assert [e["step"] for e in skipped[-3:]] == [x["step"] for x in found[-3:]]
     for event in skipped:
         assert event["batch"] == event["step"] - 1 + 3 * (event["step"] > 2)
-        assert (event["loss"], event["reason"]) == (None, "not finite")
+        assert (event["grad_norm"], event["reason"]) == (None, "not finite")
     last = skipped[-1]
     assert f"step {last['step']} (batch {last['batch']}, not finite)" in result.stderr
 
