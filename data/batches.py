@@ -5,6 +5,8 @@ and the order of a source's own rows is Grain's shuffle of their numbers, anothe
 each epoch. Batch s is the rows [s B, s B + B) of that endless order, so any batch
 costs the same to reach, a process looks up and reads only its own rows, and any
 division of the rows over processes gives the same batch. Nothing need be remembered.
+Step s trains on batch s, or with `data.skip_steps` on a later one: the batches left out
+keep their numbers and their rows, so that the others are what they would be without.
 Reading runs ahead of the consumer in threads, bounded by `prefetch` batches; they end
 with the iterator, and never keep the process alive.
 """
@@ -79,8 +81,12 @@ class Order:
         self.in_memory = all(split.in_memory for split in splits)
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Say how often the rows of each source are used in the first steps."""
-        given = self._mixture.counts(num_steps * self._config.batch_size).tolist()
+        """Say how often the rows of each source come in the first steps.
+
+        Rows of batches that are left out count: those of later batches stay the same.
+        """
+        num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
+        given = self._mixture.counts(num_batches * self._config.batch_size).tolist()
         return {
             name: count / len(rows)
             for name, count, rows in zip(self.names, given, self.rows, strict=True)
@@ -99,9 +105,21 @@ class Order:
                 found.append((f"data.sources.{name}.epochs", limit, rule))
         return found
 
+    def batch_number(self, step: int) -> int:
+        """Number the batch of a step: so many precede it, with those left out."""
+        number, judged = step, 0  # batches below `judged` are left out or counted
+        skipped = iter(self._config.skip_steps)
+        for first, last in zip(skipped, skipped, strict=True):
+            first = max(first, judged)
+            if number >= first:
+                number += last + 1 - first
+            judged = last + 1
+        return number
+
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
-        which, rank = self._mixture.rows(step * self._config.batch_size + rows)
+        before = self.batch_number(step) * self._config.batch_size
+        which, rank = self._mixture.rows(before + rows)
         numbers = [
             self._shuffled[w][r]
             for w, r in zip(which.tolist(), rank.tolist(), strict=True)

@@ -54,7 +54,7 @@ class MixtureSource:
 class WeightChange:
     """Weights from a step on; a source that is not named has weight 0."""
 
-    step: int = 0
+    step: int = 0  # a batch's number, so that skip_steps moves no row
     weights: dict[str, float] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class DataConfig:
     document_mask: bool = True  # attention stays inside a document
     cache_dir: str | None = None  # of token stores; null: ~/.cache/longhaul
     prefetch: int = 2  # batches read ahead
-    skip_steps: list[int] = field(default_factory=list)  # [first,last, first,last ...]
+    skip_steps: list[int] = field(default_factory=list)  # batches: [first,last, ...]
 
     def mistakes(self) -> list[tuple[str, object, str]]:
         """List what is wrong as (field, value, rule and remedy)."""

@@ -54,6 +54,9 @@ def main(config: InspectConfig) -> int:
         run = read_run(config.run.dir, config.step)
         data, seed = run.data, run.seed
     order = Order(open_sources(data), data, seed)
+    number = order.batch_number(config.step)
+    if number > config.step:
+        print(f"batch {number}, as data.skip_steps leaves out {number - config.step}")
     for line in describe_batch(order.excerpts(config.step), config.width):
         print(line)
     return 0

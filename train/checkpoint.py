@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -28,7 +29,8 @@ from train.digests import damage, digests, is_sealed, write_seal
 from train.exits import Exit
 from train.object_store import in_object_store, move, remove_uncommitted
 from train.orbax_s3 import orbax_context
-from train.state import TrainState, best_params
+from train.spikes import Recent
+from train.state import TrainState, as_saved, best_params
 
 log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
@@ -102,7 +104,7 @@ class Checkpoints:
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        plan = self._cluster.tell(lambda: self._plan(step, size))
+        plan = self._cluster.tell(lambda: self._plan(step, size, last))
         if self._saving and plan["ended"]:
             self._saving = None
         if plan["reload"]:
@@ -113,7 +115,7 @@ class Checkpoints:
             self._begin(step, state, about)
         return plan["failure"]
 
-    def _plan(self, step: int, size: int) -> dict[str, Any]:
+    def _plan(self, step: int, size: int, last: bool) -> dict[str, Any]:
         """Decide, on process 0, whether to save, and what became of the save before."""
         failure, ended = None, self._saving is None or self._saving[1].done()
         if self._saving and ended:
@@ -136,6 +138,8 @@ class Checkpoints:
         if self.failures > self._config.max_failed_saves:
             limit = f"checkpoint.max_failed_saves={self._config.max_failed_saves}"
             fatal = f"{self.failures} saves in a row failed, above {limit}: {failure}"
+        elif obstacle and last:
+            fatal = f"the last save came to nothing: {obstacle}"
         return {
             "go": go and not fatal,
             "ended": ended,
@@ -169,7 +173,7 @@ class Checkpoints:
         self._attempts += 1
         try:
             written = self._orbax.save_async(
-                step, state, force=True, custom_metadata=about
+                step, as_saved(state), force=True, custom_metadata=about
             )
         except Exception as error:
             failed: Future[None] = Future()
@@ -285,14 +289,28 @@ class Checkpoints:
         return cluster.any(damage(folder, cluster.process, cluster.processes))
 
     def _load(self, step: int, like: TrainState) -> TrainState:
+        """Load a step; recent steps of which it holds none, or others, begin empty."""
         try:
-            return self._orbax.load(step, abstract_state=like)
+            saved = self._orbax.metadata(step).metadata.get("recent")
+            where = like.step.sharding
+            recent = saved and jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                Recent(**saved),
+            )
+            wanted = as_saved(like._replace(recent=recent))
+            state = TrainState(**self._orbax.load(step, abstract_state=wanted))
         except Exception as error:
             error.add_note(
                 f"The files of the checkpoint of step {step} are what was written: it "
                 f"does not fit this config, or there was no memory, disk or network."
             )
             raise
+        if recent == like.recent:
+            return state
+        empty = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
+        )
+        return state._replace(recent=empty)
 
     def restore_params(
         self, like: TrainState, step: int | None = None

@@ -185,7 +185,7 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
         train_step = program.train_step.lower(program.state, program.batch).compile()
     rows = local_rows(program.batch)
     feed = Feed(start.order.batches(first, rows), program.batch)
-    window = Window(program, run, feed)
+    window = Window(program, run, start.order, feed)
     profiler = Profiler(config.profile.steps, str(run.path / "profile"))
     await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise
     requests.passed(first)
@@ -204,8 +204,9 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
                 window.close(step, progress, write=due)
             if window.skipped_in_a_row > config.train.max_skipped_steps:
                 log.error(
-                    "step %d: the last %d updates were not finite and were left out; "
-                    "lower the learning rate, or raise train.max_skipped_steps",
+                    "step %d: the last %d updates were left out, not finite or spikes; "
+                    "lower the learning rate, raise train.max_skipped_steps, or go "
+                    "back and leave their batches out: run.rewind_to, data.skip_steps",
                     step,
                     window.skipped_in_a_row,
                 )

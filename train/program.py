@@ -22,6 +22,7 @@ from train.chips import flops_per_token
 from train.config import Config, ConfigError, Mistake, check_all
 from train.mesh import Device, make_mesh
 from train.optimizer import Optimizer, make_optimizer
+from train.replicas import make_checksums
 from train.runtime import compiler_options, execution
 from train.sharding import (
     activation_rules,
@@ -55,8 +56,9 @@ class Program:
     @functools.cached_property
     def init(self):
         """Jitted: () -> the state of step 0, born sharded."""
+        config = self.config
         start = functools.partial(
-            initial_state, self.config.model, self.optimizer, self.config.seed
+            initial_state, config.model, self.optimizer, config.train, config.seed
         )
         return jax.jit(start, out_shardings=self.shardings)
 
@@ -81,6 +83,11 @@ class Program:
             in_shardings=(self.shardings.params, self.batch_shardings),
             out_shardings=self.replicated,
         )
+
+    @functools.cached_property
+    def checksums(self):
+        """Jitted: state -> sums of what has copies (train/replicas.py), or None."""
+        return make_checksums(self.state, self.mesh)
 
     @property
     def batch_shardings(self) -> Batch:
@@ -166,7 +173,7 @@ def make_program(
         how.compute_dtype,
         mesh,
     )
-    state = abstract_state(config.model, optimizer)
+    state = abstract_state(config.model, optimizer, train)
     shardings = state_shardings(state, infos, mesh, config.mesh.params)
     rows = jax.ShapeDtypeStruct(
         (data.batch_size, length),

@@ -13,6 +13,7 @@ from model.layers import Execution
 from train.config import TrainConfig
 from train.loss import loss_sum
 from train.optimizer import Optimizer
+from train.spikes import is_spike, remember
 from train.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -24,8 +25,8 @@ def make_train_step(
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
-    target), grad_norm (before clipping), learning_rate, skipped (1 if the loss or the
-    gradient was not finite and the update was left out).
+    target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
+    left out, because one of the first two was not finite or a spike).
     """
     microbatches = config.accumulation_steps
 
@@ -57,19 +58,23 @@ def make_train_step(
         params, opt = optimizer.update(
             grads, norm, state.optimizer, state.params, state.step
         )
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        params, opt = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (params, opt),
-            (state.params, state.optimizer),
+        accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
+        if recent is not None and config.skip_sigma is not None:
+            now = jnp.stack([loss, norm])
+            accepted &= ~is_spike(recent, now, config.skip_sigma)
+            recent = remember(recent, now)
+        params, opt, recent = jax.tree.map(
+            lambda new, old: jnp.where(accepted, new, old),
+            (params, opt, recent),
+            (state.params, state.optimizer, state.recent),
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": optimizer.learning_rate(state.step),
-            "skipped": jnp.where(finite, 0.0, 1.0),
+            "skipped": jnp.where(accepted, 0.0, 1.0),
         }
-        return TrainState(state.step + 1, params, opt), metrics
+        return TrainState(state.step + 1, params, opt, recent), metrics
 
     return train_step
 

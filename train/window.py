@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from etils import epath
 
+from data.batches import Order
 from train.chips import peak_flops
 from train.feed import Feed
 from train.object_store import in_object_store, upload
@@ -21,6 +22,7 @@ from train.rundir import RunDir
 from train.step import Metrics
 
 _MUCH_WAITING = 0.02  # of a window's time
+_NAMED = 8  # updates left out that one note names; events.jsonl names all
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +30,9 @@ log = logging.getLogger(__name__)
 class Window:
     """Collects device metrics unread, and reads them all at once when it closes."""
 
-    def __init__(self, program: Program, run: RunDir, feed: Feed):
+    def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
         """Open the first window."""
-        self._program, self._run, self._feed = program, run, feed
+        self._program, self._run, self._order, self._feed = program, run, order, feed
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
@@ -65,15 +67,7 @@ class Window:
         steps = jax.device_get(self._metrics)
         seconds = time.monotonic() - self._began - self._paused
         waited = self._feed.seconds_waited - self._waited
-        for metrics in steps:
-            skipped = metrics["skipped"] > 0
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        num_skipped = int(sum(metrics["skipped"] for metrics in steps))
-        if num_skipped:
-            progress.note(
-                f"step {step:,}: {num_skipped} of {len(steps)} updates were not finite "
-                "and were left out"
-            )
+        self._record_skipped(step - len(steps), steps, progress)
         program, last = self._program, steps[-1]
         speed = program.tokens_per_step * len(steps) / seconds
         flops = program.flops_per_step * len(steps) / seconds
@@ -95,6 +89,27 @@ class Window:
             }
             self._run.log(step, values)
         self._open()
+
+    def _record_skipped(
+        self, before: int, steps: list[Metrics], progress: Progress
+    ) -> None:
+        """Record the updates that were left out, and name them and their batches."""
+        named = []
+        for step, metrics in enumerate(steps, before + 1):
+            if not metrics["skipped"]:
+                self.skipped_in_a_row = 0
+                continue
+            self.skipped_in_a_row += 1
+            values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
+            finite = all(map(math.isfinite, values.values()))
+            reason = "spike" if finite else "not finite"
+            batch = self._order.batch_number(step - 1)
+            of_step = {"step": step, "batch": batch, **values, "reason": reason}
+            self._run.events.record("skipped", 0.0, **of_step)
+            named.append(f"step {step:,} (batch {batch:,}, {reason})")
+        if named:
+            more = f" and {len(named) - _NAMED:,} more" if named[_NAMED:] else ""
+            progress.note(f"updates left out: {', '.join(named[:_NAMED])}{more}")
 
     def _warn(self, waiting: float, progress: Progress) -> None:
         """Say once that the data is late, and what to do."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import data.reader
 from data.batches import (
@@ -136,6 +138,39 @@ def test_batches_straddle_epochs_without_loss(numbers):
     batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
     counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
     assert counts.tolist() == [2] * 112
+
+
+ranges = st.lists(st.integers(0, 60), max_size=8).map(
+    lambda ends: sorted(ends)[: len(ends) // 2 * 2]
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(skip=ranges)
+def test_steps_take_the_batches_that_are_not_left_out(config, skip):
+    """None that is left out; all others once, in order, as they are without."""
+    left_out = {
+        number
+        for first, last in zip(skip[::2], skip[1::2], strict=True)
+        for number in range(first, last + 1)
+    }
+    kept = [number for number in range(100) if number not in left_out][:30]
+    store = open_sources(config)
+    whole = Order(store, config, 3)
+    config = dataclasses.replace(config, skip_steps=skip)
+    assert not config.mistakes()
+    order = Order(store, config, 3)
+    assert [order.batch_number(step) for step in range(30)] == kept
+    for step, batch in enumerate(take(order.batches(27), 3), 27):
+        assert_equal(batch, whole.read(kept[step]))
+        assert_equal(batch, order.read(step))
+    assert list(order.excerpts(29)) == list(whole.excerpts(kept[29]))
+    assert order.epochs(30) == whole.epochs(kept[29] + 1)
+    assert order.epochs(0) == whole.epochs(0) == {"tiny": 0.0}
 
 
 E_ = 256  # the end of a document

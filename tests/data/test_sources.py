@@ -171,6 +171,34 @@ def test_a_limit_of_epochs_is_known_before_it_is_reached(stores, sources):
         order.read(2 * last)
 
 
+@pytest.mark.parametrize("skip", [[], [2, 4], [2, 4, 6, 6]])
+def test_a_limit_is_refused_just_where_reading_would_end(stores, sources, skip):
+    """Batches that are left out use up a source too."""
+    config = mixture(stores, skip_steps=skip, weight_changes=[])
+    config.sources["prose"] = MixtureSource(f"{stores}/prose", 0.61, 1)
+    order = Order(sources, config, 7)
+
+    def ends_at(step: int) -> bool:
+        try:
+            order.find(step, np.arange(B))
+        except DataError:
+            return True
+        return False
+
+    end = next(step for step in range(STEPS) if ends_at(step))
+    assert end > 4
+    assert order.mistakes(end) == []
+    assert order.mistakes(end + 1) != []
+
+
+def test_weights_change_at_a_batchs_number(stores, sources, expected):
+    """So that leaving batches out moves no row of the others."""
+    order = Order(sources, mixture(stores, skip_steps=[10, 29, 61, 61]), 7)
+    assert digest(order.read(35)) == expected[55]
+    assert digest(order.read(40)) == expected[60]
+    assert digest(order.read(41)) == expected[62]
+
+
 def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
     config = mixture(stores, packing=Packing.none)
     batches = list(validation_batches(sources, config))

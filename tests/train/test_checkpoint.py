@@ -15,11 +15,13 @@ import pytest
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from data.batches import Order
 from data.errors import DataError
 from train.checkpoint import Checkpoints
 from train.config import CheckpointConfig, ConfigError, MeshConfig
 from train.digests import SEAL, damage, is_sealed
 from train.exits import Exit
+from train.feed import place
 from train.mesh import make_mesh
 from train.optimizer import OptimizerState
 from train.sharding import state_shardings
@@ -100,6 +102,51 @@ def test_no_checkpoint_is_a_fresh_start(saved):
     assert saved().restore(specs(make_state(0))) is None
     with pytest.raises(DataError, match="no checkpoint yet"):
         saved().restore_params(specs(make_state(0)))
+
+
+GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
+
+
+def test_a_run_that_watches_for_spikes_goes_on_to_the_bit(programs, store, folder):
+    program = programs(*GUARDED, devices=1)
+    order = Order(store, program.config.data, 0)
+
+    def steps(state, first: int, last: int):
+        with jax.set_mesh(program.mesh):
+            for step in range(first, last):
+                batch = place(order.read(step), program.batch)
+                state, _ = program.train_step(state, batch)
+        return state
+
+    state, checkpoints = (
+        steps(program.init(), 0, 6),
+        Checkpoints(folder, CheckpointConfig()),
+    )
+    checkpoints.save(6, state, ABOUT)
+    checkpoints.wait()
+    expected = jax.device_get(steps(state, 6, 9))
+    restored = checkpoints.restore(program.state)
+    assert int(restored.recent.num_accepted) == 6
+    same(jax.device_get(steps(restored, 6, 9)), expected)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), GUARDED), (GUARDED, ()), (GUARDED, (GUARDED[0], "train.skip_window=8"))],
+    ids=["on", "off", "window"],
+)
+def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, after):
+    """Whoever allowed train.skip_sigma to change finds the rest as it was."""
+    old, new = programs(*before, devices=1), programs(*after, devices=1)
+    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    if state.recent is not None:
+        state = state._replace(recent=jax.tree.map(lambda x: x + 3, state.recent))
+    checkpoints.save(0, state, ABOUT)
+    checkpoints.wait()
+    restored = checkpoints.restore(new.state)
+    same(restored, state._replace(recent=new.init().recent))
+    checkpoints.close()
 
 
 def test_another_mesh_restores_to_its_own_layout(programs, folder):

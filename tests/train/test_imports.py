@@ -13,7 +13,8 @@ ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
     *("rollcall", "cluster", "requests"),
-    *("runtime", "chips", "mesh", "sharding", "optimizer", "state", "loss", "step"),
+    *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
+    *("loss", "step", "replicas"),
     *("program", "feed", "evaluation", "generate"),
     *(
         "object_store",

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from train.checkpoint import Checkpoints
+from train.metrics import read_events
 from train.program import make_program
 from train.rundir import read_run
 
@@ -308,14 +309,22 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
     result = door(
         folder / "diverged",
         *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
+        "data.skip_steps=[2,4]",
     )
     assert result.returncode == 3, result.stderr
-    assert "the last 3 updates were not finite" in result.stderr
+    assert "the last 3 updates were left out" in result.stderr
     assert "lower the learning rate" in result.stderr
     assert "Traceback" not in result.stderr
     found = lines(folder / "diverged")
     assert [x["grad_norm"] for x in found[-3:]] == [None] * 3  # null: not finite
     assert found[0]["grad_norm"] > 0
+    skipped = [e for e in read_events(folder / "diverged") if e["event"] == "skipped"]
+    assert [e["step"] for e in skipped[-3:]] == [x["step"] for x in found[-3:]]
+    for event in skipped:
+        assert event["batch"] == event["step"] - 1 + 3 * (event["step"] > 2)
+        assert (event["grad_norm"], event["reason"]) == (None, "not finite")
+    last = skipped[-1]
+    assert f"step {last['step']} (batch {last['batch']}, not finite)" in result.stderr
 
 
 def test_evaluate_scores_the_newest_checkpoint(door, straight):

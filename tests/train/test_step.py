@@ -1,4 +1,4 @@
-"""One update: microbatches, and the guard against what is not finite."""
+"""One update: microbatches, and the guard against spikes and what is not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -106,3 +106,84 @@ def test_split_gives_each_microbatch_rows_of_every_device():
     assert parts.inputs.shape == (2, 4, 3)
     assert parts.inputs[:, :, 0].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert parts.segment_ids is None
+
+
+@pytest.fixture(scope="module")
+def guarded(programs):
+    return programs("train.skip_sigma=4", "train.skip_window=4", devices=1)
+
+
+@pytest.fixture(scope="module")
+def watched(guarded, store):
+    """What a guarded run went through: states and metrics of six steps."""
+    states, all_metrics = [jax.device_get(guarded.init())], []
+    for step in range(6):
+        state = jax.tree.map(jnp.asarray, states[-1])
+        state, metrics = guarded.train_step(state, batch_of(guarded, store, step))
+        states.append(jax.device_get(state))
+        all_metrics.append(jax.device_get(metrics))
+    return states, all_metrics
+
+
+def seen(state, loss: float = 1.0, norm: float = 1.0, num_accepted: int = 6):
+    """Let it be that losses and norms were so much smaller or greater lately."""
+    values = state.recent.values * np.array([[loss], [norm]], np.float32)
+    recent = state.recent._replace(values=values, num_accepted=np.int32(num_accepted))
+    return jax.tree.map(jnp.asarray, state._replace(recent=recent))
+
+
+def test_the_window_holds_the_last_accepted_steps(watched):
+    states, metrics = watched
+    assert all(m["skipped"] == 0 for m in metrics)
+    last = [(metrics[i]["loss"], metrics[i]["grad_norm"]) for i in (4, 5, 2, 3)]
+    np.testing.assert_array_equal(states[6].recent.values.T, last)
+
+
+@pytest.mark.parametrize("smaller", [{"loss": 0.5}, {"norm": 0.2}])
+def test_a_spike_of_either_is_left_out_and_not_remembered(
+    guarded, store, watched, smaller
+):
+    before = jax.device_get(seen(watched[0][6], **smaller))
+    after, metrics = guarded.train_step(
+        seen(watched[0][6], **smaller), batch_of(guarded, store, 6)
+    )
+    assert float(metrics["skipped"]) == 1
+    assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
+    same(after._replace(step=0), before._replace(step=0))
+    assert int(after.step) == 7
+
+
+def test_far_below_is_no_spike_nor_is_anything_before_half_a_window(
+    guarded, store, watched
+):
+    for state in (
+        seen(watched[0][6], loss=9.0, norm=9.0),
+        seen(watched[0][6], loss=0.5, num_accepted=1),
+    ):
+        before = int(state.recent.num_accepted)
+        after, metrics = guarded.train_step(state, batch_of(guarded, store, 6))
+        assert float(metrics["skipped"]) == 0
+        assert int(after.recent.num_accepted) == before + 1
+
+
+def test_what_is_not_finite_does_not_enter_the_window(guarded, store, watched):
+    state = jax.tree.map(jnp.asarray, watched[0][6])
+    table = state.params["embedding"]["weight"].at[POISON].set(jnp.nan)
+    state.params["embedding"]["weight"] = table
+    good = batch_of(guarded, store, 6)
+    bad = good._replace(inputs=good.inputs.at[0, 0].set(POISON))
+    state, metrics = guarded.train_step(state, bad)
+    assert float(metrics["skipped"]) == 1
+    same(state.recent, watched[0][6].recent)
+    state, metrics = guarded.train_step(state, good)
+    assert float(metrics["skipped"]) == 0
+
+
+def test_a_guarded_run_without_spikes_is_the_same_run(program, store, watched):
+    """To the bit; the average of weights changes nothing either."""
+    state = program.init()
+    for step, expected in enumerate(watched[1]):
+        state, metrics = program.train_step(state, batch_of(program, store, step))
+        same(metrics, expected)
+    same(state.params, watched[0][6].params)
+    assert state.recent is None

@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import numpy as np
+
+from train.step import Metrics
 from train.window import Window
 
 
@@ -16,3 +19,38 @@ def test_late_data_is_said_once_and_not_of_the_first_window():
         window._warn(waiting, progress)
     (note,) = notes
     assert "takes 3.1% of the time: raise data.prefetch=2" in note
+
+
+def test_updates_left_out_are_recorded_with_their_batches_and_why():
+    """Two batches were left out of the data before these; eleven steps in a row."""
+    window = object.__new__(Window)
+    events, notes = [], []
+
+    def record(event: str, seconds: float, **fields: object) -> None:
+        events.append((event, seconds, fields))
+
+    window._run = SimpleNamespace(events=SimpleNamespace(record=record))
+    window._order = SimpleNamespace(batch_number=lambda step: step + 2)
+    window.skipped_in_a_row = 1
+    progress = SimpleNamespace(note=notes.append)
+
+    def step(skipped: float, loss: float = 9.0, norm: float = 2.0) -> Metrics:
+        values = {"skipped": skipped, "loss": loss, "grad_norm": norm}
+        return {key: np.float32(value) for key, value in values.items()}
+
+    window._record_skipped(1000, [step(1), step(0), step(1, norm=np.inf)], progress)
+    assert notes == [
+        "updates left out: step 1,001 (batch 1,002, spike), "
+        "step 1,003 (batch 1,004, not finite)"
+    ]
+    first = {"step": 1001, "batch": 1002, "loss": 9.0, "grad_norm": 2.0}
+    assert events[0] == ("skipped", 0.0, {**first, "reason": "spike"})
+    assert events[1][2]["reason"] == "not finite"
+    assert window.skipped_in_a_row == 1
+    window._record_skipped(1003, [step(1)] * 10, progress)
+    assert window.skipped_in_a_row == 11
+    assert len(events) == 12
+    assert notes[1].endswith("step 1,011 (batch 1,012, spike) and 2 more")
+    window._record_skipped(1013, [step(0)], progress)
+    assert window.skipped_in_a_row == 0
+    assert len(notes) == 2

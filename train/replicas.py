@@ -1,0 +1,176 @@
+"""Silent corruption, found by comparing what should be copies.
+
+Devices that differ only in mesh axes on which an array is not split hold the same part
+of it. Each sums up its own part; where the sums of copies differ, not all of them are
+what was computed. A change of one number in a part changes its sum for certain, any
+other change but for a chance of one in 2**32. What no second device holds is not
+looked at.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model.params import named
+
+
+class Finding(NamedTuple):
+    """A device whose part of an array is not what its copies are."""
+
+    array: str
+    device: int  # its id
+    process: int
+    place: dict[str, int]  # on the mesh axes longer than 1
+    certain: bool  # False: it, or those that it differs from
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={at}" for axis, at in self.place.items())
+        unlike = "its copies" if self.certain else "a copy; either may be wrong"
+        return (
+            f"{self.array} on device {self.device} of process {self.process} ({axes}) "
+            f"differs from {unlike}"
+        )
+
+
+def make_checksums(state: Any, mesh: Mesh):
+    """Build `checksums(state)`: uint32 [arrays with copies, devices], replicated.
+
+    Args:
+        state: `jax.ShapeDtypeStruct` leaves with their shardings.
+        mesh: of all of them.
+
+    Returns:
+        None if no array has copies.
+    """
+    shardings = copied(state)
+    if not shardings:
+        return None
+
+    def of_device(*parts: jax.Array) -> jax.Array:
+        return jnp.stack([_checksum(part) for part in parts])[:, None]
+
+    # In here each device reads its own: to XLA these are not copies of each other.
+    of_devices = jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=tuple(sharding.spec for sharding in shardings.values()),
+        out_specs=PartitionSpec(None, mesh.axis_names),
+    )
+
+    def checksums(state: Any) -> jax.Array:
+        arrays = dict(named(state))
+        return of_devices(*(arrays[name] for name in shardings))
+
+    return jax.jit(
+        checksums,
+        in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state),),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def copied(state: Any) -> dict[str, NamedSharding]:
+    """Give the shardings of the arrays of which devices hold copies, by name."""
+    return {
+        name: leaf.sharding for name, leaf in named(state) if _copy_axes(leaf.sharding)
+    }
+
+
+def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
+    """Name the devices that differ from most of their copies.
+
+    Where none are most, as of two copies, all are named, and none as certain.
+
+    Args:
+        checksums: what `make_checksums(state, mesh)` computes.
+        state: as there.
+        mesh: as there.
+    """
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    found = []
+    for sums, (name, sharding) in zip(
+        np.asarray(checksums), copied(state).items(), strict=True
+    ):
+        axes = _copy_axes(sharding)
+        num_copies = math.prod(mesh.devices.shape[axis] for axis in axes)
+        last = range(-len(axes), 0)
+        copies = np.moveaxis(numbers, axes, last).reshape(-1, num_copies)
+        for group in copies[(sums[copies] != sums[copies[:, :1]]).any(axis=1)]:
+            values, counts = np.unique(sums[group], return_counts=True)
+            most = values[counts == counts.max()]
+            certain = len(most) == 1
+            wrong = group[sums[group] != most[0]] if certain else group
+            found += [_finding(name, mesh, number, certain) for number in wrong]
+    return found
+
+
+def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
+    at = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
+    place = {
+        axis: i
+        for (axis, size), i in zip(mesh.shape.items(), at, strict=True)
+        if size > 1
+    }
+    device: Any = mesh.devices[tuple(at)]
+    return Finding(array, device.id, device.process_index, place, certain)
+
+
+def flip(state: Any, array: str, device: int) -> Any:
+    """Flip the lowest bit of what a device holds of an array, as a defect would.
+
+    For drills. Nothing happens on processes that do not own the device.
+    """
+
+    def part(shard: Any) -> jax.Array:
+        if shard.device.id != device:
+            return shard.data
+        numbers = np.array(shard.data)
+        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # of the last one
+        return jax.device_put(numbers, shard.device)
+
+    def flipped(path: Any, leaf: jax.Array) -> jax.Array:
+        if jax.tree_util.keystr(path, simple=True, separator=".") != array:
+            return leaf
+        parts = [part(shard) for shard in leaf.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, parts
+        )
+
+    return jax.tree_util.tree_map_with_path(flipped, state)
+
+
+def _copy_axes(sharding: NamedSharding) -> list[int]:
+    """Number the mesh axes, longer than 1, along which devices hold copies."""
+    entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
+    splitting = {axis for entry in entries for axis in entry}
+    sizes = sharding.mesh.shape.items()
+    return [
+        number
+        for number, (axis, size) in enumerate(sizes)
+        if size > 1 and axis not in splitting
+    ]
+
+
+def _checksum(part: jax.Array) -> jax.Array:
+    """Sum up the mixed bits of all numbers, each mixed with its place."""
+    bits = part.view(f"uint{8 * part.dtype.itemsize}")
+    place, stride = jnp.uint32(0), 0x9E3779B9  # odd: no two places share a number
+    for dim, size in reversed(list(enumerate(part.shape))):
+        place += jnp.uint32(stride) * jax.lax.broadcasted_iota(
+            jnp.uint32, part.shape, dim
+        )
+        stride = stride * size % 2**32
+    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Map each uint32 to another, one to one, so that near ones end up far apart.
+
+    Source: lowbias32 of https://nullprogram.com/blog/2018/07/31/.
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
