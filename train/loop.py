@@ -70,11 +70,13 @@ def train(config: Config, command: str) -> int:
         ConfigError: if the config does not fit the devices, the data or the run.
         DataError: if the data or every checkpoint is damaged.
     """
-    began = time.monotonic()
     interrupt = Interrupt()
     set_up(config.runtime)
     encoding = encoding_of(config.data)
     config = settle(config, padded_vocab_size(encoding), encoding.n_vocab)
+    started = time.monotonic()
+    jax.devices()
+    ready = time.monotonic()
     program = make_program(config)  # before anything is written
     sources = open_sources(config.data)
     order = Order(sources, config.data, config.seed)
@@ -83,41 +85,47 @@ def train(config: Config, command: str) -> int:
     with open_run(config, sources) as run:
         found = run.results()
         if found and found["step"] >= config.train.num_steps:
-            print_results(found, command, config.schedule)
+            print_results(found, command, config.schedule, run.path)
             return 0
+        run.events.lap("start", until=started)
+        run.events.lap("init", until=ready)
         if run.schedule_steps != config.train.num_steps:
             program = make_program(config, schedule_steps=run.schedule_steps)
         describe(program)
         describe_data(order, config.train.num_steps)
         checkpoints = Checkpoints(run.path / "checkpoints", config.checkpoint)
         start = Start(program, sources, order, run, checkpoints, interrupt)
-        run.events.record("init", time.monotonic() - began)
+        run.events.lap("prepare")
         with jax.set_mesh(program.mesh):
             code = _train(start)
         checkpoints.close()
+        run.events.lap("save")
+        run.events.end(code)
     found = run.results()
     if code == 0 and found:
-        print_results(found, command, config.schedule)
+        print_results(found, command, config.schedule, run.path)
     return code
 
 
 def _train(start: Start) -> int:
     """Find the state, step to the end, leave the results."""
     program, run = start.program, start.run
-    began = time.monotonic()
-    state = start.checkpoints.restore(program.state) or program.init()
-    step = int(state.step)
-    run.events.record("restore", time.monotonic() - began, step=step)
+    state = start.checkpoints.restore(program.state)
+    step = 0 if state is None else int(state.step)
+    run.events.lap("restore", step=step)
+    state = state or program.init()
     run.start_at(step)
     print(f"run         {run.path}, from step {step:,}", flush=True)
     code, state = _loop(start, state)
     if code == 0:
-        with run.events.span("eval"):
-            step, batches = int(state.step), program.config.eval.final_num_batches
-            score = start.evaluate(step, state, batches)
-            start.checkpoints.wait()  # results say that the run is finished
-            params = best_params(state)
-            run.write_results(results(program, params, start.sources, step, score))
+        step, batches = int(state.step), program.config.eval.final_num_batches
+        score = start.evaluate(step, state, batches)
+        run.events.lap("eval")
+        start.checkpoints.wait()  # results say that the run is finished
+        run.events.lap("save")
+        params = best_params(state)
+        run.write_results(results(program, params, start.sources, step, score))
+        run.events.lap("close")
     return code
 
 
@@ -127,8 +135,8 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
     first, end = int(state.step), config.train.num_steps
     if first >= end:
         return 0, state
-    with run.events.span("compile"):
-        train_step = program.train_step.lower(program.state, program.batch).compile()
+    train_step = program.train_step.lower(program.state, program.batch).compile()
+    run.events.lap("compile")
     rows = local_rows(program.batch)
     feed = Feed(start.order.batches(first, rows), program.batch)
     window = Window(program, run, feed)

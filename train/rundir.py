@@ -21,8 +21,9 @@ from etils import epath
 from data.errors import DataError
 from data.sources import Sources
 from train.config import Config, ConfigError, Mistake
+from train.exits import WRONG_CONFIG, WRONG_DATA, Exit
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
-from train.metrics import EventLog, MetricsLog
+from train.metrics import EventLog, MetricsLog, read_events
 from train.report import write_report
 from train.schema import read_yaml, to_yaml
 from train.tracker import NoTracker, Tracker, open_tracker
@@ -136,8 +137,19 @@ def open_run(config: Config, sources: Sources) -> Iterator[RunDir]:
     run = RunDir(path, config, schedule_steps, events)
     try:
         yield run
+    except Exception as error:
+        events.end(_exit_code(error))
+        raise
     finally:
         run.close()
+
+
+def _exit_code(error: Exception) -> int:
+    """Give the code that train/command.py ends the process with."""
+    if isinstance(error, Exit):
+        return error.code
+    known = {ConfigError: WRONG_CONFIG, DataError: WRONG_DATA}
+    return known.get(type(error), 1)
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
@@ -165,8 +177,8 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
 def _start_of(path: epath.Path, step: int | None) -> dict[str, Any]:
     """Read what was recorded of the last start, or of the last that took a step."""
     numbers = [int(file.stem) for file in (path / "starts").glob("*.yaml")]
-    if step is not None and (path / "events.jsonl").exists():
-        events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    if step is not None:
+        events = read_events(path)
         restored = {e["start"]: e["step"] for e in events if e["event"] == "restore"}
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
     if not numbers:

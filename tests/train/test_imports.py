@@ -16,7 +16,10 @@ ORDER = [
     *("program", "feed", "evaluation", "generate"),
     *(
         "progress",
+        "lines",
         "metrics",
+        "goodput",
+        "timeline",
         "charts",
         "report",
         "tracker",
@@ -28,7 +31,7 @@ ORDER = [
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
-    "train.checkpoints",
+    *("train.checkpoints", "train.status"),
     *("data.prepare", "data.inspect", "data.verify", "data.train_tokenizer"),
     "launch.__main__",
 }
