@@ -27,7 +27,7 @@ class Exit(Exception):
 def meaning(code: int | None) -> str:
     """Say how a start ended; None: it was killed, or still runs."""
     known = {
-        None: "left no exit code",
+        None: "unknown, left no exit code",
         FINISHED: "finished",
         DIVERGED: "diverged",
         PREEMPTED: "preempted",

@@ -209,7 +209,7 @@ class _Parts(Lines):
 
     def _start(self) -> Future[Any] | None:
         if self._upload is None and self._written < len(self._lines):
-            self._uploading = len(self._lines)
+            self._uploading, self._uploaded_s = len(self._lines), time.monotonic()
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(self._part().write_bytes, data)
         return self._upload
@@ -221,8 +221,6 @@ class _Parts(Lines):
             upload.result()
         except Exception as error:  # each store has errors of its own
             raise OSError(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._uploaded_s = time.monotonic()
         self._written = self._uploading
         self._next_if_full()
 

@@ -14,7 +14,7 @@ from train.command import run_command
 from train.config import Config, ConfigError, Mistake, StatusConfig
 from train.digests import is_sealed
 from train.exits import meaning
-from train.goodput import BUCKETS, Goodput, account
+from train.goodput import BUCKETS, Goodput, Start, account
 from train.identity import run_dir
 from train.lines import newest_rows
 from train.metrics import read_events
@@ -100,11 +100,11 @@ def main(asked: StatusConfig) -> int:
 
 def _last_start(folder: epath.Path) -> dict[str, Any]:
     starts = folder / "starts"
-    files = list(starts.glob("*.yaml")) if starts.exists() else []
-    if not files:
+    files = list(starts.iterdir()) if starts.exists() else []
+    numbers = [int(file.stem) for file in files if file.stem.isdigit()]
+    if not numbers:
         return {}
-    last = max(files, key=lambda file: int(file.stem))
-    return yaml.safe_load(last.read_text()) or {}
+    return yaml.safe_load((starts / f"{max(numbers)}.yaml").read_text())
 
 
 def _seems_alive(
@@ -190,13 +190,14 @@ def _print(status: Status) -> None:
         print("last save   none yet")
     if not goodput.starts:
         return
+    live = goodput.starts[-1] if status.owner else None
     print(f"goodput     {str(goodput).splitlines()[0]}\n")
     print_table(
         [
             [
-                *(start.number, start.first_step, start.last_step),
+                *(start.number, *_steps(start)),
                 *(format_seconds(start.idle_s), format_seconds(start.seconds)),
-                meaning(start.code),
+                "running" if start is live else meaning(start.code),
             ]
             for start in goodput.starts
         ],
@@ -212,6 +213,11 @@ def _print(status: Status) -> None:
         ["", "total", "share"],
         "wall time",
     )
+
+
+def _steps(start: Start) -> list[str]:
+    steps = (start.first_step, start.last_step)
+    return ["-" if step is None else f"{step:,}" for step in steps]
 
 
 if __name__ == "__main__":
