@@ -35,7 +35,7 @@ def meaning(code: int | None) -> str:
         CRASHES_AGAIN: "crashed at one step again and again",
         OWNED: "another process owns the run",
         WRONG_CONFIG: "wrong config",
-        STOPPED: "stopped by a person",
+        STOPPED: "interrupted by a person",
         ABORTED: "aborted",
     }
     return known.get(code, f"crashed, exit code {code}")
