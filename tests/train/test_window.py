@@ -1,6 +1,10 @@
 """What is said of a window of steps."""
 
+import math
+import time
 from types import SimpleNamespace
+
+import pytest
 
 from train.window import Window
 
@@ -16,3 +20,59 @@ def test_late_data_is_said_once_and_not_of_the_first_window():
         window._warn(waiting, progress)
     (note,) = notes
     assert "takes 3.1% of the time: raise data.prefetch=2" in note
+
+
+class Events:
+    """Notes laps as an EventLog would."""
+
+    def __init__(self) -> None:
+        self.laps = []
+
+    def lap(self, event, parts=None, **fields):
+        self.laps.append((event, parts, fields))
+
+
+@pytest.fixture
+def window():
+    config = SimpleNamespace(data=SimpleNamespace(prefetch=2))
+    device = SimpleNamespace(device_kind="cpu")
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
+    program = SimpleNamespace(
+        config=config, mesh=mesh, tokens_per_step=100, flops_per_step=1.0
+    )
+    logged = []
+    run = SimpleNamespace(
+        events=Events(), log=lambda *args: logged.append(args), logged=logged
+    )
+    return Window(program, run, SimpleNamespace(seconds_waited=0.5))
+
+
+METRICS = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+PROGRESS = SimpleNamespace(note=lambda text: None, update=lambda *args: None)
+
+
+def test_laps_are_split_at_pauses_and_speed_is_free_of_them(window):
+    feed, events = window._feed, window._run.events
+    for _ in range(3):
+        window.add(METRICS)
+    feed.seconds_waited = 0.75
+    with window.pause("eval"):
+        time.sleep(0.5)
+    with pytest.raises(OSError, match="full"), window.pause("save"):
+        raise OSError("full")
+    window.add(METRICS)
+    window.close(4, PROGRESS, write=True)
+    assert events.laps == [
+        # What the buffer took to fill before the first window counts too.
+        ("step", {"data_wait": 0.75}, {"steps": 3}),
+        *[("eval", None, {}), ("save", None, {})],
+        ("step", {"data_wait": 0.0}, {"steps": 1, "step": 4}),
+    ]
+    ((step, values),) = window._run.logged
+    assert step == 4
+    assert values["step_seconds"] < 0.1
+    assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 100)
+    events.laps.clear()
+    with window.pause("save"):  # right after a line: no lap of no steps
+        pass
+    assert events.laps == [("save", None, {})]
