@@ -50,7 +50,9 @@ def histories(draw: st.DrawFn) -> list[dict]:
     ]
 
 
-def play(history: list[dict], folder: str, clocks: Clocks) -> tuple[Counter, float, int]:
+def play(
+    history: list[dict], folder: str, clocks: Clocks
+) -> tuple[Counter, float, int]:
     """Live through a history; return its true buckets, wall time, and wasted steps."""
     true, taken, step, wall_s, gap = Counter(), list[tuple[int, float]](), 0, 0.0, 0.0
     wasted = 0

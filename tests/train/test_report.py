@@ -100,7 +100,11 @@ def test_where_the_time_went_adds_up(tmp_path):
     cells = re.findall(r"<tr><td><i [^>]*></i>(.*?)</td>.*?(\d+\.\d)%</td>", page)
     assert cells == [
         *[("steps", "40.0"), ("idle between starts", "20.0")],
-        *[("steps done again", "10.0"), ("data wait", "10.0"), ("not recorded", "10.0")],
+        *[
+            ("steps done again", "10.0"),
+            ("data wait", "10.0"),
+            ("not recorded", "10.0"),
+        ],
         *[("accelerator init", "5.0"), ("restore", "5.0")],
     ]
     bars = re.findall(r'<div class="bar">(.*?)</div>', page)
