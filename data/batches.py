@@ -28,7 +28,7 @@ from data.mixture import Mixture
 from data.rows import Batch, open_rows
 from data.sources import Sources
 
-__all__ = ["Batch", "Order", "validation_batches"]
+__all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
 # Of splits in memory one thread reads faster than several that share the GIL.
@@ -107,14 +107,7 @@ class Order:
 
     def batch_number(self, step: int) -> int:
         """Number the batch of a step: so many precede it, with those left out."""
-        number, judged = step, 0  # batches below `judged` are left out or counted
-        skipped = iter(self._config.skip_steps)
-        for first, last in zip(skipped, skipped, strict=True):
-            first = max(first, judged)
-            if number >= first:
-                number += last + 1 - first
-            judged = last + 1
-        return number
+        return batch_number(step, self._config.skip_steps)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
@@ -193,6 +186,18 @@ class Order:
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)
         return math.inf if source is None or source.epochs is None else source.epochs
+
+
+def batch_number(step: int, skip_steps: Sequence[int]) -> int:
+    """Number the batch of a step, where `data.skip_steps` are left out."""
+    number, judged = step, 0  # batches below `judged` are left out or counted
+    skipped = iter(skip_steps)
+    for first, last in zip(skipped, skipped, strict=True):
+        first = max(first, judged)
+        if number >= first:
+            number += last + 1 - first
+        judged = last + 1
+    return number
 
 
 def validation_batches(

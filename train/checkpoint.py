@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -48,8 +49,18 @@ class Checkpoints:
         config: CheckpointConfig,
         cluster: Cluster | None = None,
         read_only: bool = False,
+        before_save: Callable[[], None] = lambda: None,
     ):
-        """Open the folder; made if missing, leftovers of dead saves removed."""
+        """Open the folder; made if missing, leftovers of dead saves removed.
+
+        Args:
+            directory: `<run_dir>/checkpoints`.
+            config: when to save and what to keep.
+            cluster: the processes that save; None: only this one.
+            read_only: leave everything as it is.
+            before_save: called on process 0; an OSError fails the save.
+        """
+        self._before_save = before_save
         self._read_only, self._cluster = read_only, cluster or Cluster()
         self._config, self._directory = config, directory
         keep: list[Any] = [policies.LatestN(config.keep_latest)]
@@ -159,12 +170,15 @@ class Checkpoints:
     def _mark_begun(self, step: int, size: int) -> str | None:
         """Leave the mark of a step that is being written; say what stands against."""
         try:
+            self._before_save()
             self._mark(step).parent.mkdir(parents=True, exist_ok=True)
             self._mark(step).write_text("")
             if not in_object_store(self._directory):
                 free = shutil.disk_usage(self._directory).free
                 if free < size:
                     return f"{free:,} bytes are free on the disk, {size:,} are needed"
+        except Exit:
+            raise
         except Exception as error:  # each store has errors of its own
             return _line(error)
         return None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src.clusters import ClusterEnv  # no public door to either: jax 0.10 to 0.12
@@ -31,6 +31,7 @@ from train.rollcall import answer, call, numbered
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _PREFIX = "longhaul"
 _FOREVER_S = 10 * 365 * 86400
 
@@ -132,6 +133,16 @@ class Cluster:
             raise
         self.set(key, json.dumps({"value": found}))
         return found
+
+    def alone(self, action: Callable[[], T]) -> T | None:
+        """Act on process 0 only; the others go on if it succeeds.
+
+        Raises:
+            Exit: on the others, with its code, when it failed on process 0.
+        """
+        done: list[T] = []
+        self.tell(lambda: done.append(action()))
+        return done[0] if done else None
 
     def any(self, wrong: str | None) -> str | None:
         """Give all what one of them found wrong, if one did."""

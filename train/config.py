@@ -283,6 +283,14 @@ class CheckpointsConfig:
     verify: bool = True  # read and hash every file; false: only list
 
 
+@dataclass(frozen=True)
+class StatusConfig:
+    """Keys of `python -m train.status`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    json: bool = False  # print one JSON object, for programs
+
+
 class Mistake(NamedTuple):
     """One thing wrong in a config: the full key, its value, the rule and remedy."""
 

@@ -1,6 +1,7 @@
 """Score parameters on the validation split."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,11 @@ class Score(NamedTuple):
 
 
 def evaluate(
-    program: Program, params: Any, sources: Sources, num_batches: int
+    program: Program,
+    params: Any,
+    sources: Sources,
+    num_batches: int,
+    beat: Callable[[], None] = lambda: None,
 ) -> Score:
     """Run over the validation split.
 
@@ -30,6 +35,7 @@ def evaluate(
         sources: tokens.
         num_batches: how many batches at most; -1 is all: every token but the first
             is a target once.
+        beat: called after each batch.
     """
     data = program.config.data
     rows = local_rows(program.batch)
@@ -40,6 +46,7 @@ def evaluate(
         # Summed on the host in float64; also keeps a CPU's virtual devices in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
+        beat()
     loss = nats / targets if targets else math.nan
     tokens_per_byte = sources.num_tokens("validation") / sources.num_bytes("validation")
     return Score(loss, loss * tokens_per_byte / math.log(2), int(targets))

@@ -22,3 +22,20 @@ class Exit(Exception):
     def __init__(self, code: int, message: str):
         self.code = code
         super().__init__(message)
+
+
+def meaning(code: int | None) -> str:
+    """Say how a start ended; None: it was killed, or still runs."""
+    known = {
+        None: "unknown, left no exit code",
+        FINISHED: "finished",
+        DIVERGED: "diverged",
+        PREEMPTED: "preempted",
+        WRONG_DATA: "data missing or damaged",
+        CRASHES_AGAIN: "crashed at one step again and again",
+        OWNED: "another process owns the run",
+        WRONG_CONFIG: "wrong config",
+        STOPPED: "interrupted by a person",
+        ABORTED: "aborted",
+    }
+    return known.get(code, f"crashed, exit code {code}")

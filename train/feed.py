@@ -1,7 +1,7 @@
 """Batches from the host to the devices, each process reading just its rows."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -51,15 +51,28 @@ def place(batch: Batch, like: Batch) -> Batch:
 class Feed:
     """Device batches, the next one already on its way; counts the time waited."""
 
-    def __init__(self, batches: Iterator[Batch], like: Batch):
-        """Take host batches from an iterator, to lie as `like` says."""
-        self._batches, self._like = batches, like
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        like: Batch,
+        phase: Callable[[str], None] = lambda name: None,
+    ):
+        """Take host batches from an iterator, to lie as `like` says.
+
+        Args:
+            batches: of the host.
+            like: `jax.ShapeDtypeStruct` fields with their sharding.
+            phase: told "data" before each wait for a batch, and "step" after it.
+        """
+        self._batches, self._like, self._phase = batches, like, phase
         self.seconds_waited = 0.0
         self._next = self._take()
 
     def _take(self) -> Batch | None:
         start = time.perf_counter()
+        self._phase("data")
         batch = next(self._batches, None)
+        self._phase("step")
         self.seconds_waited += time.perf_counter() - start
         return None if batch is None else place(batch, self._like)
 

@@ -1,7 +1,7 @@
 """The picture of a run: `report.html`, one file that needs no network.
 
-Drawn from `metrics.jsonl`, `events.jsonl` and `config.yaml`, whichever are there, so
-it can be written again at any time.
+Drawn from the metrics, the events and `config.yaml`, whichever are there, so it can be
+written again at any time.
 """
 
 import math
@@ -16,8 +16,10 @@ import yaml
 from etils import epath
 
 from train.charts import Point, Series, chart, finite
+from train.goodput import Goodput, account
 from train.metrics import read_events, read_metrics
 from train.progress import format_count, format_seconds
+from train.timeline import timeline
 
 Row = dict[str, Any]
 _METRICS = (
@@ -42,16 +44,17 @@ def write_report(run_dir: epath.Path | Path) -> epath.Path:
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
     name, total = _from_config(config)
     rows, events = read_metrics(run_dir), read_events(run_dir)
+    goodput = account(events)
     series = {key: _series(rows, key) for key in _METRICS}
     name, restarts = name or run_dir.name, _restarts(events)
     charts = "".join(chart(series, restarts, *lines) for lines in _CHARTS)
-    body = [f"<h1>{escape(name)}</h1>", _figures(series, events, total)]
+    body = [f"<h1>{escape(name)}</h1>", _figures(series, goodput, total)]
     body.append(f'<div class="charts">{charts}</div>')
     if charts and restarts:
         body.append(
             '<p class="hint">Dotted lines: a later start went on from here.</p>'
         )
-    body.append(_time_section(events))
+    body.append(timeline(goodput))
     if config:
         body.append(f"<details><summary>Config</summary><pre>{escape(config)}</pre>")
         body.append("</details>")
@@ -95,7 +98,7 @@ def _restarts(events: Sequence[Row]) -> list[float]:
     ]
 
 
-def _figures(series: Series, events: Sequence[Row], total: int | None) -> str:
+def _figures(series: Series, goodput: Goodput, total: int | None) -> str:
     figures: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
         of = f"of {total:,}" if total else ""
@@ -112,10 +115,12 @@ def _figures(series: Series, events: Sequence[Row], total: int | None) -> str:
         note = f"{bits:.4f} bits per byte, " if bits is not None else ""
         note += f"at step {step:,.0f}"
         figures.append(("Best validation loss", f"{best:.4f}", note))
-    if wall_s := _wall_seconds(events):
-        starts = int(max(event.get("start", 1) for event in events))
+    if goodput.wall_s:
+        starts = len(goodput.starts)
         note = f"{starts} starts" if starts > 1 else ""
-        figures.append(("Wall time", format_seconds(wall_s), note))
+        figures.append(("Wall time", format_seconds(goodput.wall_s), note))
+        note = f"{goodput.num_wasted:,} steps done again" if goodput.num_wasted else ""
+        figures.append(("Goodput", f"{goodput.fraction:.1%}", note))
     if speeds := [y for _, y in finite(series["tokens_per_second"])]:
         figures.append(("Tokens per second", format_count(median(speeds)), "median"))
     if mfus := [y for _, y in finite(series["mfu"])]:
@@ -129,70 +134,19 @@ def _figures(series: Series, events: Sequence[Row], total: int | None) -> str:
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
-def _wall_seconds(events: Sequence[Row]) -> float:
-    """Return the time from the first event's beginning to the last one's end."""
-    times = [e for e in events if _number(e.get("time")) and "seconds" in e]
-    began = min((e["time"] - e["seconds"] for e in times), default=0.0)
-    return max((e["time"] for e in times), default=0.0) - began
-
-
-def _time_section(events: Sequence[Row]) -> str:
-    """Return the bar and the table of where the time of all starts went."""
-    spent: dict[str, list[float]] = {}
-    for event in events:
-        seconds = _number(event.get("seconds"))
-        if seconds is not None:
-            spent.setdefault(str(event.get("event")), []).append(seconds)
-    sums = {kind: sum(values) for kind, values in spent.items()}
-    # Saves may run beside the steps, then nothing is left over.
-    other_s = _wall_seconds(events) - sum(sums.values())
-    if other_s > 0.001 * sum(sums.values()):
-        sums["other"] = other_s
-    all_s = sum(sums.values())
-    if all_s <= 0:
-        return ""
-    bar, table = [], []
-    for kind, seconds in sorted(sums.items(), key=lambda item: -item[1]):
-        label, share = escape(kind.replace("_", " ")), seconds / all_s
-        known = (
-            "step",
-            "compile",
-            "eval",
-            "save",
-            "data_wait",
-            "init",
-            "restore",
-            "idle",
-        )
-        color = f"c{known.index(kind)}" if kind in known else "c8"
-        bar.append(
-            f'<i class="{color}" style="flex-grow:{share:.6f}" '
-            f'title="{label}: {share:.1%}"></i>'
-        )
-        count = f"{len(spent[kind]):,}" if kind in spent else ""
-        table.append(
-            f'<tr><td><i class="{color}"></i>{label}</td><td>{count}</td>'
-            f"<td>{format_seconds(seconds)}</td><td>{share:.1%}</td></tr>"
-        )
-    return (
-        f'<section><h2>Where the time went</h2><div class="bar">{"".join(bar)}</div>'
-        "<table><tr><th>Event</th><th>Times</th><th>Total</th><th>Share</th></tr>"
-        f"{''.join(table)}</table></section>"
-    )
-
-
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{title}}</title>
 <style>
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2129; --soft: #667080;
-  --rule: #e3e5e8; --s0: #2f6fb3; --s1: #d0762b; --c0: #2f6fb3; --c1: #d9a441;
-  --c2: #d0762b; --c3: #4f9d78; --c4: #b5546a; --c5: #8468b0; --c6: #4aa3b5;
-  --c7: #b4bac3; --c8: #7d8794; }
+  --rule: #e3e5e8; --s0: #2f6fb3; --s1: #d0762b; --step: #2f6fb3;
+  --wasted: #b5546a; --data_wait: #8468b0; --eval: #4f9d78; --save: #d0762b;
+  --restore: #4aa3b5; --prepare: #d9a441; --init: #c4b46a; --start: #a58e74;
+  --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5; }
 @media (prefers-color-scheme: dark) { :root { --page: #15181d; --ink: #e6e8eb;
-  --soft: #98a1ae; --rule: #2b3038; --s0: #6ea8e0; --s1: #eb9a55; --c0: #5a95d0;
-  --c7: #59616d; --c8: #87909d; } }
+  --soft: #98a1ae; --rule: #2b3038; --s0: #6ea8e0; --s1: #eb9a55; --step: #5a95d0;
+  --idle: #3d444e; --other: #656e7b; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1120px; padding: 28px 20px 48px;
   background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
@@ -235,6 +189,10 @@ output { position: absolute; display: none; top: 6px; padding: 5px 9px;
 section { margin-top: 36px; overflow-x: auto; }
 .bar { display: flex; height: 22px; border-radius: 5px; overflow: hidden; gap: 1px; }
 .bar i { flex-basis: 0; }
+.starts { display: grid; grid-template-columns: max-content 1fr; gap: 5px 16px;
+  align-items: center; margin-top: 28px; max-height: 480px; overflow-y: auto; }
+.starts span { font-size: 13px; } .starts small { margin-left: 8px; }
+.starts .bar { height: 12px; border-radius: 3px; gap: 0; }
 table { border-collapse: collapse; margin-top: 12px; min-width: min(100%, 460px); }
 th, td { padding: 5px 0 5px 12px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--rule); }
@@ -242,11 +200,6 @@ th:first-child, td:first-child { padding-left: 0; text-align: left; }
 th, .hint { font-size: 13px; }
 td i { display: inline-block; width: 10px; height: 10px; margin-right: 9px;
   border-radius: 3px; }
-.c0 { background: var(--c0); } .c1 { background: var(--c1); }
-.c2 { background: var(--c2); } .c3 { background: var(--c3); }
-.c4 { background: var(--c4); } .c5 { background: var(--c5); }
-.c6 { background: var(--c6); } .c7 { background: var(--c7); }
-.c8 { background: var(--c8); }
 details { margin-top: 36px; } summary { cursor: pointer; font-weight: 600; }
 pre { overflow-x: auto; font-size: 13px; line-height: 1.45; }
 </style></head><body>

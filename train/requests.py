@@ -110,6 +110,11 @@ class Requests:
             request = self._due.pop(step, None)
         return int(request) if request and request != SAVE else request
 
+    @property
+    def step(self) -> int:
+        """The last step that was said to be done; -1 before the first."""
+        return self._passed
+
     def finished(self) -> None:
         """Say that the last step is done and saved; leaves if that was asked for."""
         with self._told:

@@ -16,6 +16,7 @@ from train.config import (
     Optimizer,
     SampleConfig,
     Schedule,
+    StatusConfig,
     Tracker,
 )
 from train.identity import differences, flatten
@@ -106,7 +107,7 @@ _RANGES = {
 
 
 def validate(
-    config: Config | EvaluateConfig | SampleConfig | CheckpointsConfig,
+    config: Config | EvaluateConfig | SampleConfig | CheckpointsConfig | StatusConfig,
 ) -> list[Mistake]:
     """List every mistake that shows without counting devices."""
     values = flatten(config)

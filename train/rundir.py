@@ -1,14 +1,16 @@
 """A run is a directory: what lies in it, and whether this start may continue it."""
 
 import datetime
+import itertools
 import json
 import logging
+import os
 import platform
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,22 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
-from train.cluster import Cluster
+from train.cluster import Cluster, exit_code
 from train.config import Config, ConfigError, Mistake
+from train.exits import CRASHES_AGAIN, OWNED
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
+from train.lease import Lease, take_lease
 from train.metrics import EventLog, MetricsLog, read_events
 from train.object_store import run_folder, write_whole
-from train.preflight import versions
+from train.preflight import code_version, versions
 from train.report import write_report
+from train.requests import Crash, Requests
 from train.schema import read_yaml, to_yaml
 from train.tracker import NoTracker, Tracker, open_tracker
 
 log = logging.getLogger(__name__)
+
+_CRASHES = 3  # at the same step: another start would be of no use
 
 
 @dataclass
@@ -41,6 +48,7 @@ class RunDir:
     known_skips: data.skip_steps of earlier starts.
     rewind_to: run.rewind_to, unless an earlier start has done it.
     finished: whether the run has come to its end.
+    lease: of process 0.
     """
 
     path: epath.Path
@@ -51,6 +59,7 @@ class RunDir:
     finished: bool
     events: EventLog
     write: bool
+    lease: Lease | None
     metrics: MetricsLog | None = None
     tracker: Tracker = NoTracker()  # noqa: RUF009 (it does nothing and holds nothing)
 
@@ -69,7 +78,7 @@ class RunDir:
     def rewound(self) -> None:
         """Record that this start went back, so that no later one does it again."""
         left_out = self.config.data.skip_steps
-        self.events.record("rewind", 0.0, rewind_to=self.rewind_to, left_out=left_out)
+        self.events.record("rewind", rewind_to=self.rewind_to, left_out=left_out)
         self.events.flush()
         if self.write:
             (self.path / "results.json").unlink(missing_ok=True)
@@ -80,9 +89,16 @@ class RunDir:
         self.metrics.write(step, values)
         self.tracker.log(step, values)
 
-    def flush(self) -> None:
-        """Make the logs outlive this machine; due before a save."""
+    def ready_to_save(self) -> None:
+        """Make sure, on process 0, that the run is ours and its logs are kept.
+
+        Raises:
+            Exit: OWNED, if another process has taken it.
+            OSError: if the logs cannot be written now: a save would be ahead of them.
+        """
         assert self.metrics is not None
+        assert self.lease is not None
+        self.lease.check()
         self.metrics.flush()
         self.events.flush()
 
@@ -90,6 +106,35 @@ class RunDir:
         """Leave the results; their presence says that the run is finished."""
         if self.write:
             write_whole(self.path / "results.json", json.dumps(values, indent=2) + "\n")
+
+    def judge(self, crash: Crash) -> int:
+        """Record a crash on process 0, and give the exit code.
+
+        CRASHES_AGAIN if the last three starts crashed at this step with this code.
+        """
+        if crash.code != 1:
+            return crash.code
+        this = {**crash._asdict(), "code_version": code_version()}
+        self.events.record("crash", **this)
+        starts = itertools.count(self.events.start, -1)
+        same = {
+            event["start"]
+            for event in read_events(self.path)
+            if event["event"] == "crash"
+            and all(event[key] == this[key] for key in ("step", "code_version"))
+        }
+        again = all(start in same for start in itertools.islice(starts, _CRASHES))
+        return CRASHES_AGAIN if again else crash.code
+
+    def last_words(self, code: int) -> None:
+        """Close what must be closed when the process leaves in the midst of things."""
+        if code != OWNED:
+            self.events.end(code)
+            self.events.close()
+            if self.metrics is not None:
+                self.metrics.close()
+            if self.lease is not None:
+                self.lease.close()
 
     def close(self) -> None:
         """Write what is left, and the report."""
@@ -103,23 +148,61 @@ class RunDir:
 
 @contextmanager
 def open_run(
-    config: Config, sources: Sources, cluster: Cluster | None = None
+    config: Config, sources: Sources, cluster: Cluster, requests: Requests
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or old; process 0 looks, and tells the others.
 
+    Args:
+        config: settled.
+        sources: the data.
+        cluster: the processes.
+        requests: learns what to do with the directory before it ends the process.
+
     Raises:
+        Exit: OWNED, if another process is at this run.
         ConfigError: naming every key in which this start would make another run of it.
         DataError: if the text is not the one that the run was started on.
     """
-    cluster = cluster or Cluster()
     path = run_folder(run_dir(config))
+
+    def lost(why: str) -> None:
+        log.error(why)
+        requests.crashed(Crash(cluster.process, OWNED, requests.step, why))
+
+    def own() -> Lease:
+        settings = config.run
+        interval_s, timeout_s = settings.lease_interval_s, settings.lease_timeout_s
+        return take_lease(os.fspath(path), interval_s, timeout_s, lost)
+
+    with ExitStack() as stack:
+        lease = cluster.alone(own)
+        if lease:
+            stack.enter_context(lease)
+        run = _open(path, config, sources, cluster, lease)
+        requests.last_words, requests.judge = run.last_words, run.judge
+        try:
+            yield run
+        except Exception as error:
+            run.events.end(exit_code(error))
+            raise
+        finally:
+            run.close()
+
+
+def _open(
+    path: epath.Path,
+    config: Config,
+    sources: Sources,
+    cluster: Cluster,
+    lease: Lease | None,
+) -> RunDir:
     told = cluster.tell(lambda: _compare(path, config, sources))
     data = replace(config.data, skip_steps=told["skip_steps"])
     config = replace(config, data=data)
     events = EventLog(path, write=cluster.first)
     if cluster.first:
         _record_start(path, config, sources, events.start)
-    run = RunDir(
+    return RunDir(
         path,
         config,
         told["schedule_steps"],
@@ -128,11 +211,8 @@ def open_run(
         told["finished"],
         events,
         cluster.first,
+        lease,
     )
-    try:
-        yield run
-    finally:
-        run.close()
 
 
 def _compare(path: epath.Path, config: Config, sources: Sources) -> dict[str, Any]:
@@ -242,8 +322,8 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
 def _start_of(path: epath.Path, step: int | None) -> dict[str, Any]:
     """Read what was recorded of the last start, or of the last that took a step."""
     numbers = [int(file.stem) for file in (path / "starts").glob("*.yaml")]
-    if step is not None and (path / "events.jsonl").exists():
-        events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    if step is not None:
+        events = read_events(path)
         restored = {e["start"]: e["step"] for e in events if e["event"] == "restore"}
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
     if not numbers:

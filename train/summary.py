@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from data.sources import Sources
 from data.store import compression_bits_per_byte
@@ -13,6 +14,8 @@ from model.config import Position
 from train.config import ConfigError, Mistake, Schedule, ScheduleConfig
 from train.evaluation import Score
 from train.generate import Sampling, generate
+from train.goodput import account
+from train.metrics import read_events
 from train.program import Program
 from train.progress import format_bytes
 
@@ -80,9 +83,9 @@ def results(program: Program, params: Any, sources: Sources, step: int, score: S
 
 
 def print_results(
-    found: dict[str, Any], command: str, schedule: ScheduleConfig
+    found: dict[str, Any], command: str, schedule: ScheduleConfig, run_dir: epath.Path
 ) -> None:
-    """Print results to stdout, and how to go on, at a rate that is not 0."""
+    """Print results, goodput, and how to go on, at a rate that is not 0."""
     step = found["step"]
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
@@ -94,6 +97,8 @@ def print_results(
     print(f"{found['eval/bits_per_byte']:.3f} bits per byte")
     size = format_bytes(found["validation_bytes"])
     print(f"            the same {size} in bits per byte: {others}")
+    goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
+    print(f"goodput     {goodput}")
     print("sample")
     print("\n".join(f"  | {line}" for line in found["sample"].split("\n")))
     print(f"to go on    {command} train.num_steps={2 * step}", flush=True)

@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,18 +87,26 @@ class Watchdog:
         """
         self._phase = name
         self._number = watcher.PHASES.index(name)
-        self.beat(self._step if step is None else step)
+        self.beat(step)
 
-    def beat(self, step: int) -> None:
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Be in a phase for the length of the block, then in the one before."""
+        before = self._phase
+        self.phase(name)
+        yield
+        self.phase(before)
+
+    def beat(self, step: int | None = None) -> None:
         """Say that there was progress: the time of the phase begins anew.
 
         A write to memory, without a system call: cheap enough for each step.
         """
         self._beats += 1
-        self._step = step
+        self._step = self._step if step is None else step
         allowed = self._allowed[self._phase]
         watcher.LAYOUT.pack_into(
-            self._page, 0, self._beats, self._number, step, allowed
+            self._page, 0, self._beats, self._number, self._step, allowed
         )
 
     def pace(self, seconds_per_log_interval: float) -> None:
@@ -105,7 +115,7 @@ class Watchdog:
         usual = self._config.step_timeout_factor * statistics.median(self._paces)
         allowed = max(self._config.step_timeout_s, usual)
         self._allowed |= {"data": allowed, "step": allowed}
-        self.beat(self._step)
+        self.beat()
 
     def close(self) -> None:
         """Stop watching."""

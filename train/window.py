@@ -37,10 +37,12 @@ class Window:
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
         self._warned: bool | None = None  # None: the first window also fills the buffer
+        self._lapped_wait = 0.0
         self._open()
 
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
+        self._lapped_steps = 0
         self._began, self._paused = time.monotonic(), 0.0
         self._waited = self._feed.seconds_waited
 
@@ -51,18 +53,36 @@ class Window:
     @contextmanager
     def pause(self, event: str) -> Iterator[None]:
         """Leave what the body does out of the step time; record it as an event."""
+        if len(self._metrics) > self._lapped_steps:
+            self._lap()
         began = time.monotonic()
-        with self._run.events.span(event):
+        try:
             yield
+        finally:
+            self._run.events.lap(event)
         self._paused += time.monotonic() - began
 
-    def close(self, step: int, progress: Progress, write: bool) -> None:
+    def _lap(self, **fields: int) -> None:
+        """Record the steps since the last lap, apart from what they waited for data."""
+        waited = self._feed.seconds_waited
+        self._run.events.lap(
+            "step",
+            {"data_wait": waited - self._lapped_wait},
+            steps=len(self._metrics) - self._lapped_steps,
+            **fields,
+        )
+        self._lapped_steps, self._lapped_wait = len(self._metrics), waited
+
+    def close(self, step: int, progress: Progress, write: bool) -> float:
         """Wait for the devices, show and record the window, open the next.
 
         Args:
             step: completed updates.
             progress: what the user sees.
             write: whether `step` gets its line in metrics.jsonl.
+
+        Returns:
+            The seconds that its steps took.
         """
         steps = jax.device_get(self._metrics)
         seconds = time.monotonic() - self._began - self._paused
@@ -72,8 +92,7 @@ class Window:
         speed = program.tokens_per_step * len(steps) / seconds
         flops = program.flops_per_step * len(steps) / seconds
         mfu = flops / self.peak if self.peak else None
-        self._run.events.record("step", seconds - waited, steps=len(steps), step=step)
-        self._run.events.record("data_wait", waited)
+        self._lap(step=step)
         self._warn(waited / seconds, progress)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
@@ -89,6 +108,7 @@ class Window:
             }
             self._run.log(step, values)
         self._open()
+        return seconds
 
     def _record_skipped(
         self, before: int, steps: list[Metrics], progress: Progress
@@ -105,7 +125,7 @@ class Window:
             reason = "spike" if finite else "not finite"
             batch = self._order.batch_number(step - 1)
             of_step = {"step": step, "batch": batch, **values, "reason": reason}
-            self._run.events.record("skipped", 0.0, **of_step)
+            self._run.events.record("skipped", **of_step)
             named.append(f"step {step:,} (batch {batch:,}, {reason})")
         if named:
             more = f" and {len(named) - _NAMED:,} more" if named[_NAMED:] else ""

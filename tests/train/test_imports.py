@@ -15,11 +15,14 @@ ORDER = [
     *("rollcall", "cluster", "requests"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
-    *("program", "feed", "evaluation", "generate"),
+    *("program", "feed", "evaluation", "generate", "drill"),
     *(
         "object_store",
         "progress",
+        "lines",
         "metrics",
+        "goodput",
+        "timeline",
         "charts",
         "report",
         "tracker",
@@ -36,7 +39,7 @@ ORDER = [
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
-    "train.checkpoints",
+    *("train.checkpoints", "train.status"),
     *("data.prepare", "data.inspect", "data.verify", "data.train_tokenizer"),
     "launch.__main__",
 }

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from train.checkpoint import Checkpoints
+from train.goodput import account
 from train.metrics import read_events
 from train.program import make_program
 from train.rundir import read_run
@@ -152,6 +154,22 @@ def test_a_run_learns_and_leaves_what_it_promises(straight):
     assert {"config.yaml", "starts", "checkpoints", "metrics.jsonl"} <= names
     assert {"events.jsonl", "report.html", "results.json"} <= names
     assert saved(straight) == [15, 20]
+
+
+def test_events_add_up_to_the_wall_time(folder, door):
+    """Of two starts, one of them preempted, as a clock outside sees it."""
+    run, before = folder / "accounted", time.time()
+    assert door(run, at_step=7, number=signal.SIGTERM).returncode == 42
+    result = door(run)
+    assert result.returncode == 0, result.stderr
+    found = account(read_events(run))
+    wall_s = found.starts[-1].ended - before
+    assert [start.code for start in found.starts] == [42, 0]
+    # Within a percent, and what it takes to make a process.
+    assert found.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
+    assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*found.buckets}
+    assert "other" not in found.buckets
+    assert "in 2 starts" in result.stdout
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder, door, straight):

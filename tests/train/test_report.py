@@ -6,6 +6,7 @@ import pytest
 
 from train import charts
 from train.charts import thin
+from train.goodput import BUCKETS
 from train.report import write_report
 
 
@@ -74,6 +75,7 @@ EVENTS = [
     {"time": 1150.0, "start": 2, "event": "idle", "seconds": 40.0},
     {"time": 1160.0, "start": 2, "event": "restore", "seconds": 10.0, "step": 4},
     {"time": 1200.0, "start": 2, "event": "data_wait", "seconds": 20.0},
+    {"time": 1200.0, "start": 2, "event": "end", "seconds": 0.0, "code": 42},
 ]
 
 
@@ -87,6 +89,7 @@ def test_headline_figures(tmp_path):
     for figure in (
         *("base-1b", "10\nof 2,000", "10K", "1.0000\n1 not finite"),
         *("2.2500\n0.7321 bits per byte, at step 5", "3 min 20 s\n2 starts"),
+        *("40.0%\n1 steps done again",),
         *("2M\nmedian", "40.0%\nmedian"),
     ):
         assert f"\n{figure}\n" in text
@@ -96,10 +99,33 @@ def test_where_the_time_went_adds_up(tmp_path):
     page = _write(tmp_path, [], EVENTS)
     cells = re.findall(r"<tr><td><i [^>]*></i>(.*?)</td>.*?(\d+\.\d)%</td>", page)
     assert cells == [
-        *[("step", "50.0"), ("idle", "20.0"), ("data wait", "10.0")],
-        *[("other", "10.0"), ("init", "5.0"), ("restore", "5.0")],
+        *[("steps", "40.0"), ("idle between starts", "20.0")],
+        *[
+            ("steps done again", "10.0"),
+            ("data wait", "10.0"),
+            ("not recorded", "10.0"),
+        ],
+        *[("accelerator init", "5.0"), ("restore", "5.0")],
     ]
-    assert sum(map(float, re.findall(r"flex-grow:([\d.]+)", page))) == pytest.approx(1)
+    bars = re.findall(r'<div class="bar">(.*?)</div>', page)
+    assert len(bars) == 3  # of all, and of each start
+    for bar in bars:
+        shares = map(float, re.findall(r"flex-grow:([\d.]+)", bar))
+        assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert "Start 1<small>no step" not in page
+    labels = re.findall(r"<span>(Start .*?)</small>", page)
+    assert labels == [
+        "Start 1<small>step 0 to 5, unknown, left no exit code",
+        "Start 2<small>step 4 to 4, preempted",
+    ]
+
+
+def test_every_bucket_has_a_color_of_its_own(tmp_path):
+    page = _write(tmp_path, [], EVENTS)
+    light = page.partition("@media")[0]
+    colors = [re.findall(rf"--{name}: (#\w+);", light) for name in BUCKETS]
+    assert all(len(found) == 1 for found in colors)
+    assert len({found[0] for found in colors}) == len(BUCKETS)
 
 
 def test_restarts_are_marked_where_they_went_on(tmp_path):

@@ -1,8 +1,11 @@
 """What is said of a window of steps."""
 
+import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from train.step import Metrics
 from train.window import Window
@@ -26,8 +29,8 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
     window = object.__new__(Window)
     events, notes = [], []
 
-    def record(event: str, seconds: float, **fields: object) -> None:
-        events.append((event, seconds, fields))
+    def record(event: str, **fields: object) -> None:
+        events.append((event, fields))
 
     window._run = SimpleNamespace(events=SimpleNamespace(record=record))
     window._order = SimpleNamespace(batch_number=lambda step: step + 2)
@@ -44,8 +47,8 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
         "step 1,003 (batch 1,004, not finite)"
     ]
     first = {"step": 1001, "batch": 1002, "loss": 9.0, "grad_norm": 2.0}
-    assert events[0] == ("skipped", 0.0, {**first, "reason": "spike"})
-    assert events[1][2]["reason"] == "not finite"
+    assert events[0] == ("skipped", {**first, "reason": "spike"})
+    assert events[1][1]["reason"] == "not finite"
     assert window.skipped_in_a_row == 1
     window._record_skipped(1003, [step(1)] * 10, progress)
     assert window.skipped_in_a_row == 11
@@ -54,3 +57,60 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
     window._record_skipped(1013, [step(0)], progress)
     assert window.skipped_in_a_row == 0
     assert len(notes) == 2
+
+
+class Events:
+    """Notes laps as an EventLog would."""
+
+    def __init__(self) -> None:
+        self.laps = []
+
+    def lap(self, event, parts=None, **fields):
+        self.laps.append((event, parts, fields))
+
+
+@pytest.fixture
+def window():
+    config = SimpleNamespace(data=SimpleNamespace(prefetch=2))
+    device = SimpleNamespace(device_kind="cpu")
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
+    program = SimpleNamespace(
+        config=config, mesh=mesh, tokens_per_step=100, flops_per_step=1.0
+    )
+    logged = []
+    run = SimpleNamespace(
+        events=Events(), log=lambda *args: logged.append(args), logged=logged
+    )
+    order = SimpleNamespace(batch_number=lambda step: step)
+    return Window(program, run, order, SimpleNamespace(seconds_waited=0.5))
+
+
+METRICS = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+PROGRESS = SimpleNamespace(note=lambda text: None, update=lambda *args: None)
+
+
+def test_laps_are_split_at_pauses_and_speed_is_free_of_them(window):
+    feed, events = window._feed, window._run.events
+    for _ in range(3):
+        window.add(METRICS)
+    feed.seconds_waited = 0.75
+    with window.pause("eval"):
+        time.sleep(0.5)
+    with pytest.raises(OSError, match="full"), window.pause("save"):
+        raise OSError("full")
+    window.add(METRICS)
+    window.close(4, PROGRESS, write=True)
+    assert events.laps == [
+        # What the buffer took to fill before the first window counts too.
+        ("step", {"data_wait": 0.75}, {"steps": 3}),
+        *[("eval", None, {}), ("save", None, {})],
+        ("step", {"data_wait": 0.0}, {"steps": 1, "step": 4}),
+    ]
+    ((step, values),) = window._run.logged
+    assert step == 4
+    assert values["step_seconds"] < 0.1
+    assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 100)
+    events.laps.clear()
+    with window.pause("save"):  # right after a line: no lap of no steps
+        pass
+    assert events.laps == [("save", None, {})]

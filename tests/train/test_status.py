@@ -1,0 +1,200 @@
+"""The status of runs in every state, through the door, on disks and in stores."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath
+
+from train.metrics import EventLog, MetricsLog, read_metrics
+from train.status import look
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_run(folder: Any, *, silent_s: float = 0.0, code: int | None = None) -> None:
+    """Write a run of 100 steps whose second start has come from step 20 to 60."""
+    folder = epath.Path(folder)
+    files = {
+        "config.yaml": "train:\n  num_steps: 80\n",
+        "starts/1.yaml": "host: a\nchanges: {}\n",
+        "starts/2.yaml": "host: b\nchanges: {train.num_steps: 100}\n",
+        "checkpoints/20/digests.json": "{}",
+        "checkpoints/60/state": "",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    now = time.monotonic() - silent_s
+    log = EventLog(folder, began=now - 200)
+    log.lap("prepare", until=now - 190)
+    log.lap("restore", until=now - 190, step=0)
+    log.lap("step", until=now - 150, steps=40, step=40)
+    if log._lines:
+        log._lines.close()  # killed
+    log = EventLog(folder, began=now - 100)
+    log.lap("start", until=now - 90)
+    log.lap("restore", until=now - 80, step=20)
+    log.lap("step", {"data_wait": 20.0}, until=now, steps=40, step=60)
+    if code is not None:
+        log.end(code)
+        log.close()
+    elif log._lines:
+        log._lines.close()
+    metrics = MetricsLog(folder, 0)
+    for step in (20, 40, 60):
+        metrics.write(step, {"loss": 100.0 - step})
+    metrics.write(60, {"eval/loss": 1.0})
+    metrics.close()
+
+
+def status(folder: Any, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "train.status", f"run.dir={folder}", *more],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "code", "state"),
+    [
+        (1.0, None, "running"),
+        (9000.0, None, "stopped: unknown, left no exit code"),
+        (1.0, 42, "stopped: preempted"),
+        (1.0, 1, "stopped: crashed, exit code 1"),
+        (1.0, 130, "stopped: interrupted by a person"),
+        (9000.0, 3, "stopped: diverged"),
+    ],
+)
+def test_the_state_of_a_run(tmp_path, silent_s, code, state):
+    write_run(tmp_path, silent_s=silent_s, code=code)
+    found = look(epath.Path(tmp_path))
+    assert found.state == state
+    assert found.owner == ("b" if state == "running" else None)
+    assert (found.step, found.num_steps, found.loss) == (60, 100, 40.0)
+    assert found.silent_s is not None
+    if code is None:
+        assert silent_s <= found.silent_s < silent_s + 60
+    # 40 steps took 80 s, the restore apart.
+    left_s = pytest.approx(80.0) if state == "running" else None
+    assert found.left_s == left_s
+    assert found.save is not None
+    assert (found.save.step, found.save.sealed) == (60, False)
+
+
+def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
+    write_run(tmp_path, code=0)
+    (tmp_path / "results.json").write_text('{"step": 100}')
+    assert look(epath.Path(tmp_path)).state == "finished"
+    (tmp_path / "starts" / "3.yaml").write_text("changes: {train.num_steps: 200}\n")
+    assert look(epath.Path(tmp_path)).state == "stopped: finished"
+
+
+def test_a_long_lap_is_no_silence(tmp_path):
+    """Who compiled for an hour may do so again."""
+    (tmp_path / "config.yaml").write_text("train:\n  num_steps: 80\n")
+    (tmp_path / "starts").mkdir()
+    (tmp_path / "starts" / "1.yaml").write_text("host: a\n")
+    log = EventLog(tmp_path, began=(now := time.monotonic()) - 5000)
+    log.lap("compile", until=now - 2000)
+    assert look(epath.Path(tmp_path)).state == "running"
+
+
+def test_a_run_that_recorded_nothing(tmp_path):
+    (tmp_path / "config.yaml").write_text("train:\n  num_steps: 80\n")
+    result = status(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "stopped: before it recorded anything" in result.stdout
+    assert "0 of 80" in result.stdout
+
+
+def test_the_command_says_it_to_people_and_to_programs(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "checkpoints" / "60" / "digests.json").write_text("{}")
+    result = status(tmp_path)
+    assert result.returncode == 0, result.stderr
+    for line in (
+        *("state       running on b, last record", "step        60 of 100, 1 min 20 s"),
+        *("loss        40.0000", "last save   step 60, "),
+        "goodput     40.0% of 3 min 20 s in 2 starts, 20 steps done again",
+    ):
+        assert line in result.stdout
+    starts = [x for x in result.stdout.splitlines() if x.strip()[:2] in ("1 ", "2 ")]
+    ends = [start.rpartition("  ")[2] for start in starts]
+    assert ends == ["unknown, left no exit code", "running"]
+    found = json.loads(status(tmp_path, "json=true").stdout)
+    assert (found["state"], found["owner"], found["step"]) == ("running", "b", 60)
+    assert found["save"]["sealed"]
+    assert found["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
+    assert [start["code"] for start in found["starts"]] == [None, None]
+
+
+def test_no_run_is_a_mistake_of_the_command_line(tmp_path):
+    result = status(tmp_path)
+    assert result.returncode == 78
+    assert "there is no" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_it_does_not_wait_for_jax():
+    code = "import sys, train.status; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server that speaks S3, that can be down."""
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for key, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(key, value)
+    import fsspec
+
+    # epath keeps a client for good, with the address of another test's server.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    clear = epath.backend._FileSystemSpecBackend._get_filesystem.cache_clear
+    clear()
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield server
+    clear()
+    server.stop()
+
+
+def test_a_run_in_a_store_through_an_outage(server):
+    run = "s3://bucket/runs/far"
+    write_run(run)
+    found = look(epath.Path(run))
+    assert (found.state, found.step, found.loss) == ("running", 60, 40.0)
+    result = status(run, "json=true")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["owner"] == "b"
+    log = MetricsLog(run, 40)
+    log.write(50, {"loss": 1.0})
+    host, port = server.get_host_and_port()
+    server.stop()
+    with pytest.raises(OSError):  # noqa: PT011 (the client's own words)
+        log.flush()
+    again = type(server)(ip_address=host, port=port, verbose=False)
+    again.start()
+    try:
+        log.close()
+        steps = [row["step"] for row in read_metrics(run) if "loss" in row]
+    finally:
+        again.stop()
+    assert steps == [20, 40, 50]

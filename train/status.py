@@ -1,0 +1,224 @@
+"""`python -m train.status run.dir=...`: how far a run is, and what its time went to."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from etils import epath
+
+from train.command import run_command
+from train.config import Config, ConfigError, Mistake, StatusConfig
+from train.digests import is_sealed
+from train.exits import meaning
+from train.goodput import BUCKETS, Goodput, Start, account
+from train.identity import run_dir
+from train.lines import newest_rows
+from train.metrics import read_events
+from train.progress import format_seconds, print_table
+
+_SILENT_S = 180.0  # uploads come once a minute
+_SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint. age_s: since it was sealed; None: not sealed, or not known."""
+
+    step: int
+    sealed: bool
+    age_s: float | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run's directory says of it.
+
+    state: finished, running, or stopped and how.
+    owner: who runs it, if somebody does.
+    silent_s: since the last record.
+    left_s: until it is finished, if it runs.
+    """
+
+    state: str
+    owner: str | None
+    silent_s: float | None
+    step: int
+    num_steps: int
+    left_s: float | None
+    loss: float | None
+    save: Save | None
+    goodput: Goodput
+
+
+def look(folder: epath.Path) -> Status:
+    """Look at a run, live or not; nothing is written.
+
+    Raises:
+        ConfigError: if there is no run in the folder.
+    """
+    if not (folder / "config.yaml").exists():
+        rule = f"must name the directory of a run; there is no {folder}/config.yaml"
+        raise ConfigError([Mistake("run.dir", str(folder), rule)])
+    events, start = read_events(folder), _last_start(folder)
+    goodput, silent_s = account(events), None
+    num_steps = start.get("changes", {}).get("train.num_steps")
+    if num_steps is None:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        num_steps = config["train"]["num_steps"]
+    line = next((row for row in newest_rows(folder, "metrics") if "loss" in row), {})
+    step = line.get("step", 0)
+    if goodput.starts:
+        step = max(step, goodput.starts[-1].last_step or 0)
+        silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
+    owner = start.get("host") if _seems_alive(goodput, silent_s, events) else None
+    return Status(
+        state=_state(folder, goodput, owner, num_steps),
+        owner=owner,
+        silent_s=silent_s,
+        step=step,
+        num_steps=num_steps,
+        left_s=_seconds_left(goodput, num_steps) if owner else None,
+        loss=line.get("loss"),
+        save=_last_save(folder / "checkpoints"),
+        goodput=goodput,
+    )
+
+
+def main(asked: StatusConfig) -> int:
+    """Print the status of a run."""
+    status = look(epath.Path(run_dir(Config(run=asked.run))))
+    if asked.json:
+        print(json.dumps(_plain(status)))
+    else:
+        _print(status)
+    return 0
+
+
+def _last_start(folder: epath.Path) -> dict[str, Any]:
+    starts = folder / "starts"
+    files = list(starts.iterdir()) if starts.exists() else []
+    numbers = [int(file.stem) for file in files if file.stem.isdigit()]
+    if not numbers:
+        return {}
+    return yaml.safe_load((starts / f"{max(numbers)}.yaml").read_text())
+
+
+def _seems_alive(
+    goodput: Goodput, silent_s: float | None, events: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Judge by the time since the last record, and by the longest lap so far."""
+    if silent_s is None or goodput.starts[-1].code is not None:
+        return False
+    number = goodput.starts[-1].number
+    laps = [e for e in events if e.get("start") == number and e["event"] != "idle"]
+    longest_s = max((lap["seconds"] for lap in laps), default=0.0)
+    return silent_s < max(_SILENT_S, _SILENT_LAPS * longest_s)
+
+
+def _state(
+    folder: epath.Path, goodput: Goodput, owner: str | None, num_steps: int
+) -> str:
+    results = folder / "results.json"
+    if results.exists() and json.loads(results.read_text())["step"] >= num_steps:
+        return "finished"
+    if owner:
+        return "running"
+    if not goodput.starts:
+        return "stopped: before it recorded anything"
+    return f"stopped: {meaning(goodput.starts[-1].code)}"
+
+
+def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
+    """Judge by the last start, saves and evaluations included."""
+    start = goodput.starts[-1]
+    if start.last_step is None or start.first_step is None:
+        return None
+    if (done := start.last_step - start.first_step) <= 0:
+        return None
+    once = sum(
+        start.buckets.get(n, 0.0) for n in ("start", "init", "prepare", "restore")
+    )
+    return (num_steps - start.last_step) * (start.seconds - once) / done
+
+
+def _last_save(folder: epath.Path) -> Save | None:
+    steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+    if not steps:
+        return None
+    newest = max(steps, key=lambda path: int(path.name))
+    sealed = is_sealed(newest)
+    saved = (newest / "digests.json").stat().mtime if sealed else 0
+    # Object stores keep no such time where it is looked for.
+    age_s = max(0.0, time.time() - saved) if saved else None
+    return Save(int(newest.name), sealed, age_s)
+
+
+def _plain(status: Status) -> dict[str, Any]:
+    """Return the status as JSON, with what is derived."""
+    goodput = status.goodput
+    return {
+        **dataclasses.asdict(status),
+        "goodput": {
+            "fraction": goodput.fraction,
+            "wall_s": goodput.wall_s,
+            "num_wasted": goodput.num_wasted,
+            "buckets": goodput.buckets,
+        },
+        "starts": [dataclasses.asdict(start) for start in goodput.starts],
+    }
+
+
+def _print(status: Status) -> None:
+    state, save, goodput = status.state, status.save, status.goodput
+    if status.owner:
+        state += f" on {status.owner}"
+    if status.silent_s is not None:
+        state += f", last record {format_seconds(status.silent_s)} ago"
+    print(f"state       {state}")
+    left = f", {format_seconds(status.left_s)} left" if status.left_s else ""
+    print(f"step        {status.step:,} of {status.num_steps:,}{left}")
+    print(f"loss        {'none yet' if status.loss is None else f'{status.loss:.4f}'}")
+    if save:
+        age = "" if save.age_s is None else f", {format_seconds(save.age_s)} ago"
+        sealed = "sealed" if save.sealed else "not sealed"
+        print(f"last save   step {save.step:,}{age}, {sealed}")
+    else:
+        print("last save   none yet")
+    if not goodput.starts:
+        return
+    live = goodput.starts[-1] if status.owner else None
+    print(f"goodput     {str(goodput).splitlines()[0]}\n")
+    print_table(
+        [
+            [
+                *(start.number, *_steps(start)),
+                *(format_seconds(start.idle_s), format_seconds(start.seconds)),
+                "running" if start is live else meaning(start.code),
+            ]
+            for start in goodput.starts
+        ],
+        ["start", "from step", "to step", "after", "took", "end"],
+        "starts",
+    )
+    print()
+    print_table(
+        [
+            [BUCKETS[name], format_seconds(seconds), f"{seconds / goodput.wall_s:.1%}"]
+            for name, seconds in goodput.buckets.items()
+        ],
+        ["", "total", "share"],
+        "wall time",
+    )
+
+
+def _steps(start: Start) -> list[str]:
+    steps = (start.first_step, start.last_step)
+    return ["-" if step is None else f"{step:,}" for step in steps]
+
+
+if __name__ == "__main__":
+    run_command(main, "status", StatusConfig)
