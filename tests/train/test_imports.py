@@ -16,6 +16,7 @@ ORDER = [
     *("program", "feed", "evaluation", "generate"),
     *(
         "progress",
+        "appenders",
         "lines",
         "metrics",
         "goodput",
