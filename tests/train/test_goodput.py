@@ -142,7 +142,7 @@ def test_what_is_said_of_it():
 
 
 def test_a_run_of_an_earlier_version_adds_up_too():
-    """It recorded spans, with gaps between, and none before it opened its folder."""
+    """It recorded spans with gaps between, and no end."""
     events = [
         {"time": 103.0, "start": 1, "event": "init", "seconds": 3.0},
         {"time": 104.0, "start": 1, "event": "restore", "seconds": 1.0, "step": 0},

@@ -19,6 +19,7 @@ ORDER = [
     *(
         "object_store",
         "progress",
+        "appenders",
         "lines",
         "metrics",
         "goodput",

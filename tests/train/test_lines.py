@@ -17,7 +17,7 @@ import pytest
 from etils import epath
 from etils.epath import backend
 
-from train import lines
+from train import appenders, lines
 from train.lines import newest_rows, open_lines, read_rows
 
 ROOT = Path(lines.__file__).parents[1]
@@ -229,7 +229,7 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
 
 
 def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(lines, "_MAX_LINES", 10)
+    monkeypatch.setattr(appenders, "_MAX_LINES", 10)
     log = open_lines(tmp_path, "log")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: 0)
@@ -271,7 +271,7 @@ class Store:
 
         monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda *_: memory)
         monkeypatch.setattr(backend.fsspec_backend, "open", opened)
-        monkeypatch.setattr(lines.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(appenders.time, "monotonic", lambda: self.now)
 
     def names(self) -> list[str]:
         return sorted(name.removeprefix(f"{RUN}/") for name in self.objects)
@@ -346,7 +346,7 @@ def test_an_upload_blocks_nobody(store, monkeypatch):
 
 
 def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
-    monkeypatch.setattr(lines, "_PART_BYTES", 40)
+    monkeypatch.setattr(appenders, "_PART_BYTES", 40)
     log = open_lines(RUN, "log")
     for n in range(10):
         log.append({"n": n})
@@ -369,7 +369,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
     store, monkeypatch, last, kills
 ):
     """A kill after so many changes; then the next start ends what this one began."""
-    monkeypatch.setattr(lines, "_PART_BYTES", 20)
+    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
     log = open_lines(RUN, "log")
     for n in range(30):
         log.append({"n": n})
@@ -402,7 +402,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
 
 
 def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
-    monkeypatch.setattr(lines, "_PART_BYTES", 20)
+    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
     folder = epath.Path(RUN)
     (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
     log = open_lines(RUN, "log", lambda row: row["n"] < 3)
