@@ -39,6 +39,7 @@ class Storage:
         ).rstrip("/")
         self.path = Path(self.location) if local else None
         self._context = context
+        self._store: ts.KvStore | None = None
 
     def __str__(self) -> str:
         """Give the path or URL."""
@@ -152,8 +153,10 @@ class Storage:
             raise self._failed("", "removed", error) from error
 
     def _open(self, timeout_s: float | None = None) -> ts.KvStore:
-        opening = ts.KvStore.open(self.spec(), context=self._context)
-        return opening.result(timeout_s)
+        if self._store is None:  # opening may ask for credentials and regions
+            opening = ts.KvStore.open(self.spec(), context=self._context)
+            self._store = opening.result(timeout_s)
+        return self._store
 
     def _failed(self, name: str, verb: str, error: Exception) -> DataError:
         late = isinstance(error, TimeoutError)

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 import tensorstore as ts
 
@@ -42,7 +42,7 @@ _CONTEXT = ts.Context(
 )
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"]):
     """A run directory is this process', as long as nobody else has taken it."""
 
     def __init__(
@@ -64,16 +64,7 @@ class Lease:
         self._lost: str | None = None
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
-    def __enter__(self) -> "Lease":
-        """Own the run to the end of the block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the run to the next start."""
         self.close()
 

@@ -243,14 +243,6 @@ def test_a_later_process_of_the_same_number_is_another(take, run):
     take(run)
 
 
-def test_a_process_of_another_user_lives(run, monkeypatch):
-    owner = forge(run)
-    monkeypatch.setattr(os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
-    assert owner.alive()
-    monkeypatch.setattr("train.owner._state_and_start", lambda _: (None, None))
-    assert owner.alive() is None
-
-
 def test_a_stopped_owner_is_alive(start, take, run):
     owner = start(run, "take")
     owner.until("taken")
