@@ -70,7 +70,7 @@ class Watchdog:
         self._page: bytearray | mmap.mmap = bytearray(watcher.LAYOUT.size)
         self._memory: BinaryIO | None = None
         if config.enabled:
-            self._memory = _memory()
+            self._memory = _shared_memory()
             self._page = mmap.mmap(self._memory.fileno(), mmap.PAGESIZE)
         self.phase("init")
         if self._memory:
@@ -133,7 +133,7 @@ class Watchdog:
         self.close()
 
 
-def _memory() -> BinaryIO:
+def _shared_memory() -> BinaryIO:
     """Open a nameless file to share; not on a disk, for a beat must never wait."""
     if hasattr(os, "memfd_create"):
         file = os.fdopen(os.memfd_create("watchdog"), "w+b", buffering=0)

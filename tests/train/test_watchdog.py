@@ -265,11 +265,21 @@ watchdog.close()
 
 
 def test_a_machine_that_slept_is_no_alarm(start):
-    trainer = start("watchdog.phase('step', 1)\ntime.sleep(1)\nwatchdog.close()")
+    code = """
+watchdog.phase("eval")
+for _ in range(10):
+    time.sleep(0.1)
+for batch in range(20):
+    watchdog.beat(1)
+    time.sleep(0.25)
+watchdog.close()
+"""
+    trainer = start(code, eval_timeout_s=3.0)
+    time.sleep(0.5)  # into the phase
     both = (trainer.popen.pid, trainer.watcher)
     for pid in both:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(5)
     for pid in reversed(both):
         os.kill(pid, signal.SIGCONT)
     assert trainer.end() == (0, "")
@@ -277,7 +287,10 @@ def test_a_machine_that_slept_is_no_alarm(start):
 
 def test_signals_for_all_processes_do_not_end_the_watcher(start):
     trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
-    time.sleep(0.5)
+    ignored = 0
+    while not ignored & 1 << signal.SIGUSR2 - 1:  # it has started
+        status = Path(f"/proc/{trainer.watcher}/status").read_text()
+        ignored = int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         os.kill(trainer.watcher, getattr(signal, name))
     assert trainer.end()[0] == -signal.SIGABRT
@@ -351,7 +364,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_the_stacks_on_stderr(
 def test_the_first_process_of_a_container_ends_too(start, tmp_path):
     trainer = start(
         "assert os.getpid() == 1\nwatchdog.phase('step')\ntime.sleep(1000)",
-        wrapper=("unshare", "-Urpf"),
+        wrapper=("unshare", "-Urpf", "--kill-child"),
     )
     code, said = trainer.end()
     assert code == signal.SIGABRT  # as an exit code: nothing can signal that process
