@@ -142,8 +142,8 @@ _PAGE = """<!doctype html>
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2129; --soft: #667080;
   --rule: #e3e5e8; --s0: #2f6fb3; --s1: #d0762b; --step: #2f6fb3;
   --wasted: #b5546a; --data_wait: #8468b0; --eval: #4f9d78; --save: #d0762b;
-  --restore: #4aa3b5; --prepare: #d9a441; --init: #c4b46a; --start: #a58e74;
-  --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5; }
+  --check: #8a9a3c; --restore: #4aa3b5; --prepare: #d9a441; --init: #c4b46a;
+  --start: #a58e74; --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5; }
 @media (prefers-color-scheme: dark) { :root { --page: #15181d; --ink: #e6e8eb;
   --soft: #98a1ae; --rule: #2b3038; --s0: #6ea8e0; --s1: #eb9a55; --step: #5a95d0;
   --idle: #3d444e; --other: #656e7b; } }
