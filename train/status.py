@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from train.digests import is_sealed
 from train.exits import meaning
 from train.goodput import BUCKETS, Goodput, Start, account
 from train.identity import run_dir
+from train.lease import read_owner
 from train.lines import newest_rows
 from train.metrics import read_events
+from train.object_store import run_folder
 from train.progress import format_seconds, print_table
 
 _SILENT_S = 180.0  # uploads come once a minute
@@ -74,7 +77,7 @@ def look(folder: epath.Path) -> Status:
     if goodput.starts:
         step = max(step, goodput.starts[-1].last_step or 0)
         silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
-    owner = start.get("host") if _seems_alive(goodput, silent_s, events) else None
+    owner = _live_owner(folder, goodput, silent_s, events)
     return Status(
         state=_state(folder, goodput, owner, num_steps),
         owner=owner,
@@ -90,7 +93,7 @@ def look(folder: epath.Path) -> Status:
 
 def main(asked: StatusConfig) -> int:
     """Print the status of a run."""
-    status = look(epath.Path(run_dir(Config(run=asked.run))))
+    status = look(run_folder(run_dir(Config(run=asked.run))))
     if asked.json:
         print(json.dumps(_plain(status)))
     else:
@@ -105,6 +108,20 @@ def _last_start(folder: epath.Path) -> dict[str, Any]:
     if not numbers:
         return {}
     return yaml.safe_load((starts / f"{max(numbers)}.yaml").read_text())
+
+
+def _live_owner(
+    folder: epath.Path,
+    goodput: Goodput,
+    silent_s: float | None,
+    events: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """Name who is at the run: its process, if that can be asked, or its logs tell."""
+    owner = read_owner(os.fspath(folder))
+    alive = owner is not None and owner.alive()
+    if alive is None:
+        alive = _seems_alive(goodput, silent_s, events)
+    return str(owner) if alive else None
 
 
 def _seems_alive(
@@ -175,7 +192,7 @@ def _plain(status: Status) -> dict[str, Any]:
 def _print(status: Status) -> None:
     state, save, goodput = status.state, status.save, status.goodput
     if status.owner:
-        state += f" on {status.owner}"
+        state += f", {status.owner}"
     if status.silent_s is not None:
         state += f", last record {format_seconds(status.silent_s)} ago"
     print(f"state       {state}")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import pytest
 from etils import epath
 
 from train.metrics import EventLog, MetricsLog, read_metrics
+from train.owner import Owner
 from train.status import look
 
+OWNER = Owner.this_process()
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def write_run(folder: Any, *, silent_s: float = 0.0, code: int | None = None) -> None:
+def write_run(
+    folder: Any,
+    *,
+    silent_s: float = 0.0,
+    code: int | None = None,
+    owner: Owner | None = None,
+) -> None:
     """Write a run of 100 steps whose second start has come from step 20 to 60."""
     folder = epath.Path(folder)
     files = {
@@ -30,6 +39,8 @@ def write_run(folder: Any, *, silent_s: float = 0.0, code: int | None = None) ->
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    if owner:
+        (folder / "lease.json").write_bytes(owner.to_json())
     now = time.monotonic() - silent_s
     log = EventLog(folder, began=now - 200)
     log.lap("prepare", until=now - 190)
@@ -74,10 +85,11 @@ def status(folder: Any, *more: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_the_state_of_a_run(tmp_path, silent_s, code, state):
-    write_run(tmp_path, silent_s=silent_s, code=code)
+    owner = OWNER if state == "running" else None
+    write_run(tmp_path, silent_s=silent_s, code=code, owner=owner)
     found = look(epath.Path(tmp_path))
     assert found.state == state
-    assert found.owner == ("b" if state == "running" else None)
+    assert found.owner == (owner and str(owner))
     assert (found.step, found.num_steps, found.loss) == (60, 100, 40.0)
     assert found.silent_s is not None
     if code is None:
@@ -97,8 +109,17 @@ def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
     assert look(epath.Path(tmp_path)).state == "stopped: finished"
 
 
+@pytest.mark.parametrize(("silent_s", "alive"), [(1.0, True), (9000.0, False)])
+def test_of_an_owner_elsewhere_the_logs_tell(tmp_path, silent_s, alive):
+    elsewhere = replace(OWNER, machine="another", host="far")
+    write_run(tmp_path, silent_s=silent_s, owner=elsewhere)
+    assert look(epath.Path(tmp_path)).owner == (str(elsewhere) if alive else None)
+
+
 def test_a_long_lap_is_no_silence(tmp_path):
     """Who compiled for an hour may do so again."""
+    elsewhere = replace(OWNER, machine="another")
+    (tmp_path / "lease.json").write_bytes(elsewhere.to_json())
     (tmp_path / "config.yaml").write_text("train:\n  num_steps: 80\n")
     (tmp_path / "starts").mkdir()
     (tmp_path / "starts" / "1.yaml").write_text("host: a\n")
@@ -116,12 +137,15 @@ def test_a_run_that_recorded_nothing(tmp_path):
 
 
 def test_the_command_says_it_to_people_and_to_programs(tmp_path):
-    write_run(tmp_path)
+    write_run(tmp_path, owner=OWNER)
     (tmp_path / "checkpoints" / "60" / "digests.json").write_text("{}")
     result = status(tmp_path)
     assert result.returncode == 0, result.stderr
     for line in (
-        *("state       running on b, last record", "step        60 of 100, 1 min 20 s"),
+        *(
+            f"state       running, {OWNER}, last record",
+            "step        60 of 100, 1 min 20 s",
+        ),
         *("loss        40.0000", "last save   step 60, "),
         "goodput     40.0% of 3 min 20 s in 2 starts, 20 steps done again",
     ):
@@ -130,7 +154,11 @@ def test_the_command_says_it_to_people_and_to_programs(tmp_path):
     ends = [start.rpartition("  ")[2] for start in starts]
     assert ends == ["unknown, left no exit code", "running"]
     found = json.loads(status(tmp_path, "json=true").stdout)
-    assert (found["state"], found["owner"], found["step"]) == ("running", "b", 60)
+    assert (found["state"], found["owner"], found["step"]) == (
+        "running",
+        str(OWNER),
+        60,
+    )
     assert found["save"]["sealed"]
     assert found["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
     assert [start["code"] for start in found["starts"]] == [None, None]
@@ -178,12 +206,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_run_in_a_store_through_an_outage(server):
     run = "s3://bucket/runs/far"
-    write_run(run)
+    write_run(run, owner=OWNER)
     found = look(epath.Path(run))
     assert (found.state, found.step, found.loss) == ("running", 60, 40.0)
     result = status(run, "json=true")
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["owner"] == "b"
+    assert json.loads(result.stdout)["owner"] == str(OWNER)
     log = MetricsLog(run, 40)
     log.write(50, {"loss": 1.0})
     host, port = server.get_host_and_port()
