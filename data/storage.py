@@ -89,6 +89,39 @@ class Storage:
         except (ValueError, OSError) as error:
             raise self._failed(name, "written", error) from error
 
+    def read_version(self, name: str, timeout_s: float) -> tuple[bytes | None, bytes]:
+        """Read a key, None if there is none, and what its version is called.
+
+        Raises:
+            DataError: it cannot be read, or not in that time.
+        """
+        try:
+            found = self._open(timeout_s).read(name).result(timeout_s)
+        except (ValueError, OSError) as error:
+            raise self._failed(name, "read", error) from error
+        value = bytes(found.value) if found.state == "value" else None
+        return value, found.stamp.generation
+
+    def replace(
+        self, name: str, value: bytes | None, version: bytes, timeout_s: float
+    ) -> bytes | None:
+        """Write a key, or remove it, if it is still of the version that was read.
+
+        A request that was repeated may find its own first attempt in the way, and one
+        that failed may have been carried out: read again to know.
+
+        Returns:
+            The new version; None if the key was of another one and was left alone.
+
+        Raises:
+            DataError: it cannot be written, or not in that time.
+        """
+        try:
+            writing = self._open(timeout_s).write(name, value, if_equal=version)
+            return writing.result(timeout_s).generation or None
+        except (ValueError, OSError) as error:
+            raise self._failed(name, "written", error) from error
+
     def has(self, name: str) -> bool:
         """Say whether there is such a key."""
         try:
@@ -118,11 +151,14 @@ class Storage:
         except (ValueError, OSError) as error:
             raise self._failed("", "removed", error) from error
 
-    def _open(self) -> ts.KvStore:
-        return ts.KvStore.open(self.spec(), context=self._context).result()
+    def _open(self, timeout_s: float | None = None) -> ts.KvStore:
+        opening = ts.KvStore.open(self.spec(), context=self._context)
+        return opening.result(timeout_s)
 
     def _failed(self, name: str, verb: str, error: Exception) -> DataError:
-        reason = str(error).replace("\0", "/")  # TensorStore separates keys by it
+        late = isinstance(error, TimeoutError)
+        # TensorStore separates keys by zeros.
+        reason = "no answer in time" if late else str(error).replace("\0", "/")
         return DataError(
             f"{self}/{name}: cannot be {verb} ({reason}). Check path, network and "
             f"permissions"

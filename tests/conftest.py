@@ -7,7 +7,8 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -37,3 +38,28 @@ def composed() -> Callable:
         return settle(compose(overrides), vocab_size=384)
 
     return composed
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[Any]:
+    """A server that speaks S3."""
+    moto = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in environment.items():
+            patch.setenv(key, value)
+        import fsspec
+
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield fsspec.filesystem("s3")
+    server.stop()

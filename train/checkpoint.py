@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import jax
@@ -33,16 +33,8 @@ from train.state import TrainState, best_params
 log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
 
-FAILED = 1
-
-
-def _vanishes(folder: epath.Path) -> bool:
-    """Say whether a step is making way for a later one, as its preservation has it."""
-    for _ in range(50):
-        if not folder.exists():
-            return True
-        time.sleep(0.1)
-    return False
+_FAILED = 1
+_GRACE_S = 10.0  # how long a save waits for the one before, then makes way for it
 
 
 class Checkpoints:
@@ -107,8 +99,8 @@ class Checkpoints:
             Exit: too many in a row came to nothing.
         """
         self._saved_at = time.monotonic()
-        if last and self._saving:
-            self._saving[1].exception()
+        if self._saving:
+            wait([self._saving[1]], None if last else _GRACE_S)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         plan = self._cluster.tell(lambda: self._plan(step, size))
         if self._saving and plan["ended"]:
@@ -116,7 +108,7 @@ class Checkpoints:
         if plan["reload"]:
             self._orbax.reload()
         if plan["fatal"]:
-            raise Exit(FAILED, f"step {step}: {plan['fatal']}")
+            raise Exit(_FAILED, f"step {step}: {plan['fatal']}")
         if plan["go"]:
             self._begin(step, state, about)
         return plan["failure"]
@@ -128,7 +120,9 @@ class Checkpoints:
             before, saving = self._saving
             error = saving.exception()
             self.failures = self.failures + 1 if error else 0
-            failure = error and f"the save of step {before} failed: {_line(error)}"
+            if error:
+                failure = f"the save of step {before} failed: {_line(error)}"
+                self._remove(before)
         go = step not in self.steps() or failure is not None
         obstacle = None
         if not ended:
@@ -149,6 +143,14 @@ class Checkpoints:
             "failure": failure,
             "fatal": fatal,
         }
+
+    def _remove(self, step: int) -> None:
+        """Remove what a failed save left, before a good step makes way for it."""
+        try:
+            (self._directory / str(step)).rmtree(missing_ok=True)
+            self._mark(step).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("could not remove the failed step %d: %s", step, _line(error))
 
     def _mark_begun(self, step: int, size: int) -> str | None:
         """Leave the mark of a step that is being written; say what stands against."""
@@ -185,24 +187,17 @@ class Checkpoints:
         """Hash the files of a step, each process a part of them; process 0 seals it."""
         cluster, folder = self._cluster, self._directory / str(step)
         key = f"seal/{attempt}"
-        if cluster.processes == 1 or cluster.first:
-            written.result()
+        written.result()
         if cluster.processes > 1 and cluster.first:
-            cluster.set(f"{key}/begin", "")
+            cluster.set(f"{key}/begin", "")  # process 0 publishes the step
         elif cluster.processes > 1:
-            written.result()
             cluster.get(f"{key}/begin", cluster.timeout_s)
-        try:
-            found = digests(folder, cluster.process, cluster.processes)
-            if cluster.processes > 1:
-                parts = cluster.gather(key, json.dumps(found))
-                found = {k: v for part in parts for k, v in json.loads(part).items()}
-            if cluster.first:
-                write_seal(folder, found)
-        except OSError:
-            if not _vanishes(folder):
-                raise
+        found = digests(folder, cluster.process, cluster.processes)
+        if cluster.processes > 1:
+            parts = cluster.gather(key, json.dumps(found))
+            found = {k: v for part in parts for k, v in json.loads(part).items()}
         if cluster.first:
+            write_seal(folder, found)
             self._mark(step).unlink(missing_ok=True)
 
     def restore(
@@ -338,7 +333,7 @@ class Checkpoints:
         error = saving.exception()
         if wrong := self._cluster.any(_line(error) if error else None):
             raise Exit(
-                FAILED,
+                _FAILED,
                 f"the last save, of step {step}, failed: {wrong}. Nothing older was "
                 f"touched: the same command goes on from there",
             )

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -503,31 +502,6 @@ def test_two_processes_share_a_real_load(tmp_path):
         end(start(command(*given, output, f"workers={workers}")))
     assert content_of(tmp_path / "by-1") == content_of(tmp_path / "by-2")
     assert open_store(tmp_path / "by-1").num_bytes("train") > 8e7
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Any]:
-    """A server that speaks S3."""
-    moto = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in environment.items():
-            patch.setenv(key, value)
-        import fsspec
-
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield fsspec.filesystem("s3")
-    server.stop()
 
 
 def test_from_s3_to_s3(bucket, config, records, tmp_path):

@@ -1,9 +1,11 @@
 """Checkpoints: what is saved comes back, and what is damaged is set aside."""
 
 import gc
+import shutil
 import subprocess
 import sys
-import time
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
@@ -15,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from data.errors import DataError
 from train.checkpoint import Checkpoints
-from train.config import CheckpointConfig, MeshConfig
-from train.digests import SEAL, damage, is_sealed, seal
+from train.config import CheckpointConfig, ConfigError, MeshConfig
+from train.digests import SEAL, damage, is_sealed
+from train.exits import Exit
 from train.mesh import make_mesh
 from train.optimizer import OptimizerState
 from train.sharding import state_shardings
@@ -243,18 +246,22 @@ def test_parts_of_the_files_are_checked_by_several(saved, folder):
     assert sum(wrong is not None for wrong in found) == 1
 
 
+def unsealed(checkpoints, step, attempt, written) -> None:
+    written.result()
+
+
 def test_what_died_before_its_seal_is_taken_for_want_of_another(
     saved, folder, monkeypatch, caplog
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_seal", lambda self, step, written: None)
+        patch.setattr(Checkpoints, "_seal", unsealed)
         saved(1)
     assert not is_sealed(folder / "1")
     same(saved().restore(specs(make_state(0))), make_state(1))
     assert "taken unverified" in caplog.text
     assert damage(folder / "1") is None
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_seal", lambda self, step, written: None)
+        patch.setattr(Checkpoints, "_seal", unsealed)
         saved(2)
     again = saved()
     same(again.restore(specs(make_state(0))), make_state(1))
@@ -267,28 +274,79 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
     same(saved().restore(specs(make_state(0))), make_state(7))
 
 
-def test_a_seal_that_fails_is_told(saved, monkeypatch):
-    def full(step):
-        raise OSError(28, "No space left on device")
+def full(step, part=0, parts=1):
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.checkpoint.seal", full)
-    with pytest.raises(OSError, match="No space left"):
+
+def test_the_last_save_that_fails_is_told(saved, monkeypatch):
+    monkeypatch.setattr("train.checkpoint.digests", full)
+    with pytest.raises(Exit, match=r"step 1, failed: OSError.*No space left"):
         saved(1)
 
 
-def test_a_step_may_make_way_while_it_is_hashed(saved, folder, monkeypatch):
-    def slow(step):
-        for _ in range(500):
-            if step.name == "2" or not step.exists():
-                break
-            time.sleep(0.01)
-        seal(step)
+def test_a_failed_save_costs_a_warning_until_there_are_too_many(
+    saved, folder, monkeypatch
+):
+    checkpoints = saved(1, max_failed_saves=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.checkpoint.digests", full)
+        assert checkpoints.save(2, make_state(2), ABOUT) is None  # not known yet
+        assert "step 2 failed" in checkpoints.save(3, make_state(3), ABOUT)
+        assert "step 3 failed" in checkpoints.save(4, make_state(4), ABOUT)
+        with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
+            checkpoints.save(5, make_state(5), ABOUT)
+    again = saved()
+    same(again.restore(specs(make_state(0))), make_state(1))
 
-    monkeypatch.setattr("train.checkpoint.seal", slow)
-    checkpoints = saved(1, 2, keep_latest=1)
-    assert checkpoints.steps() == [2]
-    assert damage(folder / "2") is None
-    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+
+def test_a_save_that_succeeds_forgives_the_failed(saved, monkeypatch):
+    checkpoints = saved(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.checkpoint.digests", full)
+        assert checkpoints.save(2, make_state(2), ABOUT) is None
+        wait([checkpoints._saving[1]])
+    assert "failed" in checkpoints.save(3, make_state(3), ABOUT)
+    assert checkpoints.failures == 1
+    assert checkpoints.save(4, make_state(4), ABOUT) is None
+    assert checkpoints.failures == 0
+
+
+def test_a_full_disk_is_seen_beforehand(saved, monkeypatch):
+    checkpoints = saved(1)
+    usage = shutil.disk_usage("/")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=7))
+        said = checkpoints.save(2, make_state(2), ABOUT)
+    assert "step 2 was not saved: 7 bytes are free" in said
+    assert checkpoints.save(3, make_state(3), ABOUT) is None
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
+    checkpoints, go = saved(1), threading.Event()
+    monkeypatch.setattr("train.checkpoint._GRACE_S", 0.1)
+    seal = Checkpoints._seal
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda *a: (go.wait(60), seal(*a))[1])
+        assert checkpoints.save(2, make_state(2), ABOUT) is None
+        assert "not through yet" in checkpoints.save(3, make_state(3), ABOUT)
+        go.set()
+        assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 4]
+
+
+def test_rewinding_sets_aside_what_is_later(saved, folder):
+    checkpoints = saved(1, 3, 5, keep_latest=3)
+    with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
+        checkpoints.restore(specs(make_state(0)), at_most=0)
+    same(checkpoints.restore(specs(make_state(0)), at_most=4), make_state(3))
+    assert checkpoints.steps() == [1, 3]
+    assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
+    checkpoints.save(5, make_state(9), ABOUT)
+    checkpoints.wait()
+    same(saved().restore(specs(make_state(0))), make_state(9))
 
 
 def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
@@ -332,9 +390,10 @@ def test_due_by_steps_and_by_minutes(folder, monkeypatch):
     checkpoints = Checkpoints(folder, config)
     assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
     now[0] += 5 * 60
-    assert checkpoints.due(11)
+    assert not checkpoints.due(11)
+    assert checkpoints.overdue()
     checkpoints.save(11, make_state(11), ABOUT)
-    assert not checkpoints.due(12)
+    assert not checkpoints.overdue()
     checkpoints.close()
 
 

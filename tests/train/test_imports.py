@@ -23,11 +23,14 @@ ORDER = [
         "report",
         "tracker",
         "preflight",
+        "owner",
+        "lease",
         "rundir",
         "digests",
         "orbax_s3",
         "checkpoint",
     ),
+    *("watcher", "watchdog"),
     *("describe", "summary", "trained", "window", "loop"),
 ]
 DOORS = {

@@ -1,0 +1,130 @@
+"""What checkpoints cost: `python -m benchmarks.checkpoint`.
+
+For a model of 100 M parameters (`gpt2_124m`): how long a save blocks the loop, beside
+the time of a step; how long writing and hashing take in the background; whether what is
+restored is what was saved; and the restore, with its check, beside `dd` of the same
+bytes from the same disk. Caches of the disk are dropped where that is permitted.
+"""
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from etils import epath
+
+from data.batches import Batch
+from train.checkpoint import Checkpoints
+from train.command import compose
+from train.config import CheckpointConfig
+from train.digests import damage, size
+from train.program import Program, make_program, settle
+from train.runtime import set_up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--saves", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--folder", default=None, help="on the disk to measure")
+    given = parser.parse_args()
+    overrides = ["model=gpt2_124m", "data.batch_size=8", "data.sequence_length=256"]
+    config = settle(compose(overrides), 50304, 50257)
+    set_up(config.runtime)
+    program = make_program(config)
+    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    try:
+        with jax.set_mesh(program.mesh):
+            measure(program, folder, given.saves, given.steps)
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
+    state = program.init()
+    tokens = np.zeros((8, 256), np.int32)
+    fields = (None if like is None else tokens for like in program.batch)
+    batch = jax.device_put(Batch(*fields), program.batch_shardings)
+    state, _ = jax.block_until_ready(program.train_step(state, batch))
+    step_s = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(program.train_step(state, batch))
+        step_s.append(time.perf_counter() - began)
+    checkpoints = Checkpoints(epath.Path(folder / "checkpoints"), CheckpointConfig())
+    blocking_s, whole_s, rss = [], [], []
+    for step in range(1, saves + 1):
+        began = time.perf_counter()
+        checkpoints.save(step, state, {"step": step}, last=True)
+        blocking_s.append(time.perf_counter() - began)
+        checkpoints.wait()
+        whole_s.append(time.perf_counter() - began)
+        rss.append(resident())
+    last = folder / "checkpoints" / str(saves)
+    bytes_saved = size(epath.Path(last))
+    step_median = statistics.median(step_s)
+    print(
+        f"state             {bytes_saved / 1e9:.2f} GB on disk, 8 x 256 tokens a step"
+    )
+    print(f"step              {step_median:.2f} s, median of {steps}")
+    for name, seconds in (
+        ("blocks the loop", blocking_s),
+        ("written, hashed", whole_s),
+    ):
+        median, worst = statistics.median(seconds), max(seconds)
+        print(
+            f"{name:17s} {median:.3f} s median, {worst:.3f} s worst of {saves}: "
+            f"{median / step_median:.1%} and {worst / step_median:.1%} of a step"
+        )
+    print(f"resident memory   {rss[0] / 1e9:.2f} GB after the first save, "
+          f"{rss[-1] / 1e9:.2f} after the last")  # fmt: skip
+    began = time.perf_counter()
+    assert damage(epath.Path(last)) is None
+    print(f"hashing           {time.perf_counter() - began:.2f} s, from memory")
+    before = jax.tree.map(np.asarray, state)
+    dd = read_with_dd(last)
+    dropped = drop_caches()
+    began = time.perf_counter()
+    restored = jax.block_until_ready(checkpoints.restore(program.state))
+    seconds = time.perf_counter() - began
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, restored)
+    assert all(jax.tree.leaves(same))
+    cold = (
+        "from the disk" if dropped else "from the page cache: not permitted to drop it"
+    )
+    print(
+        f"restore           {seconds:.2f} s, checked and equal; dd {dd:.2f} s; {cold}"
+    )
+    checkpoints.close()
+
+
+def read_with_dd(folder: Path) -> float:
+    drop_caches()
+    began = time.perf_counter()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            command = ["dd", f"if={file}", "of=/dev/null", "bs=4M", "status=none"]
+            subprocess.run(command, check=True)
+    return time.perf_counter() - began
+
+
+def drop_caches() -> bool:
+    subprocess.run(["sync"], check=True)
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    main()

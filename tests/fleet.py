@@ -1,0 +1,143 @@
+"""Several real processes of `python -m train` on this machine, and their faults."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A model of seconds; what is drilled does not depend on its size.
+TINY = (
+    *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
+    *("model.compute_dtype=float32", "model.init=scaled", "model.layer_unroll=1"),
+    *("optimizer=adamw", "schedule.warmup_steps=2", "tracker=none"),
+    *("data=text", "data.sequence_length=32", "data.batch_size=8"),
+    *("train.num_steps=20", "log.interval_steps=1", "runtime.cpu_devices=1"),
+    *("checkpoint.save_interval_steps=5", "eval.interval_steps=1000"),
+    *("eval.final_num_batches=2", "distributed.init_timeout_s=60"),
+    *("distributed.heartbeat_timeout_s=10", "distributed.barrier_timeout_s=60"),
+)
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on, below those that are given out at will."""
+    while True:
+        port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", port)):
+                return port
+
+
+class Fleet:
+    """The processes of one start of a run.
+
+    Their exit codes are as a shell sees them: 134 for an abort, 137 for kill -9.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        overrides: Sequence[str],
+        count: int = 1,
+        own: Callable[[int], Sequence[str]] = lambda process: (),
+        missing: Sequence[int] = (),
+        module: str = "train",
+        environment: dict[str, str] | None = None,
+    ):
+        """Start them.
+
+        Args:
+            folder: where they run and leave what they say, `log.<process>`.
+            overrides: of all.
+            count: how many there should be.
+            own: more overrides of each.
+            missing: those that never come.
+            module: the door.
+            environment: more of it.
+        """
+        address = f"localhost:{free_port()}"
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env.setdefault("JAX_PLATFORMS", "cpu")
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for process in range(count):
+            if process in missing:
+                continue
+            place = (
+                f"distributed.coordinator_address={address}",
+                f"distributed.num_processes={count}",
+                f"distributed.process_id={process}",
+            )
+            command = [sys.executable, "-m", module, *overrides, *own(process)]
+            with (folder / f"log.{process}").open("wb") as said:
+                self.processes.append(
+                    subprocess.Popen(
+                        command + list(place if count > 1 else ()),
+                        cwd=folder,
+                        env=env,
+                        stdout=said,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def said(self, process: int = 0) -> str:
+        """Give what a process has said so far."""
+        return (self._folder / f"log.{process}").read_text(errors="replace")
+
+    def await_text(self, text: str, process: int = 0, timeout_s: float = 180) -> None:
+        """Wait until a process says something."""
+        self.await_that(lambda: text in self.said(process), timeout_s)
+
+    def await_that(self, holds: Callable[[], bool], timeout_s: float = 180) -> None:
+        """Wait until something holds, looking often.
+
+        Raises:
+            AssertionError: it does not in time, or the processes end before.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            ended = all(p.poll() is not None for p in self.processes)
+            if ended or time.monotonic() > deadline:
+                if holds():
+                    return
+                self.end()
+                told = "\n".join(self.said(i)[-3000:] for i in range(len(self)))
+                raise AssertionError(f"ended: {ended}, or too late; they said:\n{told}")
+            time.sleep(0.005)
+
+    def send(self, number: int, *processes: int) -> None:
+        """Send a signal to some, or to all."""
+        for process in processes or range(len(self)):
+            if self.processes[process].poll() is None:
+                os.kill(self.processes[process].pid, number)
+
+    def wait(self, timeout_s: float = 300) -> list[int]:
+        """Wait for their ends, and give their exit codes; None was ended by us."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            for process in self.processes:
+                process.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            self.end()
+        return [
+            128 - p.returncode if p.returncode < 0 else p.returncode
+            for p in self.processes
+        ]
+
+    def end(self) -> None:
+        """Leave none behind."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def __len__(self) -> int:
+        return len(self.processes)

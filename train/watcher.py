@@ -1,0 +1,201 @@
+"""The process beside a trainer that ends it when it makes no progress.
+
+    python watcher.py PID MEMORY PROCESS PROCESSES FOLDER
+
+It imports the standard library alone until there is something to write, and shares
+nothing with the trainer but a piece of memory: what holds the trainer up (the lock of
+the interpreter, a full pipe, dead storage) holds up this one for `_PATIENCE_S` at most.
+It goes when the trainer goes, whichever way that was.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+# The first page of the memory; the stacks that `faulthandler` writes follow it.
+LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
+# In the order of a run: at one step, a process in an earlier phase is behind.
+PHASES = ("init", "restore", "compile", "eval", "save", "data", "step")
+DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
+
+_TICK_S = 0.25
+_PATIENCE_S = 30.0  # with storage, and with who reads our messages
+_OTHERS_S = 2.0  # until the other processes have seen it too
+_ABORT_S = 5.0
+_NAMED = 8  # processes in a message
+
+
+class Trainer(NamedTuple):
+    """The process to watch."""
+
+    pid: int  # our parent
+    memory: int  # an open file
+    process: int
+    processes: int
+    folder: str  # for stacks and reports
+
+
+class Stall(NamedTuple):
+    """Where a process was when its time was up."""
+
+    process: int
+    host: str
+    phase: str
+    step: int
+    seconds: float  # since its last sign of life
+    allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f'process {self.process} on host {self.host}: no progress in phase "'
+            f'{self.phase}" (step {self.step}) for {self.seconds:.0f} s, allowed '
+            f"{self.allowed:g} s"
+        )
+
+
+def main(trainer: Trainer) -> None:
+    """Watch a trainer until it is gone, or end it."""
+    began = time.monotonic()
+    # A scheduler may signal every process; what to do is the trainer's affair.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    stall = watch(trainer)
+    if stall:
+        _send(trainer, signal.SIGCONT, DUMP)
+        _say(trainer, str(stall), lambda: report(trainer, stall, began))
+        end(trainer)
+    elif _stacks(trainer):
+        about = f"process {trainer.process} was aborted"
+        _say(trainer, about, lambda: f". Stacks: {_keep_stacks(trainer)}")
+
+
+def watch(trainer: Trainer) -> Stall | None:
+    """Wait until the trainer is gone (None), or its time is up."""
+    page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
+    seen, silent, last = None, 0.0, time.monotonic()
+    while os.getppid() == trainer.pid:
+        # A longer tick means that this process was stopped: with it, the machine.
+        now = time.monotonic()
+        silent, last = silent + min(now - last, 1.0), now
+        found = LAYOUT.unpack_from(page)  # if half written, a sign of life all the same
+        _, phase, step, allowed = found
+        if found != seen:
+            seen, silent = found, 0.0
+        elif silent > allowed:
+            host = socket.gethostname()
+            return Stall(trainer.process, host, PHASES[phase], step, silent, allowed)
+        time.sleep(_TICK_S)
+    return None
+
+
+def report(trainer: Trainer, stall: Stall, began: float) -> str:
+    """Leave stall and stacks in the folder, and say who is behind."""
+    files = _open(trainer.folder)
+    mine = f"{trainer.folder}/process{stall.process}.json"
+    files.pipe_file(mine, json.dumps(stall._asdict()).encode())
+    age = time.monotonic() - began
+    time.sleep(_OTHERS_S)
+    stacks = _keep_stacks(trainer)
+    if trainer.processes == 1:
+        return f". Stacks: {stacks}"
+    # Older ones are of earlier starts; the storage's clock is the same for all hosts.
+    since = files.modified(mine).timestamp() - age
+
+    def read(path: str) -> bytes:
+        fresh = path.endswith(".json") and files.modified(path).timestamp() >= since
+        return files.cat_file(path) if fresh else b""
+
+    with ThreadPoolExecutor(32) as threads:
+        found = threads.map(read, files.ls(trainer.folder, detail=False))
+    stalls = [Stall(**json.loads(text)) for text in found if text]
+    return f"; behind: {behind(stalls, trainer.processes)}. Stacks: {stacks}"
+
+
+def behind(stalls: list[Stall], processes: int) -> str:
+    """Name the processes that the others wait for."""
+    places = {stall: (stall.step, PHASES.index(stall.phase)) for stall in stalls}
+    first = min(places.values())
+    last = [
+        f"process {stall.process} on host {stall.host} "
+        f"(phase {stall.phase}, step {stall.step})"
+        for stall in sorted(stalls)
+        if places[stall] == first
+    ]
+    silent = sorted({*range(processes)} - {stall.process for stall in stalls})
+    names = _few(last) if len(last) < len(stalls) else "none, all heard of are here"
+    return names + (f"; not heard of: process {_few(silent)}" if silent else "")
+
+
+def end(trainer: Trainer) -> None:
+    """Abort it, or kill it if that does not help."""
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        _send(trainer, number, signal.SIGCONT)
+        deadline = time.monotonic() + _ABORT_S
+        while os.getppid() == trainer.pid and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+
+
+def _send(trainer: Trainer, *numbers: int) -> None:
+    for number in numbers:
+        if os.getppid() == trainer.pid:  # else the number may be another's by now
+            os.kill(trainer.pid, number)
+
+
+def _say(trainer: Trainer, message: str, more: Callable[[], str]) -> None:
+    """Print a message and what `more` adds; if that fails or hangs, the stacks."""
+    threads = ThreadPoolExecutor()
+    try:
+        message += threads.submit(more).result(_PATIENCE_S)
+    except Exception as error:  # whatever a storage raises
+        stacks = _stacks(trainer).decode()
+        message += f". {trainer.folder} does not answer: {error!r}. Stacks:\n{stacks}"
+    line = f"\nwatchdog: {message}\n".encode()
+    with contextlib.suppress(Exception):
+        threads.submit(os.write, sys.stderr.fileno(), line).result(_PATIENCE_S)
+
+
+def _keep_stacks(trainer: Trainer) -> str:
+    """Write the stacks to a file of their own, and give its place."""
+    stacks = _stacks(trainer)
+    if not stacks:
+        return "none, the process did not react"
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    place = f"{trainer.folder}/{now}-process{trainer.process}.txt"
+    _open(trainer.folder).pipe_file(place, stacks)
+    return place
+
+
+def _open(folder: str) -> Any:
+    """Make a folder, on a disk or far away, and give its file system."""
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(folder)
+    files.makedirs(path, exist_ok=True)
+    return files
+
+
+def _stacks(trainer: Trainer) -> bytes:
+    """Give what the trainer's `faulthandler` has written."""
+    size = os.fstat(trainer.memory).st_size
+    return os.pread(trainer.memory, size, mmap.PAGESIZE)
+
+
+def _few(names: Sequence[object]) -> str:
+    rest = len(names) - _NAMED
+    text = ", ".join(map(str, names[:_NAMED]))
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+if __name__ == "__main__":
+    pid, memory, process, processes = map(int, sys.argv[1:5])
+    main(Trainer(pid, memory, process, processes, sys.argv[5]))
+    os._exit(0)  # whatever may still hang
