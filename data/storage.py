@@ -53,10 +53,15 @@ class Storage:
         url = urlsplit(folder)
         if url.scheme == "s3":
             # Source: tensorstore 0.1.80, kvstore/s3 schema. A URL has no place for it.
-            spec = {"driver": "s3", "bucket": url.netloc, "path": url.path[1:]}
+            where = {"bucket": url.netloc, "path": url.path[1:]}
+            spec: dict[str, Any] = {"driver": "s3", **where}
             if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
                 region = os.environ.get("AWS_REGION", "us-east-1")
                 spec |= {"endpoint": endpoint, "aws_region": region}
+            if "AWS_ACCESS_KEY_ID" in os.environ:
+                # Looked at first in any case, but then with lines on stderr about all
+                # the other places that hold nothing.
+                spec["aws_credentials"] = {"type": "environment"}
             return spec
         if url.scheme == "gs":
             return {"driver": "gcs", "bucket": url.netloc, "path": url.path[1:]}

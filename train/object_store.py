@@ -36,9 +36,9 @@ def run_folder(directory: str) -> epath.Path:
         raise ConfigError([Mistake("run.dir", directory, rule)])
     # Other processes write here too, and Orbax past fsspec: a listing is soon wrong.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    # A server that is away for a minute fails nothing. Amazon's default is 7 seconds.
+    # To last through a minute without the server: by default it is some 7 seconds.
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
-    os.environ.setdefault("AWS_MAX_ATTEMPTS", "10")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "15")
     try:
         fsspec.filesystem(scheme)
     except ImportError as error:
