@@ -257,7 +257,7 @@ def _train(start: Start) -> int:
         run.rewound()
     with start.phase("compile", "prepare"):
         state = state or program.init()
-        run.start_at(step)
+        run.start_at(step, start.sources)
     print(f"run         {run.path}, from step {step:,}", flush=True)
     code, state = _loop(start, state)
     if code:

@@ -63,9 +63,14 @@ class RunDir:
     metrics: MetricsLog | None = None
     tracker: Tracker = NoTracker()  # noqa: RUF009 (it does nothing and holds nothing)
 
-    def start_at(self, step: int) -> None:
-        """Begin to log after `step` updates; lines of later steps are dropped."""
+    def start_at(self, step: int, sources: Sources) -> None:
+        """Record this start, which goes on after `step` updates, and begin to log.
+
+        Lines of later steps are dropped.
+        """
         write = self.write
+        if write:
+            _record_start(self.path, self.config, sources, self.events.start)
         self.metrics = MetricsLog(self.path, step, write=write)
         self.tracker = open_tracker(
             self.config.tracker,
@@ -200,8 +205,6 @@ def _open(
     data = replace(config.data, skip_steps=told["skip_steps"])
     config = replace(config, data=data)
     events = EventLog(path, write=cluster.first)
-    if cluster.first:
-        _record_start(path, config, sources, events.start)
     return RunDir(
         path,
         config,
