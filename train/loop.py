@@ -5,16 +5,14 @@ for the devices only to log, to evaluate and to save.
 """
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 
 from data.batches import Order, batch_number
-from data.sources import Sources, encoding_of, open_sources
-from data.tokenizer import padded_vocab_size
+from data.sources import Sources
 from train.checkpoint import Checkpoints
 from train.cluster import Cluster, exit_code, join
 from train.config import Config, ConfigError, Mistake
@@ -25,8 +23,8 @@ from train.exits import ABORTED, CRASHES_AGAIN, DIVERGED, Exit
 from train.feed import Feed, local_rows
 from train.identity import run_dir
 from train.object_store import run_folder
-from train.preflight import about_data, about_devices, about_program
-from train.program import Program, make_program, settle
+from train.preflight import Prepared
+from train.program import Program, make_program
 from train.progress import Progress
 from train.replicas import compare
 from train.requests import SAVE, Crash, Requests
@@ -38,48 +36,6 @@ from train.watchdog import Watchdog
 from train.window import Profiler, Window
 
 log = logging.getLogger(__name__)
-
-
-class Prepared:
-    """The program and the data of a config, once all processes can run it.
-
-    config: settled.
-    devices_s: when the devices were asked for, and when they were there.
-    """
-
-    config: Config
-    devices_s: tuple[float, float]
-    program: Program
-    sources: Sources
-
-    def __init__(self, config: Config, cluster: Cluster):
-        """Prepare both, before anything is written.
-
-        Raises:
-            ConfigError: if the config does not fit the devices or the data.
-            DataError: if the data is missing or damaged.
-            Exit: if the processes are not equal.
-        """
-        self.config = config
-        cluster.together(self._settle)
-        cluster.together(self._lay_out)
-
-    def _settle(self) -> Mapping[str, str]:
-        encoding = encoding_of(self.config.data)
-        vocab = padded_vocab_size(encoding), encoding.n_vocab
-        self.config = settle(self.config, *vocab)
-        return about_program(self.config)
-
-    def _lay_out(self) -> Mapping[str, str]:
-        asked = time.monotonic()
-        jax.devices()
-        self.devices_s = asked, time.monotonic()
-        self.program = make_program(self.config)
-        self.sources = open_sources(self.config.data)
-        order = Order(self.sources, self.config.data, self.config.seed)
-        if used_up := order.mistakes(self.config.train.num_steps):
-            raise ConfigError([Mistake(*mistake) for mistake in used_up])
-        return about_devices() | about_data(self.sources)
 
 
 @dataclass(frozen=True)
