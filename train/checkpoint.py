@@ -75,7 +75,7 @@ class Checkpoints:
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
             cleanup_tmp_directories=not (read_only or remote),
         )
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told_overdue = time.monotonic(), False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
         self._attempts = 0
@@ -90,9 +90,11 @@ class Checkpoints:
         return step % self._config.save_interval_steps == 0
 
     def overdue(self) -> bool:
-        """Say whether the time since the last save calls for one, by this clock."""
+        """Say, once, that the time since the last save calls for one."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        return minutes >= self._config.save_interval_minutes
+        overdue = minutes >= self._config.save_interval_minutes
+        overdue, self._told_overdue = overdue and not self._told_overdue, overdue
+        return overdue
 
     def save(
         self, step: int, state: TrainState, about: dict[str, Any], last: bool = False
@@ -111,7 +113,7 @@ class Checkpoints:
         Raises:
             Exit: too many in a row came to nothing.
         """
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told_overdue = time.monotonic(), False
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
