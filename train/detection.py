@@ -127,8 +127,10 @@ def _ask_jax(
 def _not_in_a_step() -> bool:
     """Say, loudly, whether this is the shell or the script of a larger Slurm job."""
     env = os.environ
-    in_step = env.get("SLURM_STEP_NUM_TASKS", "1") != "1"  # salloc's shell may be one
-    if in_step or "OMPI_COMM_WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1":
+    if "OMPI_COMM_WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1":
+        return False
+    # The shell of salloc may be a step, of one task, with the job's SLURM_NTASKS.
+    if "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         return False
     log.warning(
         "this Slurm job has %s tasks, but srun did not start this process as one of "

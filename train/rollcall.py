@@ -180,6 +180,7 @@ def _hear(
                 wrong = f"process {who} on {host} left while the others were waited for"
                 raise Exit(ABORTED, wrong) from None
         return False
+    _tell(connection, _HEARD)
     if total != processes or not 0 < who < processes or who in arrived:
         there = arrived[who][1] if who in arrived else "process 0's host"
         wrong = f"process {who} of {total} came from {host}, but "
@@ -192,7 +193,6 @@ def _hear(
         # Not a wrong config for sure: it may be left from an earlier start.
         raise Exit(CRASHED, f"{wrong}. Another run on this port?")
     arrived[who] = connection, host
-    _tell(connection, _HEARD)
     return True
 
 
