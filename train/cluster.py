@@ -250,6 +250,8 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
     else:
         answer(address, process, processes, config.init_timeout_s)
     all_here()
+    # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
+    os.environ["TTY_COMPATIBLE"] = "0"
     # Its handler of SIGTERM would take the place of ours (train/requests.py).
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(

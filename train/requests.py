@@ -224,11 +224,13 @@ class Requests:
         try:
             self.last_words(code)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if self._cluster.processes > 1 and self._cluster.first:
-                time.sleep(0.5)  # JAX aborts the others when process 0 is gone
-            os._exit(code)
+            try:
+                sys.stdout.flush()  # to a pipe that may be broken
+                sys.stderr.flush()
+            finally:
+                if self._cluster.processes > 1 and self._cluster.first:
+                    time.sleep(0.5)  # JAX aborts the others when process 0 is gone
+                os._exit(code)
 
 
 def _agree(passed: list[int]) -> int:
