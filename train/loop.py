@@ -126,7 +126,7 @@ def train(config: Config, command: str) -> int:
         Exit: whatever else ends it for a known reason.
     """
     with Requests() as requests:
-        cluster = join(config.distributed)
+        cluster = join(config.distributed, requests.hold)
         requests.connect(cluster)
         set_up(config.runtime)
         folder = run_folder(run_dir(config))

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
-    *("rollcall", "cluster", "requests"),
+    *("detection", "rollcall", "cluster", "requests"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
     *("program", "feed", "evaluation", "generate", "drill"),
