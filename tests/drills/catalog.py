@@ -1,16 +1,16 @@
 """All drills, by number."""
 
-from tests.drills import preemption
+from tests.drills import damage, preemption, saves
 from tests.drills.drill import Drill
 
-_THEMES = (preemption,)
+_THEMES = (preemption, saves, damage)
 
 DRILLS = sorted(
     (
-        found
+        one
         for theme in _THEMES
-        for found in vars(theme).values()
-        if isinstance(found, Drill)
+        for one in vars(theme).values()
+        if isinstance(one, Drill)
     ),
     key=lambda drill: drill.number,
 )

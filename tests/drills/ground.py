@@ -71,17 +71,16 @@ class Ground:
         return run
 
     def half(self, count: int = 1, name: str = "run") -> Run:
-        """Give a copy of a run that ended after 20 steps, saved after each second one.
+        """Give a copy of a run that ended after 20 steps, with a checkpoint of each.
 
         Its next start goes on to step 40.
         """
-        shared = Ground(self.root)
-        often = ("checkpoint.save_interval_steps=2", "checkpoint.keep_every_steps=2")
-        whole = shared.run(*often, name=f"half-{count}")
+        all_steps = "checkpoint.save_interval_steps=1", "checkpoint.keep_every_steps=1"
+        whole = Ground(self.root).run(*all_steps, name=f"half-{count}")
         if not whole.results:
             shutil.rmtree(whole.path, ignore_errors=True)
             whole.finish(f"train.num_steps={HALF}", count=count)
-        run = self.run(*often, name=name)
+        run = self.run(name=name)
         shutil.copytree(whole.path, run.path)
         return run
 

@@ -105,10 +105,14 @@ class Run:
         """Say what the last start did at a moment (time.time()), by its events."""
         rows = self.rows("events")
         laps = [r for r in rows if r["start"] == rows[-1]["start"] and r["seconds"]]
-        for lap in laps:
-            if lap["time"] - lap["seconds"] <= moment <= lap["time"]:
-                return lap["event"]
-        return "after the last record"
+        before = [lap["event"] for lap in laps if lap["time"] < moment]
+        during = next((lap["event"] for lap in laps if lap["time"] >= moment), "close")
+        if during == "prepare" and "restore" in before:
+            return "compile"
+        if during == "close":  # it left in the midst of what comes next
+            order = ("start", "init", "prepare", "restore", "compile")
+            return next((phase for phase in order if phase not in before), during)
+        return during
 
 
 def _read(base: dict[str, Any], name: str) -> np.ndarray:
