@@ -29,6 +29,7 @@ from train.config import CheckpointConfig, ConfigError, Mistake
 from train.digests import damage, digests, is_sealed, write_seal
 from train.exits import Exit
 from train.object_store import in_object_store, move, remove_uncommitted
+from train.orbax_log import say_failures_once
 from train.orbax_s3 import orbax_context
 from train.spikes import Recent
 from train.state import TrainState, as_saved, best_params
@@ -60,6 +61,7 @@ class Checkpoints:
             read_only: leave everything as it is.
             before_save: called on process 0; an OSError fails the save.
         """
+        say_failures_once()
         self._before_save = before_save
         self._read_only, self._cluster = read_only, cluster or Cluster()
         self._config, self._directory = config, directory
@@ -163,6 +165,8 @@ class Checkpoints:
         """Remove what a failed save left, before a good step makes way for it."""
         try:
             (self._directory / str(step)).rmtree(missing_ok=True)
+            for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                partial.rmtree()  # a full disk has no room for it
             self._mark(step).unlink(missing_ok=True)
         except OSError as error:
             log.warning("could not remove the failed step %d: %s", step, _line(error))
@@ -171,12 +175,12 @@ class Checkpoints:
         """Leave the mark of a step that is being written; say what stands against."""
         try:
             self._before_save()
-            self._mark(step).parent.mkdir(parents=True, exist_ok=True)
-            self._mark(step).write_text("")
             if not in_object_store(self._directory):
                 free = shutil.disk_usage(self._directory).free
                 if free < size:
                     return f"{free:,} bytes are free on the disk, {size:,} are needed"
+            self._mark(step).parent.mkdir(parents=True, exist_ok=True)
+            self._mark(step).write_text("")
         except Exit:
             raise
         except Exception as error:  # each store has errors of its own
