@@ -27,13 +27,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = {str(drill.number): drill for drill in DRILLS}
+    known = {str(drill.number) for drill in DRILLS}
     parser.add_argument("which", nargs="*", metavar="number", help="all if none is")
     parser.add_argument("--list", action="store_true", help="say what there is")
     asked = parser.parse_args()
-    if unknown := [number for number in asked.which if number not in known]:
+    if unknown := {*asked.which} - known:
         parser.error(f"there is no drill {', '.join(unknown)}")
-    chosen = [known[n] for n in asked.which] or DRILLS
+    chosen = [d for d in DRILLS if not asked.which or str(d.number) in asked.which]
     if asked.list:
         for drill in chosen:
             _show(drill)
@@ -63,7 +63,7 @@ def _show(drill: Drill, outcome: Outcome | None = None) -> None:
     print(f"{drill.number:>3}  {drill.name:<60}{verdict}".rstrip())
     seen = {"seen": outcome.seen} if outcome else {}
     for title, text in {"done": done, "expected": expected, **seen}.items():
-        lines = [textwrap.wrap(line, 78) or [""] for line in text.splitlines()]
+        lines = [textwrap.wrap(line, 72) or [""] for line in text.splitlines()]
         first, *rest = [line for part in lines for line in part] or [""]
         print(f"     {title:<9} {first}")
         print("".join(f"{'':15}{line}\n" for line in rest), end="", flush=True)

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import subprocess
 import time
+from typing import Any
 
 from tests.drills.drill import drill, expect
 from tests.drills.ground import Ground
@@ -31,9 +32,9 @@ def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
     return step
 
 
-def goes_on(run: Run, step: int, count: int = 1) -> None:
+def goes_on(run: Run, step: int, **how: Any) -> None:
     """Check that the next start goes on from a step to the end."""
-    fleet = run.finish(count=count)
+    fleet = run.finish(**how)
     assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
 
 

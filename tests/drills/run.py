@@ -17,6 +17,7 @@ class Run:
     def __init__(self, path: Path, overrides: Sequence[str], environment: dict):
         """Name it; nothing is made."""
         self.path, self.overrides = path, overrides
+        self._place, self._name = path.parent, path.name
         self._environment, self._starts = environment, 0
 
     def start(
@@ -27,11 +28,18 @@ class Run:
         **others: Any,
     ) -> Fleet:
         """Start its processes with more overrides; the rest is `Fleet`'s."""
-        self._starts += 1
-        logs = self.path.parent / f"{self.path.name}.{self._starts}"
         overrides = [*self.overrides, f"run.dir={self.path}", *more]
         both = {**self._environment, **(environment or {})}
-        return Fleet(logs, overrides, count, environment=both, **others)
+        return Fleet(self._logs(), overrides, count, environment=both, **others)
+
+    def other(self, door: str, *overrides: str) -> Fleet:
+        """Start another command."""
+        environment = self._environment
+        return Fleet(self._logs(), overrides, module=door, environment=environment)
+
+    def _logs(self) -> Path:
+        self._starts += 1
+        return self._place / f"{self._name}.{self._starts}"
 
     def finish(self, *more: str, count: int = 1, **others: Any) -> Fleet:
         """Start it and let it come to its end."""
