@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.sources import Sources
 from train.cluster import Cluster, exit_code
 from train.config import Config, ConfigError, Mistake
-from train.exits import CRASHES_AGAIN, OWNED
+from train.exits import CRASHED, CRASHES_AGAIN, OWNED, Exit
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
 from train.lease import Lease, take_lease
 from train.metrics import EventLog, MetricsLog, read_events
@@ -70,7 +70,11 @@ class RunDir:
         """
         write = self.write
         if write:
-            _record_start(self.path, self.config, sources, self.events.start)
+            try:
+                _record_start(self.path, self.config, sources, self.events.start)
+            except OSError as error:
+                said = f"{self.path}: cannot be written: {error}"
+                raise Exit(CRASHED, said) from error
         self.metrics = MetricsLog(self.path, step, write=write)
         self.tracker = open_tracker(
             self.config.tracker,
@@ -148,7 +152,10 @@ class RunDir:
         self.tracker.finish()
         self.events.close()
         if self.write:
-            write_report(self.path)
+            try:
+                write_report(self.path)
+            except Exception as error:  # it must not hide how the run ended
+                log.warning("%s/report.html was not written: %s", self.path, error)
 
 
 @contextmanager
@@ -164,7 +171,8 @@ def open_run(
         requests: learns what to do with the directory before it ends the process.
 
     Raises:
-        Exit: OWNED, if another process is at this run.
+        Exit: OWNED, if another process is at this run; 1, if the directory cannot be
+            read or written.
         ConfigError: naming every key in which this start would make another run of it.
         DataError: if the text is not the one that the run was started on.
     """
@@ -204,7 +212,10 @@ def _open(
     told = cluster.tell(lambda: _compare(path, config, sources))
     data = replace(config.data, skip_steps=told["skip_steps"])
     config = replace(config, data=data)
-    events = EventLog(path, write=cluster.first)
+    try:
+        events = cluster.alone(lambda: EventLog(path)) or EventLog(path, write=False)
+    except OSError as error:
+        raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
     return RunDir(
         path,
         config,

@@ -32,6 +32,7 @@ ORDER = [
         "lease",
         "rundir",
         "digests",
+        "orbax_log",
         "orbax_s3",
         "checkpoint",
     ),
