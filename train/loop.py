@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from data.batches import Order, batch_number
+from data.errors import DataError
 from data.sources import Sources
 from train.checkpoint import Checkpoints
 from train.cluster import Cluster, exit_code, join
@@ -187,9 +188,11 @@ def _crashed(
 ) -> None:
     """Take the other processes along; say so when another start is of no use."""
     said = f"{type(error).__name__}: {error}"
-    crash = Crash(cluster.process, exit_code(error), requests.step, said[:1000])
+    known = isinstance(error, Exit | ConfigError | DataError)
+    place = cluster.process, exit_code(error), requests.step
+    crash = Crash(*place, said[:1000], known)
     if cluster.processes > 1:
-        log.error("%s", said, exc_info=error if crash.code == 1 else None)
+        log.error("%s", said, exc_info=None if known else error)
         requests.crashed(crash)
     if run.judge(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)

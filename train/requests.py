@@ -46,6 +46,7 @@ class Crash(NamedTuple):
     code: int
     step: int  # that was being taken: completed updates
     error: str  # in a line
+    known: bool  # an error with a message for people
 
 
 class Requests:

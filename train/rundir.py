@@ -121,7 +121,7 @@ class RunDir:
 
         CRASHES_AGAIN if the last three starts crashed at this step with this code.
         """
-        if crash.code != 1:
+        if crash.known:
             return crash.code
         this = {**crash._asdict(), "code_version": code_version()}
         self.events.record("crash", **this)
@@ -180,7 +180,7 @@ def open_run(
 
     def lost(why: str) -> None:
         log.error(why)
-        requests.crashed(Crash(cluster.process, OWNED, requests.step, why))
+        requests.crashed(Crash(cluster.process, OWNED, requests.step, why, known=True))
 
     def own() -> Lease:
         settings = config.run
