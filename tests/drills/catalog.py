@@ -1,9 +1,9 @@
 """All drills, by number."""
 
-from tests.drills import damage, disks, preemption, processes, saves
+from tests.drills import damage, disks, kills, preemption, processes, saves
 from tests.drills.drill import Drill
 
-_THEMES = (preemption, saves, damage, disks, processes)
+_THEMES = (preemption, saves, damage, disks, processes, kills)
 
 DRILLS = sorted(
     (
