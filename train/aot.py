@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.stages import Compiled
@@ -47,7 +48,7 @@ def compile_step(program: Program) -> Compiled:
     platform = program.mesh.devices.flat[0].platform
     lowering = "cuda" if platform == "gpu" else platform
     # Trying kernels out would need the device.
-    options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else None
+    options: Any = {"xla_gpu_autotune_level": 0} if platform == "gpu" else None
     with jax.set_mesh(program.mesh):
         traced = program.train_step.trace(program.state, program.batch)
         lowered = traced.lower(lowering_platforms=(lowering,))

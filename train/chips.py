@@ -1,17 +1,7 @@
-"""What chips can do, as their vendors state it, and the model FLOPs to hold against it.
+"""What chips can do, as their vendors state it."""
 
-Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply (matrices
-and the head, tied or not; no embedding look-ups, no vectors) and C = heads x head dim;
-causal attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
-"""
-
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from model.config import ModelConfig
-from model.params import Kind, named
 
 GB = 10**9
 GIB = 2**30
@@ -155,15 +145,3 @@ def peak_flops(device_kind: str) -> float | None:
     """Look up dense bfloat16 FLOP/s of one JAX device, None where unknown."""
     chip = chip_of(device_kind)
     return chip and chip.flops["bfloat16"] / chip.devices
-
-
-def flops_per_token(model: ModelConfig, params: Any, infos: Any, length: int) -> float:
-    """Count the model FLOPs of one trained token in rows of `length` tokens."""
-    multiplying = 0
-    kinds = dict(named(infos, lambda x: hasattr(x, "kind")))
-    for name, param in named(params):
-        head = name == "head.weight" or (name == "embedding.weight" and model.tied_head)
-        if kinds[name].kind is Kind.matrix or head:
-            multiplying += math.prod(param.shape)
-    width = model.num_heads * model.head_size
-    return 6 * multiplying + 12 * model.num_layers * width * length

@@ -79,25 +79,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
-    """Lay axes over a slice: along whole dims of a TPU's torus where that can be.
-
-    Raises:
-        ConfigError: if it cannot be done at all.
-    """
+    """Lay axes over a slice, along whole dims of a TPU's torus where that can be."""
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
-        pass
-    try:
         return mesh_utils.create_device_mesh(
             sizes, devices, allow_split_physical_axes=True
         )
-    except NotImplementedError:
-        text = " x ".join(map(str, sizes))
-        last = devices[-1].coords
-        torus = " x ".join(str(n + 1) for n in last)
-        rule = f"cannot be laid over the {torus} chips of a slice; take other sizes"
-        raise ConfigError([Mistake("mesh", text, rule)]) from None
 
 
 def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:

@@ -23,7 +23,7 @@ _NOT_COMPILED = 1
 
 
 def main(config: PlanConfig) -> int:
-    """Print layout and cost; with a target, whether the step fits, and what it holds."""
+    """Print layout and cost; with a target, what the compiled step holds."""
     from train.aot import measure_compile
     from train.describe import describe, describe_array
     from train.ledger import make_ledger, print_ledger, room_of
@@ -36,7 +36,7 @@ def main(config: PlanConfig) -> int:
         describe(program)
     if config.plan.array is not None:
         describe_array(program, config.plan.array)
-    facts = _facts(program, target)
+    facts = {"target": config.target} | _facts(program, target)
     if config.target is None:
         if config.json:
             print(json.dumps(facts | make_ledger(program).as_json()))
@@ -69,9 +69,10 @@ def _program(config: PlanConfig, target: Target | None) -> "Program":
 
     runtime = config.runtime
     if config.target is not None:
-        prepare()
         runtime = dataclasses.replace(runtime, platform=Platform.cpu)
     set_up(runtime)
+    if target is not None:
+        prepare()
     encoding = encoding_of(config.data)
     return make_program(
         settle(config, padded_vocab_size(encoding), encoding.n_vocab),
@@ -85,7 +86,6 @@ def _facts(program: "Program", target: Target | None) -> dict[str, Any]:
 
     devices = program.mesh.devices
     return {
-        "target": program.config.target,
         "device_kind": devices.flat[0].device_kind,
         "platform": devices.flat[0].platform,
         "devices": devices.size,

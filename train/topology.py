@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
 from jax.experimental import topologies
 
 from train.mesh import Device
@@ -19,7 +20,8 @@ from train.targets import Target
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # drives no chip, so it need not be alone
-    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any, or it complains
+    "TPU_WORKER_HOSTNAMES": "localhost",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # accepts that there is no driver
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
@@ -55,6 +57,8 @@ def prepare() -> None:
     """Tell the compilers that their chips are not here. Must run before they load."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # XLA can write such programs to the cache, but not read them back.
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def missing_compiler(target: Target) -> str | None:
