@@ -34,8 +34,8 @@ def main(config: PlanConfig) -> int:
     program = _program(config, target)
     if not config.json:
         describe(program)
-    if config.plan.array is not None:
-        describe_array(program, config.plan.array)
+        if config.plan.array is not None:
+            describe_array(program, config.plan.array)
     facts = {"target": config.target} | _facts(program, target)
     if config.target is None:
         if config.json:
