@@ -40,26 +40,49 @@ def composed() -> Callable:
     return composed
 
 
+class Server:
+    """A server that speaks S3; it can go away, and come back with what it had."""
+
+    def __init__(self, start: Callable[..., Any]):
+        self._start = start
+        self.port = 0
+        self.come_back()
+
+    def leave(self) -> None:
+        self._now.stop()
+
+    def come_back(self) -> None:
+        self._now = self._start("127.0.0.1", self.port, verbose=False)
+        self._now.start()
+        _, self.port = self._now.get_host_and_port()
+
+
 @pytest.fixture(scope="session")
-def bucket() -> Iterator[Any]:
-    """A server that speaks S3."""
+def server() -> Iterator[Server]:
+    """One for all tests: clients are kept for good, with their server's address."""
     moto = pytest.importorskip("moto.server")
+    fsspec = pytest.importorskip("fsspec")
     pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    server = Server(moto.ThreadedMotoServer)
     environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "6",  # patience of some 15 s
     }
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
             patch.setenv(key, value)
-        import fsspec
-
         fsspec.filesystem("s3").mkdir("bucket")
-        yield fsspec.filesystem("s3")
-    server.stop()
+        yield server
+    server.leave()
+
+
+@pytest.fixture(scope="session")
+def bucket(server: Server) -> Any:
+    """Its files."""
+    import fsspec
+
+    return fsspec.filesystem("s3")

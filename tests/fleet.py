@@ -48,6 +48,7 @@ class Fleet:
         missing: Sequence[int] = (),
         module: str = "train",
         environment: dict[str, str] | None = None,
+        port: int | None = None,
     ):
         """Start them.
 
@@ -59,8 +60,9 @@ class Fleet:
             missing: those that never come.
             module: the door.
             environment: more of it.
+            port: of process 0; None: a free one.
         """
-        address = f"localhost:{free_port()}"
+        address = f"localhost:{port or free_port()}"
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         env.setdefault("JAX_PLATFORMS", "cpu")

@@ -27,8 +27,9 @@ from data.errors import DataError
 from train.cluster import Cluster
 from train.config import CheckpointConfig, ConfigError, Mistake
 from train.digests import damage, digests, is_sealed, write_seal
-from train.exits import Exit
+from train.exits import CRASHED, Exit
 from train.object_store import in_object_store, move, remove_uncommitted
+from train.orbax_log import say_failures_once
 from train.orbax_s3 import orbax_context
 from train.spikes import Recent
 from train.state import TrainState, as_saved, best_params
@@ -36,7 +37,6 @@ from train.state import TrainState, as_saved, best_params
 log = logging.getLogger(__name__)
 policies = ocp.training.preservation_policies
 
-_FAILED = 1
 _GRACE_S = 10.0  # how long a save waits for the one before, then makes way for it
 
 
@@ -60,6 +60,7 @@ class Checkpoints:
             read_only: leave everything as it is.
             before_save: called on process 0; an OSError fails the save.
         """
+        say_failures_once()
         self._before_save = before_save
         self._read_only, self._cluster = read_only, cluster or Cluster()
         self._config, self._directory = config, directory
@@ -75,7 +76,7 @@ class Checkpoints:
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
             cleanup_tmp_directories=not (read_only or remote),
         )
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told_overdue = time.monotonic(), False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
         self._attempts = 0
@@ -90,9 +91,11 @@ class Checkpoints:
         return step % self._config.save_interval_steps == 0
 
     def overdue(self) -> bool:
-        """Say whether the time since the last save calls for one, by this clock."""
+        """Say, once, that the time since the last save calls for one."""
         minutes = (time.monotonic() - self._saved_at) / 60
-        return minutes >= self._config.save_interval_minutes
+        overdue = minutes >= self._config.save_interval_minutes
+        overdue, self._told_overdue = overdue and not self._told_overdue, overdue
+        return overdue
 
     def save(
         self, step: int, state: TrainState, about: dict[str, Any], last: bool = False
@@ -111,7 +114,7 @@ class Checkpoints:
         Raises:
             Exit: too many in a row came to nothing.
         """
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told_overdue = time.monotonic(), False
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -121,7 +124,7 @@ class Checkpoints:
         if plan["reload"]:
             self._orbax.reload()
         if plan["fatal"]:
-            raise Exit(_FAILED, f"step {step}: {plan['fatal']}")
+            raise Exit(CRASHED, f"step {step}: {plan['fatal']}")
         if plan["go"]:
             self._begin(step, state, about)
         return plan["failure"]
@@ -163,6 +166,8 @@ class Checkpoints:
         """Remove what a failed save left, before a good step makes way for it."""
         try:
             (self._directory / str(step)).rmtree(missing_ok=True)
+            for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+                partial.rmtree()  # a full disk has no room for it
             self._mark(step).unlink(missing_ok=True)
         except OSError as error:
             log.warning("could not remove the failed step %d: %s", step, _line(error))
@@ -171,12 +176,12 @@ class Checkpoints:
         """Leave the mark of a step that is being written; say what stands against."""
         try:
             self._before_save()
-            self._mark(step).parent.mkdir(parents=True, exist_ok=True)
-            self._mark(step).write_text("")
             if not in_object_store(self._directory):
                 free = shutil.disk_usage(self._directory).free
                 if free < size:
                     return f"{free:,} bytes are free on the disk, {size:,} are needed"
+            self._mark(step).parent.mkdir(parents=True, exist_ok=True)
+            self._mark(step).write_text("")
         except Exit:
             raise
         except Exception as error:  # each store has errors of its own
@@ -365,7 +370,7 @@ class Checkpoints:
         error = saving.exception()
         if wrong := self._cluster.any(_line(error) if error else None):
             raise Exit(
-                _FAILED,
+                CRASHED,
                 f"the last save, of step {step}, failed: {wrong}. Nothing older was "
                 f"touched: the same command goes on from there",
             )

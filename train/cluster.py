@@ -1,11 +1,9 @@
 """The processes of a run: finding each other, and saying what all must know.
 
-JAX's own detection finds Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes; elsewhere
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell, or `distributed.*`. Before JAX
-connects the processes, process 0 calls the roll, so that one which never arrives is
-named: JAX's own time-out aborts without a word of who is missing. Afterwards small
-messages go through the key-value store of JAX's coordination service: they wait for
-no device, and any thread may send them.
+Before JAX connects the processes, process 0 calls the roll, so that one which never
+arrives is named: JAX's own time-out aborts without a word of who is missing. Afterwards
+small messages go through the key-value store of JAX's coordination service: they wait
+for no device, and any thread may send them.
 """
 
 import itertools
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src.clusters import ClusterEnv  # no public door to either: jax 0.10 to 0.12
-from jax._src.distributed import global_state
+from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.12
 
 from data.errors import DataError
-from train.config import ConfigError, DistributedConfig, Mistake
+from train.config import ConfigError, DistributedConfig
+from train.detection import find_place
 from train.exits import ABORTED, WRONG_CONFIG, WRONG_DATA, Exit
 from train.rollcall import answer, call, numbered
 
@@ -107,6 +105,8 @@ class Cluster:
                 f"no answer from {numbered(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
+        if self.first:  # thousands of values a save would fill its memory in a month
+            global_state.client.key_value_delete(f"{_PREFIX}/{key}/")  # type: ignore
         return found
 
     def tell(self, value: Callable[[], Any]) -> Any:
@@ -122,7 +122,12 @@ class Cluster:
             return value()
         key = f"tell/{next(self._rounds)}"
         if not self.first:
-            told = json.loads(self.get(key, self.timeout_s))
+            try:  # process 0 may have to wait for others itself
+                told = json.loads(self.get(key, 2 * self.timeout_s))
+            except TimeoutError:
+                wrong = f"process {self.process}: process 0 has said nothing for "
+                wrong += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
+                raise Exit(ABORTED, wrong) from None
             if "code" in told:
                 raise Exit(told["code"], "")  # process 0 says why
             return told["value"]
@@ -148,8 +153,7 @@ class Cluster:
         """Give all what one of them found wrong, if one did."""
         if self.processes == 1:
             return wrong
-        found = self.gather(f"any/{next(self._rounds)}", wrong or "")
-        return self.tell(lambda: next((text for text in found if text), None))
+        return self._judge(wrong or "", lambda all_: next(filter(None, all_), None))
 
     def together(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Go on only if all processes can, and if their facts are the same.
@@ -170,12 +174,11 @@ class Cluster:
         except Exception as error:
             failure = error
             mine = {"code": exit_code(error), "error": _said(error)}
-        key = f"together/{next(self._rounds)}"
-        answers = [json.loads(text) for text in self.gather(key, json.dumps(mine))]
 
-        def verdict() -> None:
+        def verdict(given: list[str]) -> None:
             if failure is not None:
                 raise failure  # the same mistake on all is said once
+            answers = [json.loads(text) for text in given]
             if failed := {p: a for p, a in enumerate(answers) if "code" in a}:
                 lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
                 raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
@@ -183,7 +186,14 @@ class Cluster:
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
-        self.tell(verdict)
+        self._judge(json.dumps(mine), verdict)
+
+    def _judge(self, mine: str, verdict: Callable[[list[str]], T]) -> T:
+        """Give everybody what process 0 finds in the values of all."""
+        key = f"judge/{next(self._rounds)}"
+        if not self.first:
+            self.gather(key, mine)
+        return self.tell(lambda: verdict(self.gather(key, mine)))
 
 
 def exit_code(error: BaseException) -> int:
@@ -217,30 +227,31 @@ def _differences(facts: list[dict[str, str]]) -> list[str]:
     return lines
 
 
-def join(config: DistributedConfig) -> Cluster:
+def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
     """Find the other processes and connect to them.
 
     Must run before anything asks JAX for a device.
 
+    Args:
+        config: how to find them, where that is not to be seen from the environment.
+        all_here: called when they have all arrived: from then on they wait for each
+            other without a word, and none may leave alone.
+
     Raises:
-        ConfigError: the keys and variables are not enough, or contradict each other.
+        ConfigError: keys and variables are not enough, or contradict each other.
         Exit: not all processes arrived in time; those missing are named.
     """
-    address, processes, process, local_process = _detect(config)
-    if processes == 1 or (address is None and processes is None):
+    place = find_place(config)
+    if place is None:
         return Cluster()
-    if address is None or processes is None or process is None:
-        keys = {"coordinator_address": address, "num_processes": processes}
-        rule = "is needed with the others: one of the three was given or found"
-        given = {**keys, "process_id": process}.items()
-        raise ConfigError(
-            [Mistake(f"distributed.{k}", v, rule) for k, v in given if v is None]
-        )
-    if not 0 <= process < processes:
-        rule = f"must be below distributed.num_processes={processes}"
-        raise ConfigError([Mistake("distributed.process_id", process, rule)])
-    roll = call if process == 0 else answer
-    roll(address, process, processes, config.init_timeout_s)
+    address, processes, process, local_process = place
+    if process == 0:
+        call(address, processes, config.init_timeout_s)
+    else:
+        answer(address, process, processes, config.init_timeout_s)
+    all_here()
+    # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
+    os.environ["TTY_COMPATIBLE"] = "0"
     # Its handler of SIGTERM would take the place of ours (train/requests.py).
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -255,38 +266,6 @@ def join(config: DistributedConfig) -> Cluster:
     if process:
         _speak_up_only(process)
     return Cluster(process, processes, config.barrier_timeout_s)
-
-
-def _detect(
-    config: DistributedConfig,
-) -> tuple[str | None, int | None, int | None, int | None]:
-    """Give address, count, number, and which of several processes of this host it is.
-
-    JAX would give each process under Slurm or Open MPI one GPU, and so leave the
-    others of the host idle where there is one process a host.
-    """
-    address, processes = config.coordinator_address, config.num_processes
-    process, env = config.process_id, os.environ
-    if address is None and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
-        address = f"{env['MASTER_ADDR']}:{env.get('MASTER_PORT', '29500')}"
-        processes = int(env["WORLD_SIZE"]) if processes is None else processes
-        process = int(env["RANK"]) if process is None else process
-    if None not in (address, processes, process):
-        local = env.get("LOCAL_RANK") if _of_this_host("LOCAL_WORLD_SIZE") else None
-        return address, processes, process, None if local is None else int(local)
-    address, processes, process, local_ids = (
-        ClusterEnv.auto_detect_unset_distributed_params(
-            address, processes, process, None, None, config.init_timeout_s
-        )
-    )
-    several = _of_this_host("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return address, processes, process, local_ids[0] if local_ids and several else None
-
-
-def _of_this_host(*variables: str) -> bool:
-    """Say whether a host has several of the processes: `4`, `2(x3)`, `2,1`."""
-    said = next((os.environ[name] for name in variables if name in os.environ), "1")
-    return any(part.split("(")[0] != "1" for part in said.split(","))
 
 
 def _speak_up_only(process: int) -> None:

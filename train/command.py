@@ -14,6 +14,7 @@ here imports jax, and Hydra writes no files.
 """
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -140,6 +141,9 @@ def _call(main: Callable[[Any], int | None], config: Any) -> int:
         return e.code
     except KeyboardInterrupt:
         return STOPPED
+    except BrokenPipeError:  # who read our results has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as e:
         from data.errors import DataError
 

@@ -80,7 +80,7 @@ class DistributedConfig:
     """The processes of a run: null is what the cluster's own variables say.
 
     Under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes JAX finds them; elsewhere
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or these keys, tell.
+    torchrun's variables, SkyPilot's, or these keys tell (train/detection.py).
     """
 
     coordinator_address: str | None = None  # host:port of process 0

@@ -5,6 +5,7 @@ and, up to a limit, any code that is not here; it does not after the others.
 """
 
 FINISHED = 0
+CRASHED = 1  # for no reason that is known here: it may help to start again
 DIVERGED = 3
 DOES_NOT_FIT = 4
 PREEMPTED = 42

@@ -5,16 +5,15 @@ for the devices only to log, to evaluate and to save.
 """
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 
 from data.batches import Order, batch_number
-from data.sources import Sources, encoding_of, open_sources
-from data.tokenizer import padded_vocab_size
+from data.errors import DataError
+from data.sources import Sources
 from train.checkpoint import Checkpoints
 from train.cluster import Cluster, exit_code, join
 from train.config import Config, ConfigError, Mistake
@@ -25,8 +24,8 @@ from train.exits import ABORTED, CRASHES_AGAIN, DIVERGED, Exit
 from train.feed import Feed, local_rows
 from train.identity import run_dir
 from train.object_store import run_folder
-from train.preflight import about_data, about_devices, about_program
-from train.program import Program, make_program, settle
+from train.preflight import Prepared
+from train.program import Program, make_program
 from train.progress import Progress
 from train.replicas import compare
 from train.requests import SAVE, Crash, Requests
@@ -38,48 +37,6 @@ from train.watchdog import Watchdog
 from train.window import Profiler, Window
 
 log = logging.getLogger(__name__)
-
-
-class Prepared:
-    """The program and the data of a config, once all processes can run it.
-
-    config: settled.
-    devices_s: when the devices were asked for, and when they were there.
-    """
-
-    config: Config
-    devices_s: tuple[float, float]
-    program: Program
-    sources: Sources
-
-    def __init__(self, config: Config, cluster: Cluster):
-        """Prepare both, before anything is written.
-
-        Raises:
-            ConfigError: if the config does not fit the devices or the data.
-            DataError: if the data is missing or damaged.
-            Exit: if the processes are not equal.
-        """
-        self.config = config
-        cluster.together(self._settle)
-        cluster.together(self._lay_out)
-
-    def _settle(self) -> Mapping[str, str]:
-        encoding = encoding_of(self.config.data)
-        vocab = padded_vocab_size(encoding), encoding.n_vocab
-        self.config = settle(self.config, *vocab)
-        return about_program(self.config)
-
-    def _lay_out(self) -> Mapping[str, str]:
-        asked = time.monotonic()
-        jax.devices()
-        self.devices_s = asked, time.monotonic()
-        self.program = make_program(self.config)
-        self.sources = open_sources(self.config.data)
-        order = Order(self.sources, self.config.data, self.config.seed)
-        if used_up := order.mistakes(self.config.train.num_steps):
-            raise ConfigError([Mistake(*mistake) for mistake in used_up])
-        return about_devices() | about_data(self.sources)
 
 
 @dataclass(frozen=True)
@@ -170,7 +127,7 @@ def train(config: Config, command: str) -> int:
         Exit: whatever else ends it for a known reason.
     """
     with Requests() as requests:
-        cluster = join(config.distributed)
+        cluster = join(config.distributed, requests.hold)
         requests.connect(cluster)
         set_up(config.runtime)
         folder = run_folder(run_dir(config))
@@ -231,9 +188,12 @@ def _crashed(
 ) -> None:
     """Take the other processes along; say so when another start is of no use."""
     said = f"{type(error).__name__}: {error}"
-    crash = Crash(cluster.process, exit_code(error), requests.step, said[:1000])
+    known = isinstance(error, Exit | ConfigError | DataError)
+    place = cluster.process, exit_code(error), requests.step
+    crash = Crash(*place, said[:1000], known)
     if cluster.processes > 1:
-        log.error("%s", said, exc_info=error if crash.code == 1 else None)
+        if str(error) or not known:  # else process 0 says it
+            log.error("%s", said, exc_info=None if known else error)
         requests.crashed(crash)
     if run.judge(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)
@@ -257,7 +217,7 @@ def _train(start: Start) -> int:
         run.rewound()
     with start.phase("compile", "prepare"):
         state = state or program.init()
-        run.start_at(step)
+        run.start_at(step, start.sources)
     print(f"run         {run.path}, from step {step:,}", flush=True)
     code, state = _loop(start, state)
     if code:

@@ -1,22 +1,73 @@
-"""What must be the same on all processes of a run, in a few words each."""
+"""Before anything is written: can all processes run this, and are they equal?
+
+Config, code, library versions, kinds of devices and data must be the same on all.
+"""
 
 import hashlib
 import importlib.metadata
 import json
 import platform
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
 
-from data.sources import Sources
-from train.config import Config, DistributedConfig
+from data.batches import Order
+from data.sources import Sources, encoding_of, open_sources
+from data.tokenizer import padded_vocab_size
+from train.cluster import Cluster
+from train.config import Config, ConfigError, DistributedConfig, Mistake
+from train.program import Program, make_program, settle
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "longhaul")
 
 
-def about_program(config: Config) -> dict[str, str]:
+class Prepared:
+    """The program and the data of a config, once all processes can run it.
+
+    config: settled.
+    devices_s: when the devices were asked for, and when they were there.
+    """
+
+    config: Config
+    devices_s: tuple[float, float]
+    program: Program
+    sources: Sources
+
+    def __init__(self, config: Config, cluster: Cluster):
+        """Prepare both, before anything is written.
+
+        Raises:
+            ConfigError: if the config does not fit the devices or the data.
+            DataError: if the data is missing or damaged.
+            Exit: if the processes are not equal.
+        """
+        self.config = config
+        cluster.together(self._settle)
+        cluster.together(self._lay_out)
+
+    def _settle(self) -> Mapping[str, str]:
+        encoding = encoding_of(self.config.data)
+        vocab = padded_vocab_size(encoding), encoding.n_vocab
+        self.config = settle(self.config, *vocab)
+        return _about_program(self.config)
+
+    def _lay_out(self) -> Mapping[str, str]:
+        asked = time.monotonic()
+        jax.devices()
+        self.devices_s = asked, time.monotonic()
+        self.program = make_program(self.config)
+        self.sources = open_sources(self.config.data)
+        order = Order(self.sources, self.config.data, self.config.seed)
+        if used_up := order.mistakes(self.config.train.num_steps):
+            raise ConfigError([Mistake(*mistake) for mistake in used_up])
+        return _about_devices() | _about_data(self.sources)
+
+
+def _about_program(config: Config) -> dict[str, str]:
     """Give the hashes of config and code, and the libraries' versions."""
     same = replace(config, distributed=DistributedConfig())  # the process' own number
     text = json.dumps(asdict(same), sort_keys=True, default=str)
@@ -24,13 +75,13 @@ def about_program(config: Config) -> dict[str, str]:
     return found | {"Python": platform.python_version()} | versions()
 
 
-def about_devices() -> dict[str, str]:
+def _about_devices() -> dict[str, str]:
     """Give kinds and number of this process' devices."""
     kinds = Counter(device.device_kind for device in jax.local_devices())
     return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
 
 
-def about_data(sources: Sources) -> dict[str, str]:
+def _about_data(sources: Sources) -> dict[str, str]:
     """Give the fingerprint of each source."""
     return {f"data {name}": str(at) for name, at in sources.fingerprints.items()}
 

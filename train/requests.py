@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 import jax
 
 from train.cluster import Cluster
-from train.exits import PREEMPTED, STOPPED
+from train.exits import ABORTED, PREEMPTED, STOPPED, Exit
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Crash(NamedTuple):
     code: int
     step: int  # that was being taken: completed updates
     error: str  # in a line
+    known: bool  # an error with a message for people
 
 
 class Requests:
@@ -63,6 +64,7 @@ class Requests:
         self._due: dict[int, str] = {}
         self._stop: int | None = None  # the code, once agreed on
         self._heard: int | None = None  # ... once this process was told to
+        self._held = False  # until `connect`
         self._told = threading.Condition()
         self._listener: threading.Thread | None = None
         reading, writing = socket.socketpair()
@@ -74,18 +76,27 @@ class Requests:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._hear, args=(reading,), daemon=True).start()
 
+    def hold(self) -> None:
+        """Let what is asked for wait for `connect`: the others count on this one."""
+        with self._told:
+            self._held = True
+
     def connect(self, cluster: Cluster) -> None:
         """Act with the other processes from now on."""
         self._cluster = cluster
         if cluster.processes > 1:
             self._listener = threading.Thread(target=self._listen, daemon=True)
             self._listener.start()
+        with self._told:
+            self._held = False
+        if self._heard is not None:
+            self.ask(str(self._heard))
 
     def close(self) -> None:
         """Listen no more; all processes come here, or none (`crashed`)."""
         if self._listener:
             # A thread that waits in C++ would abort the interpreter at its end.
-            self._cluster.set(f"request/{self._round}", _END)
+            self.ask(_END)
             self._listener.join(_PATIENCE_S)
 
     def __enter__(self) -> Self:
@@ -143,9 +154,14 @@ class Requests:
         """End all processes because of what happened on this one. Does not return."""
         if self._cluster.processes == 1:
             self._leave(self.judge(crash))
-        self.ask(json.dumps(crash._asdict()))
-        threading.Event().wait(2 * _PATIENCE_S)  # the listening thread ends us
-        os._exit(crash.code)
+        try:
+            self.ask(json.dumps(crash._asdict()))
+        except jax.errors.JaxRuntimeError:
+            log.error("process 0 is gone")
+            os._exit(ABORTED)
+        # The listening thread ends us; JAX does, if what happened is a lost process.
+        threading.Event().wait(self._cluster.timeout_s + _PATIENCE_S)
+        os._exit(ABORTED)
 
     def _hear(self, signals: socket.socket) -> None:
         """Turn signals into requests."""
@@ -154,34 +170,50 @@ class Requests:
             if code == STOPPED and self._heard == STOPPED:
                 os._exit(STOPPED)  # Ctrl-C again: at once
             if code is not None and self._heard is None:
-                self._heard = code
+                with self._told:
+                    self._heard, held = code, self._held
                 name = signal.Signals(received[0]).name
                 log.warning("%s: asked to stop", name)
-                self.ask(str(code))
+                if not held:
+                    self.ask(str(code))
 
     def _listen(self) -> None:
         """Settle the requests of all processes, one after the other."""
+        try:
+            while self._settle(f"request/{self._round}"):
+                pass
+        except jax.errors.JaxRuntimeError:
+            return  # the end of the program, or of process 0: JAX sees to it
+        except (Exit, TimeoutError) as error:
+            log.error("the processes could not agree: %s", error)
+            self._leave(ABORTED)
+
+    def _settle(self, key: str) -> bool:
+        """Wait for a request, and agree on it; False if it is the last.
+
+        Raises:
+            Exit: some did not answer.
+            TimeoutError: process 0 did not.
+        """
         cluster = self._cluster
-        while True:
-            key = f"request/{self._round}"
-            try:
-                request = cluster.get(key)
-            except jax.errors.JaxRuntimeError:
-                return  # the end of the program, or of process 0: JAX sees to it
-            if request == _END:
-                return
-            with self._told:
-                if request.startswith("{"):
-                    if cluster.first:
-                        code = self.judge(Crash(**json.loads(request)))
-                        cluster.set(f"{key}/code", str(code))
-                    self._leave(int(cluster.get(f"{key}/code", cluster.timeout_s)))
-                where = cluster.gather(f"{key}/passed", str(self._passed))
+        request = cluster.get(key)
+        if request == _END:
+            return False
+        with self._told:
+            where = cluster.gather(f"{key}/passed", str(self._passed))
+            if request.startswith("{"):  # a crash; and all are still here
                 if cluster.first:
-                    cluster.set(f"{key}/step", str(_agree([int(w) for w in where])))
-                self._note(request, int(cluster.get(f"{key}/step", cluster.timeout_s)))
-                self._round += 1
-                self._told.notify_all()
+                    code = self.judge(Crash(**json.loads(request)))
+                    cluster.set(f"{key}/code", str(code))
+                self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
+            if cluster.first:
+                cluster.set(f"{key}/step", str(_agree([int(w) for w in where])))
+            # Process 0 waits as long for the others.
+            step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
+            self._note(request, int(step))
+            self._round += 1
+            self._told.notify_all()
+        return True
 
     def _note(self, request: str, step: int) -> None:
         if request == SAVE:
@@ -198,11 +230,13 @@ class Requests:
         try:
             self.last_words(code)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if self._cluster.processes > 1 and self._cluster.first:
-                time.sleep(0.5)  # JAX aborts the others when process 0 is gone
-            os._exit(code)
+            try:
+                sys.stdout.flush()  # to a pipe that may be broken
+                sys.stderr.flush()
+            finally:
+                if self._cluster.processes > 1 and self._cluster.first:
+                    time.sleep(0.5)  # JAX aborts the others when process 0 is gone
+                os._exit(code)
 
 
 def _agree(passed: list[int]) -> int:

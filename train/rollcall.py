@@ -1,94 +1,91 @@
 """The roll of a run's processes, called before JAX connects them.
 
 Process 0 listens where JAX's coordinator will listen right after, so no second port
-is needed. Each process says its number; when all are there, or too late, all are told.
+is needed. Each process says its number, and is told that it was heard. When all are
+there, when it is too late, or when one of them leaves, all are told. Who connects and
+says something else, or nothing, is none of ours and holds nobody up.
 """
 
 import json
 import logging
+import resource
+import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from train.exits import ABORTED, WRONG_CONFIG, Exit
+from train.exits import ABORTED, CRASHED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
 _TAKEN_S = 10.0  # that an earlier start, about to end, may hold the port
-_HELLO_S = 5.0  # for one who has connected to say who it is
+_GRACE_S = 5.0  # for process 0 to tell the others that time is up
+_OTHER_FILES = 512  # that process 0 may open
+_HEARD = {"heard": True}
+
+Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
 
 
-def call(address: str, process: int, processes: int, timeout_s: float) -> None:
+def call(address: str, processes: int, timeout_s: float) -> None:
     """Wait for all others, as process 0, and let them go on.
 
     Raises:
-        Exit: not all came in time, or two came as one; they are named.
+        Exit: not all came in time, two came as one, or one left; they are named.
     """
-    arrived: dict[int, tuple[socket.socket, str]] = {}
-    missing = set(range(1, processes))
-    deadline, remind = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
-    with _listen(address, processes) as server:
-        while missing:
-            now = time.monotonic()
-            if now > deadline:
-                wrong = f"no sign of {numbered(missing)} of {processes} within "
-                wrong += f"distributed.init_timeout_s={timeout_s:.0f}"
-                _end(arrived, ABORTED, wrong)
-            if now > remind:
-                log.warning("waiting for %s of %d", numbered(missing), processes)
-                remind = now + _REMIND_S
-            server.settimeout(min(deadline, remind) - now + 0.01)
-            try:
-                connection, (host, *_) = server.accept()
-                connection.settimeout(_HELLO_S)
-                hello = json.loads(connection.makefile().readline())
-                who, total = hello["process"], hello["processes"]
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # nobody came; or a stranger, who is none of ours
-            if total != processes or who not in missing:
-                other = arrived[who][1] if who in arrived else "process 0's"
-                wrong = f"process {who} of {total} came from {host}, but "
-                wrong += (
-                    f"there are {processes} processes"
-                    if total != processes
-                    else f"there is one of that number already, on {other}"
-                )
-                arrived[-1] = connection, host
-                _end(arrived, WRONG_CONFIG, wrong)
-            arrived[who] = connection, host
-            missing.discard(who)
-    _reply(arrived, {})
+    _allow_open_files(processes + _OTHER_FILES)
+    arrived: Arrived = {}
+    verdict: dict[str, object] = {"code": ABORTED, "wrong": "process 0 left"}
+    try:
+        with _listen(address, processes) as server:
+            _await_all(server, arrived, processes, timeout_s)
+        verdict = {}
+    except Exit as error:
+        verdict = {"code": error.code, "wrong": str(error)}
+        raise
+    finally:
+        for connection, _ in arrived.values():
+            with connection:
+                _tell(connection, verdict)
 
 
 def answer(address: str, process: int, processes: int, timeout_s: float) -> None:
     """Report to process 0, and wait for the others.
 
     Raises:
-        Exit: process 0 cannot be reached, or tells who is missing.
+        Exit: process 0 cannot be reached, leaves, or tells who is missing.
     """
-    deadline = time.monotonic() + timeout_s
+    began, reminded, heard = time.monotonic(), False, False
     hello = json.dumps({"process": process, "processes": processes}) + "\n"
     host, _, port = address.rpartition(":")
     while True:
-        left_s = deadline - time.monotonic()
+        waited_s = time.monotonic() - began
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as server:
                 server.sendall(hello.encode())
-                server.settimeout(max(1.0, left_s + _HELLO_S))
-                reply = json.loads(server.makefile().readline())
+                server.settimeout(timeout_s + _GRACE_S)  # process 0 may have come late
+                lines = server.makefile()
+                # An earlier start's coordinator, say, speaks another language.
+                heard = json.loads(lines.readline()) == _HEARD
+                verdict = json.loads(lines.readline())
                 break
         except (OSError, ValueError) as error:
-            if left_s < 0:
+            if heard:
+                wrong = "process 0 left while the others were waited for"
+                raise Exit(ABORTED, f"process {process}: {wrong}") from None
+            if waited_s > timeout_s:
                 raise Exit(
                     ABORTED,
                     f"process {process}: process 0 could not be reached at {address} "
                     f"within distributed.init_timeout_s={timeout_s:.0f} ({error})",
                 ) from None
+            if waited_s > _REMIND_S and not reminded:
+                log.warning("process %d: no sign of %s (%s)", process, address, error)
+                reminded = True
             time.sleep(_RETRY_S)
-    if "code" in reply:
-        raise Exit(reply["code"], f"process {process}: {reply['wrong']}")
+    if "code" in verdict:
+        raise Exit(verdict["code"], f"process {process}: {verdict['wrong']}")
 
 
 def numbered(processes: Iterable[int]) -> str:
@@ -96,6 +93,20 @@ def numbered(processes: Iterable[int]) -> str:
     who = sorted(processes)
     more = f" and {len(who) - 10} more" if len(who) > 10 else ""
     return f"process{'es' * (len(who) > 1)} {', '.join(map(str, who[:10]))}{more}"
+
+
+def _allow_open_files(needed: int) -> None:
+    """Raise the limit, often 1,024: process 0 holds a connection to every other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise Exit(
+            WRONG_CONFIG,
+            f"process 0 needs {needed} open files, and may have {hard}: raise the hard "
+            f"limit of its host (ulimit -Hn)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listen(address: str, processes: int) -> socket.socket:
@@ -119,15 +130,74 @@ def _listen(address: str, processes: int) -> socket.socket:
         time.sleep(_RETRY_S)
 
 
-def _reply(arrived: dict[int, tuple[socket.socket, str]], reply: dict) -> None:
-    for connection, _ in arrived.values():
-        with connection:
-            try:
-                connection.sendall(json.dumps(reply).encode() + b"\n")
-            except OSError:
-                log.warning("a process left while the others were waited for")
+def _await_all(
+    server: socket.socket, arrived: Arrived, processes: int, timeout_s: float
+) -> None:
+    deadline, remind = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        while len(arrived) < processes - 1:
+            now = time.monotonic()
+            if now > min(deadline, remind):
+                missing = numbered({*range(1, processes)} - arrived.keys())
+                if now > deadline:
+                    wrong = f"no sign of {missing} of {processes} within "
+                    wrong += f"distributed.init_timeout_s={timeout_s:.0f}"
+                    raise Exit(ABORTED, wrong)
+                log.warning("waiting for %s of %d", missing, processes)
+                remind = now + _REMIND_S
+            for key, _ in ready.select(min(deadline, remind) - now + 0.01):
+                if key.fileobj is server:
+                    try:
+                        connection, (host, *_) = server.accept()
+                    except OSError:  # it has thought better of it
+                        continue
+                    connection.setblocking(False)
+                    ready.register(connection, selectors.EVENT_READ, host)
+                else:
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if not _hear(connection, key.data, arrived, processes):
+                        ready.unregister(connection)
+                        connection.close()
 
 
-def _end(arrived: dict[int, tuple[socket.socket, str]], code: int, wrong: str) -> None:
-    _reply(arrived, {"code": code, "wrong": wrong})
-    raise Exit(code, wrong)
+def _hear(
+    connection: socket.socket, host: str, arrived: Arrived, processes: int
+) -> bool:
+    """Take note of a process that says hello; False if it is none of ours.
+
+    Raises:
+        Exit: it cannot be, or it had been heard before and has left.
+    """
+    try:
+        said = connection.recv(1024)  # a hello is small enough not to come in parts
+        hello = json.loads(said)
+        who, total = int(hello["process"]), int(hello["processes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        for who, (other, _) in arrived.items():
+            if other is connection:
+                wrong = f"process {who} on {host} left while the others were waited for"
+                raise Exit(ABORTED, wrong) from None
+        return False
+    _tell(connection, _HEARD)
+    if total != processes or not 0 < who < processes or who in arrived:
+        there = arrived[who][1] if who in arrived else "process 0's host"
+        wrong = f"process {who} of {total} came from {host}, but "
+        wrong += (
+            f"there are {processes} processes"
+            if total != processes
+            else f"there is one of that number already, on {there}"
+        )
+        arrived[-1] = connection, host  # to be told too
+        # Not a wrong config for sure: it may be left from an earlier start.
+        raise Exit(CRASHED, f"{wrong}. Another run on this port?")
+    arrived[who] = connection, host
+    return True
+
+
+def _tell(connection: socket.socket, what: Mapping[str, object]) -> None:
+    try:
+        connection.sendall(json.dumps(what).encode() + b"\n")
+    except OSError:
+        log.warning("a process left while the others were waited for")

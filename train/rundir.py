@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.sources import Sources
 from train.cluster import Cluster, exit_code
 from train.config import Config, ConfigError, Mistake
-from train.exits import CRASHES_AGAIN, OWNED
+from train.exits import CRASHED, CRASHES_AGAIN, OWNED, Exit
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
 from train.lease import Lease, take_lease
 from train.metrics import EventLog, MetricsLog, read_events
@@ -63,9 +63,18 @@ class RunDir:
     metrics: MetricsLog | None = None
     tracker: Tracker = NoTracker()  # noqa: RUF009 (it does nothing and holds nothing)
 
-    def start_at(self, step: int) -> None:
-        """Begin to log after `step` updates; lines of later steps are dropped."""
+    def start_at(self, step: int, sources: Sources) -> None:
+        """Record this start, which goes on after `step` updates, and begin to log.
+
+        Lines of later steps are dropped.
+        """
         write = self.write
+        if write:
+            try:
+                _record_start(self.path, self.config, sources, self.events.start)
+            except OSError as error:
+                said = f"{self.path}: cannot be written: {error}"
+                raise Exit(CRASHED, said) from error
         self.metrics = MetricsLog(self.path, step, write=write)
         self.tracker = open_tracker(
             self.config.tracker,
@@ -112,7 +121,7 @@ class RunDir:
 
         CRASHES_AGAIN if the last three starts crashed at this step with this code.
         """
-        if crash.code != 1:
+        if crash.known:
             return crash.code
         this = {**crash._asdict(), "code_version": code_version()}
         self.events.record("crash", **this)
@@ -143,7 +152,10 @@ class RunDir:
         self.tracker.finish()
         self.events.close()
         if self.write:
-            write_report(self.path)
+            try:
+                write_report(self.path)
+            except Exception as error:  # it must not hide how the run ended
+                log.warning("%s/report.html was not written: %s", self.path, error)
 
 
 @contextmanager
@@ -159,7 +171,8 @@ def open_run(
         requests: learns what to do with the directory before it ends the process.
 
     Raises:
-        Exit: OWNED, if another process is at this run.
+        Exit: OWNED, if another process is at this run; 1, if the directory cannot be
+            read or written.
         ConfigError: naming every key in which this start would make another run of it.
         DataError: if the text is not the one that the run was started on.
     """
@@ -167,7 +180,7 @@ def open_run(
 
     def lost(why: str) -> None:
         log.error(why)
-        requests.crashed(Crash(cluster.process, OWNED, requests.step, why))
+        requests.crashed(Crash(cluster.process, OWNED, requests.step, why, known=True))
 
     def own() -> Lease:
         settings = config.run
@@ -199,9 +212,10 @@ def _open(
     told = cluster.tell(lambda: _compare(path, config, sources))
     data = replace(config.data, skip_steps=told["skip_steps"])
     config = replace(config, data=data)
-    events = EventLog(path, write=cluster.first)
-    if cluster.first:
-        _record_start(path, config, sources, events.start)
+    try:
+        events = cluster.alone(lambda: EventLog(path)) or EventLog(path, write=False)
+    except OSError as error:
+        raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
     return RunDir(
         path,
         config,

@@ -439,8 +439,11 @@ def test_due_by_steps_and_by_minutes(folder, monkeypatch):
     now[0] += 5 * 60
     assert not checkpoints.due(11)
     assert checkpoints.overdue()
+    assert not checkpoints.overdue()  # all processes have been asked by now
     checkpoints.save(11, make_state(11), ABOUT)
     assert not checkpoints.overdue()
+    now[0] += 5 * 60
+    assert checkpoints.overdue()
     checkpoints.close()
 
 

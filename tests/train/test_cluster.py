@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from tests.fleet import TINY, Fleet
-from train.rollcall import numbered
 
 pytestmark = pytest.mark.slow
 
@@ -141,12 +140,6 @@ def test_one_process_killed_ends_all_and_the_next_start_goes_on(folder, straight
     assert again.wait() == [0], again.said()
     assert "from step" in again.said()
     assert sorted(steps(folder / "killed")) == [*range(1, 61)]
-
-
-def test_many_are_named_by_the_first_ten():
-    assert numbered([3]) == "process 3"
-    assert numbered([5, 3]) == "processes 3, 5"
-    assert numbered(range(12)) == "processes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 
 
 def test_one_run_on_ever_other_processes_and_meshes(folder):

@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
-    *("rollcall", "cluster", "requests"),
+    *("detection", "rollcall", "cluster", "requests"),
     *("chips", "targets", "flops", "runtime", "mesh", "topology"),
     *("sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
@@ -33,6 +33,7 @@ ORDER = [
         "lease",
         "rundir",
         "digests",
+        "orbax_log",
         "orbax_s3",
         "checkpoint",
     ),

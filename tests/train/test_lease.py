@@ -134,34 +134,11 @@ def take() -> Iterator:
         yield take
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator:
-    """A server that speaks S3."""
-    moto = pytest.importorskip("moto.server")
-    boto3 = pytest.importorskip("boto3")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in environment.items():
-            patch.setenv(key, value)
-        boto3.client("s3").create_bucket(Bucket="bucket")
-        yield server
-    server.stop()
-
-
 @pytest.fixture(params=["local", "s3"])
 def folder(request, tmp_path) -> str:
     if request.param == "local":
         return str(tmp_path / "run")
-    request.getfixturevalue("s3")
+    request.getfixturevalue("server")
     return f"s3://bucket/{tmp_path.name}/run"
 
 
@@ -366,15 +343,14 @@ def test_a_full_disk_ends_nothing(start, run):
     assert files(run) == []
 
 
-def test_a_server_that_goes_away_ends_nothing(s3, take, monkeypatch, caplog):
+def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(train.lease, "_ANSWER_S", 0.5)
     mine = take("s3://bucket/away/run")
-    s3.stop()
+    server.leave()
     wait_for(lambda: "no answer in time" in caplog.text)
     time.sleep(1)
-    _, s3._port = s3.get_host_and_port()
-    s3.start()
+    server.come_back()
     wait_for(lambda: "is written again" in caplog.text)
     assert caplog.text.count("training goes on") == 1
     mine.check()

@@ -9,7 +9,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -66,50 +65,11 @@ if __name__ == "__main__":
     run_command(main)
 """
 
-Server = SimpleNamespace
 Door = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A server with a bucket; it can go away, and come back with what it had."""
-    moto = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-
-    def start(port: int) -> Any:
-        server = moto.ThreadedMotoServer("127.0.0.1", port, verbose=False)
-        server.start()
-        return server
-
-    first = start(0)
-    host, port = first.get_host_and_port()
-    server = Server(now=first)
-
-    def leave() -> None:
-        server.now.stop()
-
-    def come_back() -> None:
-        server.now = start(port)
-
-    server.leave, server.come_back = leave, come_back
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "6",  # patience of some 15 s
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in environment.items():
-            patch.setenv(key, value)
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield server
-    server.now.stop()
-
-
 @pytest.fixture
-def folder(server: Server, request: pytest.FixtureRequest) -> epath.Path:
+def folder(server: Any, request: pytest.FixtureRequest) -> epath.Path:
     return run_folder(f"s3://bucket/{request.node.name}") / "checkpoints"
 
 
@@ -252,7 +212,7 @@ def test_what_holds_no_run_is_refused(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def door(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Door:
+def door(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Door:
     """Run a door in a process of its own, given the run and overrides."""
     here = tmp_path_factory.mktemp("runs")
     (here / "text.txt").write_text(inspect.getsource(textwrap) * 2)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,34 +175,6 @@ def test_it_does_not_wait_for_jax():
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server that speaks S3, that can be down."""
-    moto = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for key, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
-        monkeypatch.setenv(key, value)
-    import fsspec
-
-    # epath keeps a client for good, with the address of another test's server.
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    clear = epath.backend._FileSystemSpecBackend._get_filesystem.cache_clear
-    clear()
-    fsspec.filesystem("s3").mkdir("bucket")
-    yield server
-    clear()
-    server.stop()
-
-
 def test_a_run_in_a_store_through_an_outage(server):
     run = "s3://bucket/runs/far"
     write_run(run, owner=OWNER)
@@ -214,15 +185,12 @@ def test_a_run_in_a_store_through_an_outage(server):
     assert json.loads(result.stdout)["owner"] == str(OWNER)
     log = MetricsLog(run, 40)
     log.write(50, {"loss": 1.0})
-    host, port = server.get_host_and_port()
-    server.stop()
-    with pytest.raises(OSError):  # noqa: PT011 (the client's own words)
-        log.flush()
-    again = type(server)(ip_address=host, port=port, verbose=False)
-    again.start()
+    server.leave()
     try:
-        log.close()
-        steps = [row["step"] for row in read_metrics(run) if "loss" in row]
+        with pytest.raises(OSError):  # noqa: PT011 (the client's own words)
+            log.flush()
     finally:
-        again.stop()
+        server.come_back()
+    log.close()
+    steps = [row["step"] for row in read_metrics(run) if "loss" in row]
     assert steps == [20, 40, 50]

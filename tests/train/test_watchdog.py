@@ -20,7 +20,7 @@ from train.watchdog import Watchdog
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SETUP = """
-import os, re, sys, threading, time
+import os, re, signal, sys, threading, time
 from etils import epath
 from train.config import WatchdogConfig
 from train.watchdog import Watchdog
@@ -141,8 +141,11 @@ re.fullmatch("(a|aa)+", "a" * 200 + "b")
 
 
 def test_a_stopped_trainer_ends_with_its_stacks(start, tmp_path):
-    trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
-    trainer.popen.send_signal(signal.SIGSTOP)
+    trainer = start("""
+watchdog.phase("step", 1)
+os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(1000)
+""")
     assert trainer.end()[0] == -signal.SIGABRT
     assert 'File "<string>"' in stacks_in(tmp_path)
 
@@ -150,7 +153,7 @@ def test_a_stopped_trainer_ends_with_its_stacks(start, tmp_path):
 @pytest.mark.slow
 def test_a_trainer_that_cannot_abort_is_killed(start):
     trainer = start("""
-import faulthandler, signal
+import faulthandler
 faulthandler.disable()
 signal.signal(signal.SIGABRT, signal.SIG_IGN)
 watchdog.phase("step", 1)
@@ -267,6 +270,7 @@ watchdog.close()
 def test_a_machine_that_slept_is_no_alarm(start):
     code = """
 watchdog.phase("eval")
+print("ready", flush=True)
 for _ in range(10):
     time.sleep(0.1)
 for batch in range(20):
@@ -275,7 +279,7 @@ for batch in range(20):
 watchdog.close()
 """
     trainer = start(code, eval_timeout_s=3.0)
-    time.sleep(0.5)  # into the phase
+    assert trainer.popen.stdout.readline() == "ready\n"
     both = (trainer.popen.pid, trainer.watcher)
     for pid in both:
         os.kill(pid, signal.SIGSTOP)

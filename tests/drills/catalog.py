@@ -1,0 +1,16 @@
+"""All drills, by number."""
+
+from tests.drills import damage, disks, preemption, processes, saves
+from tests.drills.drill import Drill
+
+_THEMES = (preemption, saves, damage, disks, processes)
+
+DRILLS = sorted(
+    (
+        one
+        for theme in _THEMES
+        for one in vars(theme).values()
+        if isinstance(one, Drill)
+    ),
+    key=lambda drill: drill.number,
+)

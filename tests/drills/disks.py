@@ -1,0 +1,178 @@
+"""Drills of disks that are full, read-only, or do not answer."""
+
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.drills.drill import NotRun, drill, expect
+from tests.drills.ground import Ground
+from tests.drills.preemption import goes_on
+from tests.drills.run import Run
+from tests.fleet import Fleet
+
+_ROOT = "needs a mount: root, or unshare --user --map-root-user --mount before it"
+
+
+def command(why_not: str, *words: str | Path) -> None:
+    """Run a command of the system.
+
+    Raises:
+        NotRun: it is not there or not permitted.
+    """
+    try:
+        found = subprocess.run([*map(str, words)], capture_output=True, text=True)
+    except OSError as error:
+        raise NotRun(f"{why_not} ({error})") from None
+    if found.returncode:
+        raise NotRun(f"{why_not} ({found.stderr.strip()})")
+
+
+@contextmanager
+def small_disk(ground: Ground) -> Iterator[Path]:
+    """Mount a disk of 8 MiB."""
+    disk = ground.place / "disk"
+    disk.mkdir()
+    command(_ROOT, "mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk)
+    try:
+        yield disk
+    finally:
+        command(_ROOT, "umount", "-l", disk)
+
+
+def fill(disk: Path) -> None:
+    """Leave not a byte free on a disk."""
+    with (disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+
+
+def is_saving(run: Run) -> bool:
+    """Say whether a save is under way, or was when its process was killed."""
+    return any("tmp" in name for name in run.leftovers())
+
+
+def alarms(fleet: Fleet) -> list[str]:
+    """Give the lines that said that a save came to nothing."""
+    lines = fleet.said().splitlines()
+    return [line for line in lines if "was not saved" in line or "failed:" in line]
+
+
+@drill(12)
+def disk_full(ground: Ground) -> str:
+    """The disk of the run is filled up to the last byte until the run ends, and for a
+    start that finds it so; then, in the midst of a save, until an alarm -> an alarm of
+    one line for each save, the sealed steps stay, training goes on; after more than
+    max_failed_saves=2 it ends with 1, and so does the start; with room again it saves,
+    and ends with the same bits."""
+    with small_disk(ground) as disk:
+        run = ground.run("checkpoint.max_failed_saves=2")
+        run.path = disk / "run"
+        fleet = run.start()
+        fleet.await_that(lambda: 5 in run.sealed())
+        fill(disk)
+        expect("exit codes", fleet.wait(), [1])
+        first = alarms(fleet)
+        expect("sealed", run.sealed(), [5])
+        expect("exit codes", run.start().wait(), [1])
+        (disk / "ballast").unlink()
+        fleet = run.start("checkpoint.max_failed_saves=6")
+        fleet.await_text("from step 5\n")
+        fleet.await_that(lambda: is_saving(run))
+        fill(disk)
+        fleet.await_that(lambda: len(alarms(fleet)) >= 1)
+        (disk / "ballast").unlink()
+        expect("exit codes", fleet.wait(), [0])
+        expect("leftovers", run.leftovers(), [])
+        ground.check(run)
+    return f"1 after {first}; 1; then {alarms(fleet)}, room, 0, bits equal"
+
+
+@drill(13)
+def read_only_checkpoints(ground: Ground) -> str:
+    """The folder of checkpoints cannot be written from the first save to the third
+    alarm -> an alarm for each save, training goes on; then it saves again."""
+    run = ground.run("checkpoint.max_failed_saves=5")
+    fleet = run.start()
+    fleet.await_that(lambda: 5 in run.sealed())
+    with read_only(run.checkpoints):
+        fleet.await_that(lambda: len(alarms(fleet)) >= 3)
+        there = run.sealed()
+    expect("exit codes", fleet.wait(), [0])
+    expect("leftovers", run.leftovers(), [])
+    ground.check(run)
+    failed = [event["step"] for event in run.events("save_failed")]
+    return f"sealed {there}, then no save at {failed}; writable: 0, bits equal"
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Have nobody make or remove anything in a folder, not root either."""
+    folders = [folder, folder / "unsealed"]
+    if os.geteuid():
+        subprocess.run(["chmod", "a-w", *folders], check=True)
+    else:
+        command("root is kept out by chattr +i alone", "chattr", "+i", *folders)
+    try:
+        yield
+    finally:
+        undo = ["chmod", "u+w"] if os.geteuid() else ["chattr", "-i"]
+        subprocess.run([*undo, *folders], check=True)
+
+
+@drill(13)
+def storage_that_does_not_answer(ground: Ground) -> str:
+    """The disk of the checkpoints is frozen in the midst of a save, until two saves
+    were skipped -> training goes on, one save is in flight and no more; thawed, it
+    saves again."""
+    run = ground.run("checkpoint.max_failed_saves=5")
+    disk, image = ground.place / "disk", ground.place / "image"
+    with image.open("wb") as file:
+        file.truncate(2**25)
+    command("needs mkfs.ext4", "mkfs.ext4", "-q", image)
+    disk.mkdir()
+    command(_ROOT, "mount", "-o", "loop", image, disk)
+    try:
+        run.path.mkdir()
+        (disk / "checkpoints").mkdir()
+        run.checkpoints.symlink_to(disk / "checkpoints")
+        fleet = run.start()
+        fleet.await_that(lambda: is_saving(run))
+        command("needs fsfreeze", "fsfreeze", "--freeze", disk)
+        try:
+            began = time.monotonic()
+            fleet.await_that(lambda: len(run.events("save_failed")) >= 2)
+            frozen_s = time.monotonic() - began
+            step = run.step
+        finally:
+            command("needs fsfreeze", "fsfreeze", "--unfreeze", disk)
+        expect("exit codes", fleet.wait(), [0])
+        failed = alarms(fleet)
+        assert all("the save before is not through yet" in line for line in failed)
+        expect("leftovers", run.leftovers(), [])
+        ground.check(run)
+    finally:
+        command(_ROOT, "umount", "-l", disk)
+    return f"frozen for {frozen_s:.0f} s to step {step}: {failed}; then 0, bits equal"
+
+
+@drill(14, fast=True)
+def the_last_save_fails_in_the_background(ground: Ground) -> str:
+    """No file may be longer than 100 kB (RLIMIT_FSIZE) when the only save begins, of
+    the last step -> 1 and one line, no results; the next start does the run again."""
+    run = ground.run("checkpoint.save_interval_steps=1000")
+    fleet = run.start()
+    fleet.await_text("from step")
+    limit = (100_000, resource.RLIM_INFINITY)
+    resource.prlimit(fleet.processes[0].pid, resource.RLIMIT_FSIZE, limit)
+    expect("exit codes", fleet.wait(), [1])
+    said = [line for line in fleet.said().splitlines() if "last save" in line]
+    assert len(said) == 1, fleet.said()[-3000:]
+    expect("finished", run.results, False)
+    expect("sealed", run.sealed(), [])
+    goes_on(run, 0)
+    ground.check(run)
+    return f"1: {said[0]}; then from step 0, bits equal"

@@ -1,0 +1,149 @@
+"""Drills of being told to stop."""
+
+import contextlib
+import signal
+import subprocess
+import time
+from typing import Any
+
+from tests.drills.drill import drill, expect
+from tests.drills.ground import Ground
+from tests.drills.run import Run
+from tests.fleet import Fleet
+
+
+def after_steps(run: Run, fleet: Fleet, more: int = 3) -> None:
+    """Wait until a start has done some steps."""
+    fleet.await_text("from step")
+    first = run.step
+    fleet.await_that(lambda: run.step >= first + more)
+
+
+def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
+    """Send a signal, and check what stopping means; give the step that was saved."""
+    began = time.monotonic()
+    fleet.send(number, process)
+    expect("exit codes", fleet.wait(60), [42] * len(fleet))
+    took = time.monotonic() - began
+    assert took < 15, f"it took {took:.1f} s"
+    step = run.step
+    expect("the newest sealed step", run.sealed()[-1], step)
+    expect("leftovers", run.leftovers(), [])
+    return step
+
+
+def goes_on(run: Run, step: int, **how: Any) -> None:
+    """Check that the next start goes on from a step to the end."""
+    fleet = run.finish(**how)
+    assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
+
+
+@drill(4, fast=True)
+def sigterm_to_one_process(ground: Ground) -> str:
+    """SIGTERM between two steps -> that step saved and sealed, exit 42 within 15 s; the
+    next start goes on from it to the bits of an undisturbed run."""
+    run = ground.run()
+    fleet = run.start()
+    after_steps(run, fleet)
+    step = stopped(run, fleet, signal.SIGTERM)
+    goes_on(run, step)
+    ground.check(run)
+    return f"42, step {step} saved, bits equal"
+
+
+@drill(5)
+def sigterm_to_one_of_two(ground: Ground) -> str:
+    """SIGTERM to process 1, then, in the next start, to process 0 of two -> both end
+    after the same saved step with 42; the third start ends with the same bits."""
+    run = ground.run()
+    steps = []
+    for process in (1, 0):
+        fleet = run.start(count=2)
+        after_steps(run, fleet)
+        steps.append(stopped(run, fleet, signal.SIGTERM, process))
+    goes_on(run, steps[-1], count=2)
+    ground.check(run, count=2)
+    return f"42 and 42 twice, steps {steps} saved, bits equal"
+
+
+@drill(6)
+def sigterm_in_every_phase(ground: Ground) -> str:
+    """SIGTERM during a save in flight, restore, compilation and evaluation, each a few
+    times -> 42, what was saved last is the newest step and sealed, no leftovers; the
+    last start ends with the same bits."""
+    run = ground.run(*("checkpoint.save_interval_steps=2", "eval.interval_steps=1"))
+    hits: dict[str, int] = {}
+    for phase, delay_s in (
+        *(("save", delay_s) for delay_s in (0.0, 0.05, 0.1)),
+        *(("restore", delay_s) for delay_s in (0.0, 0.02, 0.04, 0.06)),
+        *(("compile", delay_s) for delay_s in (0.05, 0.4, 1.0)),
+        *(("eval", delay_s) for delay_s in (0.0, 0.05, 0.1)),
+    ):
+        # Nothing was compiled before in an empty folder.
+        empty = {"XDG_CACHE_HOME": f"{ground.place}/{delay_s}"}
+        fleet = run.start(environment=empty if phase == "compile" else {})
+        _await_phase(run, fleet, phase)
+        time.sleep(delay_s)
+        moment = time.time()
+        fleet.send(signal.SIGTERM)
+        expect(f"exit code in {phase}", fleet.wait(60), [42])
+        found = "save" if phase == "save" else run.phase_at(moment)
+        hits[found] = hits.get(found, 0) + 1
+        expect(f"sealed after {phase}", run.sealed()[-1:], [run.step][: run.step])
+        expect(f"leftovers after {phase}", run.leftovers(), [])
+    goes_on(run, run.step)
+    ground.check(run)
+    missed = {"compile", "restore", "eval", "save"} - hits.keys()
+    assert not missed, f"no signal came in {missed}: {hits}"
+    return f"42 each time; signals by phase: {hits}; bits equal"
+
+
+def _await_phase(run: Run, fleet: Fleet, phase: str) -> None:
+    if phase == "restore":
+        starts = len(run.events("prepare"))
+        fleet.await_that(lambda: len(run.events("prepare")) > starts)
+        return
+    fleet.await_text("from step")
+    if phase == "eval":
+        after_steps(run, fleet, 1)  # the first one compiles, so it takes long
+    if phase == "save":
+        fleet.await_that(lambda: any("tmp" in name for name in run.leftovers()))
+
+
+@drill(7)
+def sigterm_twice_then_sigkill(ground: Ground) -> str:
+    """SIGTERM twice, and SIGKILL 50 ms to 15 s later, before or after all is saved -> a
+    later start goes on from a sealed step, no older than the one before, to the same
+    bits."""
+    run = ground.run()
+    seen = []
+    for patience_s in (0.05, 0.2, 0.4, 0.8, 15):
+        fleet = run.start()
+        after_steps(run, fleet, 2)
+        fleet.send(signal.SIGTERM)
+        fleet.send(signal.SIGTERM)
+        process, before = fleet.processes[0], run.sealed()[-1:]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+        fleet.send(signal.SIGKILL)
+        (code,) = fleet.wait()
+        assert code == 42 or (code == 137 and patience_s < 15), f"exit code {code}"
+        assert run.sealed()[-1:] >= before, f"sealed {run.sealed()}, before {before}"
+        seen.append(f"{code} after {patience_s:g} s, step {run.sealed()[-1:]}")
+    goes_on(run, run.sealed()[-1])
+    ground.check(run)
+    return f"{'; '.join(seen)}; bits equal"
+
+
+@drill(8, fast=True)
+def signals_of_a_scheduler(ground: Ground) -> str:
+    """SIGUSR1, then SIGUSR2 to the next start -> like SIGTERM: saved, sealed, 42."""
+    run = ground.run()
+    steps = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        fleet = run.start()
+        after_steps(run, fleet)
+        steps.append(stopped(run, fleet, number))
+    goes_on(run, steps[-1])
+    ground.check(run)
+    return f"42 and 42, steps {steps} saved, bits equal"

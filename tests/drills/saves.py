@@ -1,0 +1,96 @@
+"""Drills of being killed, and of what that does to saves."""
+
+import shutil
+import signal
+import time
+
+from tests.drills.drill import drill, expect
+from tests.drills.ground import HALF, Ground
+from tests.drills.preemption import after_steps, goes_on
+from tests.drills.run import Run
+
+
+@drill(1, fast=True)
+def killed_before_the_first_save(ground: Ground) -> str:
+    """SIGKILL before anything is saved -> 137; the next start begins at step 0 and has
+    the losses and the bits of an undisturbed run."""
+    run = ground.run("checkpoint.save_interval_steps=20")
+    fleet = run.start()
+    after_steps(run, fleet)
+    fleet.send(signal.SIGKILL)
+    expect("exit codes", fleet.wait(), [137])
+    step = run.step
+    expect("checkpoints", run.steps(), [])
+    goes_on(run, 0)
+    ground.check(run)
+    return f"137 after step {step}, from step 0, bits equal"
+
+
+@drill(2)
+def killed_at_many_moments_of_a_save(ground: Ground) -> str:
+    """SIGKILL 0 to 0.4 s after a save begins, and right after its rename, fourteen
+    times -> the next start goes on from the newest sealed step, the leftovers are
+    removed, and the end is the same."""
+    run = ground.run("checkpoint.save_interval_steps=1")
+    hits = dict.fromkeys(("writing", "renamed, not sealed", "sealed"), 0)
+    for delay_s in (*(0.05 * n for n in range(9)), *[None] * 5):
+        newest = max(run.sealed(), default=0)
+        fleet = run.start()
+        fleet.await_text("from step")
+        assert f"from step {newest}\n" in fleet.said(), fleet.said()[-2000:]
+        if delay_s is None:
+            _await_rename(run, newest + 1)
+        else:
+            fleet.await_that(lambda: any("tmp" in name for name in run.leftovers()))
+            time.sleep(delay_s)
+        fleet.send(signal.SIGKILL)
+        expect("exit codes", fleet.wait(), [137])
+        hits[_left_by_a_kill(run)] += 1
+    goes_on(run, run.sealed()[-1])
+    expect("leftovers", run.leftovers(), [])
+    ground.check(run)
+    return f"killed while {hits}; set aside {run.aside()}; no leftovers, bits equal"
+
+
+def _await_rename(run: Run, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not run.folder(step).exists() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def _left_by_a_kill(run: Run) -> str:
+    if any("tmp" in name for name in run.leftovers()):
+        return "writing"
+    return "sealed" if run.steps() == run.sealed() else "renamed, not sealed"
+
+
+@drill(3, fast=True)
+def killed_between_rename_and_seal(ground: Ground) -> str:
+    """The digests of the newest step are removed and its mark of being written put
+    back, as a kill right there leaves it; then likewise of the only step -> the first
+    is set aside for an older, sealed one; the second is taken, with a warning, and
+    sealed."""
+    run = ground.half()
+    _unseal(run, HALF)
+    goes_on(run, HALF - 1)
+    expect("set aside", run.aside(), [HALF])
+    ground.check(run)
+    only = ground.half(name="only")
+    for step in only.steps()[:-1]:
+        shutil.rmtree(only.folder(step))
+    _unseal(only, HALF)
+    fleet = only.start()
+    expect("exit codes", fleet.wait(), [0])
+    assert f"from step {HALF}\n" in fleet.said(), fleet.said()[-2000:]
+    assert "taken unverified, for want of another" in fleet.said(), fleet.said()
+    assert HALF in only.sealed(), only.sealed()
+    ground.check(only)
+    return (
+        f"from step {HALF - 1}, {HALF} set aside; alone: taken unverified; bits equal"
+    )
+
+
+def _unseal(run: Run, step: int) -> None:
+    (run.folder(step) / "digests.json").unlink()
+    (run.checkpoints / "unsealed").mkdir(exist_ok=True)
+    (run.checkpoints / "unsealed" / str(step)).touch()

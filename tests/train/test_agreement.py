@@ -1,0 +1,115 @@
+"""What processes ask of each other when they are not training, and fail to answer."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fleet import Fleet
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import os, signal, sys, time
+import jax
+from train.cluster import join
+from train.command import compose, configure_logging
+from train.exits import Exit
+from train.requests import SAVE, Requests
+
+configure_logging()
+config = compose(sys.argv[1:]).distributed
+requests = Requests()
+"""
+JOIN = """
+cluster = join(config, requests.hold)
+first = cluster.first
+"""
+END = """
+sys.stdout.flush(); sys.stderr.flush()
+os._exit(0)
+"""
+
+
+def run(folder: Path, *code: str, count: int = 2) -> tuple[list[int], list[str]]:
+    """Run code on several processes; give exit codes and what they said."""
+    (folder / "drill.py").write_text("".join([PRELUDE, *code, END]))
+    times = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=3")
+    fleet = Fleet(folder, times, count, module="drill")
+    codes = fleet.wait(120)
+    return codes, [fleet.said(process) for process in range(count)]
+
+
+def test_a_signal_while_jax_connects_the_processes_stops_all(tmp_path):
+    """The others wait for this one by then, and for minutes if it left alone."""
+    signalled = """
+connect = jax.distributed.initialize
+
+def initialize(*args, **kwargs):
+    if args[2] == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    connect(*args, **kwargs)
+
+jax.distributed.initialize = initialize
+"""
+    connected = "requests.connect(cluster); time.sleep(60)\n"
+    codes, said = run(tmp_path, signalled, JOIN, connected)
+    assert codes == [42, 42], said
+
+
+def test_one_that_does_not_answer_a_request_is_named(tmp_path):
+    code = """
+if first:
+    requests.connect(cluster)
+    requests.ask(SAVE)
+time.sleep(60)
+"""
+    codes, said = run(tmp_path, JOIN, code)
+    assert codes[0] == 134, said
+    assert "could not agree: no answer from process 1 within" in said[0]
+
+
+def test_the_end_waits_for_a_request_that_is_being_settled(tmp_path):
+    """A listener that still waited in C++ would abort the interpreter."""
+    code = """
+if first:
+    cluster.set("request/0", SAVE)
+cluster.wait("asked", 30)
+requests.connect(cluster)
+requests.close()
+print("listens", requests._listener.is_alive(), file=sys.stderr)
+cluster.wait("closed", 30)
+"""
+    codes, said = run(tmp_path, JOIN, code)
+    assert codes == [0, 0], said
+    assert all("listens False" in text for text in said), said
+
+
+def test_what_was_gathered_is_not_kept(tmp_path):
+    code = """
+from jax._src.distributed import global_state
+found = [cluster.any("wrong" if first else None) for _ in range(3)]
+cluster.wait("said", 30)
+left = [key for key, _ in global_state.client.key_value_dir_get("longhaul")]
+print(found, sorted(left), file=sys.stderr)
+cluster.wait("closed", 30)
+"""
+    codes, said = run(tmp_path, JOIN, code)
+    assert codes == [0, 0], said
+    left = [f"longhaul/tell/{number}" for number in (1, 3, 5)]
+    assert f"{['wrong'] * 3} {left}" in said[0], said
+
+
+def test_all_end_when_one_has_nothing_to_say(tmp_path):
+    code = """
+if cluster.process < 2:
+    try:
+        cluster.any(None)
+    except Exit as error:
+        print("code", error.code, error, file=sys.stderr)
+cluster.wait("closed", 30)
+"""
+    codes, said = run(tmp_path, JOIN, "time.sleep(cluster.process)", code, count=3)
+    assert codes == [0, 0, 0], said
+    assert "code 134 no answer from process 2 within" in said[0]
+    assert "code 134" in said[1]

@@ -1,0 +1,340 @@
+"""`python -m train` finds its cluster by itself, under launchers that are real.
+
+What runs here on one machine and on CPU devices: Open MPI, Slurm (two slurmd), the
+variables of torchrun and SkyPilot, and those of GKE and of a Cloud TPU VM, whose
+metadata server is a small one of ours.
+"""
+
+import contextlib
+import http.server
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fleet import REPOSITORY, TINY, free_port
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("startup")
+    source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
+    (folder / "text.txt").write_text(source)
+    return folder
+
+
+def command(folder: Path, run: str, *more: str) -> list[str]:
+    data = (f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache")
+    own = ("train.num_steps=6", f"run.dir={folder}/{run}")
+    return [sys.executable, "-m", "train", *TINY, *data, *own, *more]
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(more or {})}
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return env
+
+
+def start(command: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen:
+    return subprocess.Popen(
+        command,
+        env=environment(env),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def together(*processes: subprocess.Popen) -> tuple[list[int], list[str]]:
+    """Wait for the ends; give exit codes and what was said."""
+    try:
+        said = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], said
+
+
+def trains_as(count: int, codes: list[int], said: list[str]) -> None:
+    """One run on all devices; only its first process talks."""
+    assert set(codes) == {0}, "\n".join(said)
+    told = "\n".join(said)
+    assert told.count(f"devices     {count} x cpu") == 1, told
+    assert told.count("finished    6 steps") == 1, told
+
+
+def stops(process: subprocess.Popen, run: Path, stop: Callable[[], object]) -> int:
+    """Stop a run in its midst; give the step it has reached, and saved."""
+    deadline = time.monotonic() + TIMEOUT_S
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("loss") < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    stop()
+    said = process.communicate(timeout=TIMEOUT_S)[0]
+    found = re.search(r"asked to stop: saved step (\d+)", said)
+    assert found, said
+    assert (run / f"checkpoints/{found[1]}/digests.json").exists(), said
+    return int(found[1])
+
+
+@pytest.fixture
+def mpirun() -> list[str]:
+    if not shutil.which("mpirun"):
+        pytest.skip("needs Open MPI 4 (Debian: openmpi-bin)")
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n"]
+
+
+def test_open_mpi_with_three_processes(folder, mpirun):
+    three = ("mesh=ddp", "data.batch_size=6")
+    started = start([*mpirun, "3", *command(folder, "mpi-three", *three)])
+    trains_as(3, *together(started))
+
+
+@pytest.mark.parametrize(
+    # mpirun kills one second after it has passed SIGTERM on, and ends with 1.
+    ("number", "code"),
+    [(signal.SIGTERM, 1), (signal.SIGUSR1, 42)],
+)
+def test_open_mpi_stops(folder, mpirun, number, code):
+    run, steps = f"mpi-{number}", "train.num_steps=4000"
+    process = start([*mpirun, "2", *command(folder, run, steps)])
+    step = stops(process, folder / run, lambda: process.send_signal(number))
+    assert process.returncode == code
+    again = start(command(folder, run, f"train.num_steps={step + 2}"))
+    codes, said = together(again)
+    assert codes == [0], said
+    assert f"from step {step:,}" in said[0]
+
+
+def torchrun(process: int) -> dict[str, str]:
+    return {"RANK": f"{process}", "LOCAL_RANK": f"{process}"}
+
+
+def skypilot(process: int) -> dict[str, str]:
+    return {"SKYPILOT_NODE_RANK": f"{process}"}
+
+
+def gke(process: int) -> dict[str, str]:
+    """Two slices of two hosts, as a JobSet of GKE's has them."""
+    return {
+        "TPU_WORKER_ID": f"{process % 2}",
+        "MEGASCALE_SLICE_ID": f"{process // 2}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "count", "shared"),
+    [
+        (
+            torchrun,
+            2,
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+        ),
+        (
+            skypilot,
+            2,
+            {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"},
+        ),
+        (
+            gke,
+            4,
+            {
+                "JAX_FORCE_TPU_INIT": "1",  # or JAX asks first whether there are chips
+                "TPU_WORKER_HOSTNAMES": "localhost,127.0.0.1",
+                "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
+                "MEGASCALE_NUM_SLICES": "2",
+            },
+        ),
+    ],
+)
+def test_variables_of_launchers(folder, own, count, shared):
+    shared = {**shared, "JAX_COORDINATOR_PORT": f"{free_port()}"}
+    run = command(folder, own.__name__)
+    processes = [start(run, {**shared, **own(process)}) for process in range(count)]
+    trains_as(count, *together(*processes))
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [
+        (
+            {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+            78,
+            "must be below distributed.num_processes=2",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host"},
+            134,
+            "process 0 could not be reached at no.such.host:29500",
+        ),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"},
+            78,
+            "pip install 'jax[k8s]'",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(folder, variables, code, said):
+    run = command(folder, "wrong", "distributed.init_timeout_s=2")
+    codes, told = together(start(run, variables))
+    assert codes == [code], told
+    assert said in told[0]
+    assert "Traceback" not in told[0]
+    assert not (folder / "wrong").exists()
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """What a Cloud TPU VM is told of itself: `attributes` of the server."""
+
+    def do_GET(self):
+        name = self.path.rpartition("/")[2]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.server.attributes[name].encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def metadata_server(process: int) -> Iterator[str]:
+    """Serve one host of two slices of two hosts."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    slices = {"COORDINATOR_ADDRESS": "localhost", "NUM_SLICES": 2}
+    slices["SLICE_ID"] = process // 2
+    server.attributes = {
+        "agent-worker-number": f"{process % 2}",
+        "worker-network-endpoints": "a:b:127.0.0.1,a:b:127.0.0.1",
+        "tpu-env": "\n".join(f"MEGASCALE_{k}: '{v}'" for k, v in slices.items()),
+    }
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+# Without chips JAX decides, when it is imported, to leave the server alone.
+AS_ON_A_TPU_VM = (
+    "import os, runpy, jax; os.environ.pop('TPU_SKIP_MDS_QUERY', None); "
+    "runpy.run_module('train', run_name='__main__', alter_sys=True)"
+)
+
+
+def test_cloud_tpu_vms(folder):
+    port = {"JAX_COORDINATOR_PORT": f"{free_port()}", "JAX_FORCE_TPU_INIT": "1"}
+    python, _, _, *overrides = command(folder, "vms")
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for process in range(4):
+            server = stack.enter_context(metadata_server(process))
+            there = {**port, "GCE_METADATA_IP": server}
+            processes.append(start([python, "-c", AS_ON_A_TPU_VM, *overrides], there))
+        trains_as(4, *together(*processes))
+
+
+SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
+SLURM_CONF = """
+ClusterName=loop
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+MpiDefault=none
+SwitchType=switch/none
+SlurmdParameters=config_overrides
+# Names that resolve everywhere: process 0 is found by the first.
+NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=2
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    """Run a Slurm of two nodes on this machine; give the variable that finds it."""
+    if os.geteuid() or not all(map(shutil.which, SLURM_PROGRAMS)):
+        pytest.skip("needs Slurm, MUNGE (Debian: slurm-wlm, munge) and to be root")
+    with contextlib.ExitStack() as stack:
+        # Not below /tmp/pytest-*: MUNGE trusts only folders that others may not write.
+        folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/run"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)
+        (folder / "state").mkdir()
+        (folder / "key").write_bytes(secrets.token_bytes(1024))
+        (folder / "key").chmod(0o600)
+        port = free_port()
+        about = {"host": socket.gethostname().partition(".")[0], "user": "root"}
+        about |= {"folder": folder, "port": port, "ports": f"[{port + 1}-{port + 2}]"}
+        (folder / "slurm.conf").write_text(SLURM_CONF.format(**about))
+        munge = [f"--key-file={folder}/key", f"--socket={folder}/munge.socket"]
+        munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log")]
+        found = {"SLURM_CONF": f"{folder}/slurm.conf"}
+        for daemon in (
+            ["munged", "--foreground", *munge, f"--seed-file={folder}/seed"],
+            ["slurmctld", "-D"],
+            ["slurmd", "-D", "-N", "127.0.0.1"],
+            ["slurmd", "-D", "-N", "127.0.0.2"],
+        ):
+            with (folder / f"{daemon[0]}.said").open("ab") as said:
+                process = subprocess.Popen(
+                    daemon, env=environment(found), stdout=said, stderr=said
+                )
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+        deadline = time.monotonic() + 60
+        ready = ["srun", "-N2", "-n2", "--immediate=2", "true"]
+        while subprocess.run(
+            ready, env=environment(found), capture_output=True
+        ).returncode:
+            told = "\n".join(p.read_text() for p in folder.glob("*.said"))
+            assert time.monotonic() < deadline, told
+            time.sleep(0.2)
+        yield found
+
+
+def test_slurm(folder, slurm):
+    srun = ["srun", "-N2", "-n2", *command(folder, "slurm")]
+    trains_as(2, *together(start(srun, slurm)))
+
+
+@pytest.mark.parametrize("number", ["TERM", "USR1"])
+def test_slurm_stops(folder, slurm, number):
+    name = f"slurm-{number}"
+    run = command(folder, name, "train.num_steps=4000")
+    process = start(["srun", "-N2", "-n2", "-J", name, *run], slurm)
+    cancel = ["scancel", "-s", number, "-n", name]
+    stops(
+        process,
+        folder / name,
+        lambda: subprocess.run(cancel, check=True, env=environment(slurm)),
+    )
+    assert process.returncode == 42
