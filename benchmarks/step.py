@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from train.chips import peak_flops
+
 NUM_BATCHES = 8  # distinct ones, used in turn
 CHECK_STEPS = 40  # a multiple of NUM_BATCHES: first and last loss of one batch
 TORCH_KEPT = 2  # variants that reach the long run
@@ -41,8 +43,6 @@ DEFAULT_CONTENDERS = {
     "cpu": [*TORCH_VARIANTS, "longhaul"],
     "gpu": ["torch-compile-bf16", "longhaul"],
 }
-# Dense bfloat16 peak, FLOP/s. Source: NVIDIA's data sheets of A100, H100 and H200.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
 
 
@@ -283,7 +283,7 @@ def usable_cores() -> int:
 def report(contenders: list[Contender], options: argparse.Namespace) -> dict[str, Any]:
     """Print the table; return it as plain values."""
     shape, machine = PRESETS[options.preset], hardware(options.device)
-    peak = next((f for gpu, f in PEAK_FLOPS.items() if gpu in machine), None)
+    peak = peak_flops(machine)
     medians = {c.name: statistics.median(c.blocks) for c in contenders}
     best_torch = min((medians[n] for n in TORCH_VARIANTS if n in medians), default=None)
     versions = {}

@@ -1,47 +1,147 @@
-"""Model FLOPs, and what a chip could do: the two sides of MFU.
+"""What chips can do, as their vendors state it."""
 
-Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply (matrices
-and the head, tied or not; no embedding look-ups, no vectors) and C = heads x head dim;
-causal attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
-"""
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import math
-from typing import Any
+GB = 10**9
+GIB = 2**30
 
-from model.config import ModelConfig
-from model.params import Kind, named
 
-# Dense bfloat16 FLOP/s of one JAX device, by a part of its `device_kind`, longest
-# first. Source: the vendors' datasheets (no sparsity). A v2 or v3 device is a core.
-PEAK_FLOPS = (
-    ("TPU v5 lite", 197e12),
-    ("TPU v6 lite", 918e12),
-    ("TPU v5p", 459e12),
-    ("TPU7x", 1153.5e12),  # half of a two-die chip's 2,307
-    ("TPU v5", 459e12),
-    ("TPU v4", 275e12),
-    ("TPU v3", 61.5e12),
-    ("TPU v2", 23e12),
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("H200", 989.5e12),
-    ("H100", 989.5e12),
-    ("A100", 312e12),
-)
+@dataclass(frozen=True)
+class Chip:
+    """One chip: per second, in FLOPs and bytes. None: its vendor does not say.
+
+    kind: a part of the `device_kind` of its JAX devices.
+    flops: dense, by dtype of the operands; a dtype that is missing is not stated.
+    devices: JAX devices of a chip.
+    link_bandwidth: one link (ICI, NVLink), one direction.
+    dcn_bandwidth: its share of its host's network cards, one direction.
+    program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
+    """
+
+    kind: str
+    flops: Mapping[str, float]
+    devices: int = 1
+    hbm_bytes: int | None = None
+    hbm_bandwidth: float | None = None
+    links: int | None = None
+    link_bandwidth: float | None = None
+    dcn_bandwidth: float | None = None
+    program_bytes: int | None = None
+
+
+def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
+    rates = {"bfloat16": bfloat16 * 1e12}
+    return rates if float8 is None else rates | {"float8": float8 * 1e12}
+
+
+# TPUs. Source: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, which state ICI
+# for a chip, both directions, all links together, and DCN for a chip (v5e: a pod).
+# v4's links: arXiv:2304.01433. program_bytes: "available HBM" in the out-of-memory
+# errors of libtpu 0.0.52.
+# GPUs. Source: NVIDIA's datasheets (SXM, halved where they count sparsity) and DGX user
+# guides (one 400 Gb/s card a GPU, A100: 200). hbm_bytes: as CUDA reports it; source:
+# openxla/xla, xla/backends/gpu/target_config/specs.
+CHIPS = {
+    "v2": Chip("TPU v2", _flops(46), devices=2),
+    "v3": Chip("TPU v3", _flops(123), devices=2),
+    "v4": Chip(
+        "TPU v4",
+        _flops(275),
+        hbm_bytes=32 * GIB,
+        hbm_bandwidth=1200 * GB,
+        links=6,
+        link_bandwidth=50 * GB,
+        program_bytes=int(30.75 * GIB),
+    ),
+    "v5e": Chip(
+        "TPU v5 lite",
+        _flops(197),
+        hbm_bytes=16 * GIB,
+        hbm_bandwidth=819 * GB,
+        links=4,
+        link_bandwidth=50 * GB,
+        dcn_bandwidth=6400 / 256 / 8 * GB,
+        program_bytes=int(15.75 * GIB),
+    ),
+    "v5p": Chip(
+        "TPU v5",  # or "TPU v5p"
+        _flops(459, 459),
+        hbm_bytes=95 * GIB,
+        hbm_bandwidth=2765 * GB,
+        links=6,
+        link_bandwidth=100 * GB,
+        dcn_bandwidth=50 / 8 * GB,
+        program_bytes=int(95.73 * GIB),  # more than the vendor states
+    ),
+    "v6e": Chip(
+        "TPU v6 lite",
+        _flops(918, 918),
+        hbm_bytes=32 * GIB,
+        hbm_bandwidth=1638 * GB,
+        links=4,
+        link_bandwidth=100 * GB,
+        dcn_bandwidth=100 / 8 * GB,
+        program_bytes=int(31.24 * GIB),
+    ),
+    "tpu7x": Chip(
+        "TPU7x",
+        _flops(2307, 4614),
+        devices=2,
+        hbm_bytes=192 * GIB,
+        hbm_bandwidth=7380 * GB,
+        links=6,
+        link_bandwidth=100 * GB,
+        dcn_bandwidth=100 / 8 * GB,
+        program_bytes=int(94.74 * GIB),
+    ),
+    "a100": Chip(
+        "A100",  # with 80 GB
+        _flops(312),
+        hbm_bytes=85_100_068_864,
+        hbm_bandwidth=2039 * GB,
+        links=12,
+        link_bandwidth=25 * GB,
+        dcn_bandwidth=200 / 8 * GB,
+    ),
+    "h100": Chip(
+        "H100",
+        _flops(989.5, 1979),
+        hbm_bytes=84_929_347_584,
+        hbm_bandwidth=3350 * GB,
+        links=18,
+        link_bandwidth=25 * GB,
+        dcn_bandwidth=400 / 8 * GB,
+    ),
+    "h200": Chip(
+        "H200",
+        _flops(989.5, 1979),
+        hbm_bytes=151_397_597_184,
+        hbm_bandwidth=4800 * GB,
+        links=18,
+        link_bandwidth=25 * GB,
+        dcn_bandwidth=400 / 8 * GB,
+    ),
+    "gb200": Chip("GB200", _flops(2500, 5000)),
+    "b200": Chip(
+        "B200",
+        _flops(2250, 4500),
+        hbm_bytes=191_514_411_008,
+        hbm_bandwidth=8000 * GB,
+        links=18,
+        link_bandwidth=50 * GB,
+        dcn_bandwidth=400 / 8 * GB,
+    ),
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Find the chip of a JAX device, None where unknown (any CPU)."""
+    found = [chip for chip in CHIPS.values() if chip.kind in device_kind]
+    return max(found, key=lambda chip: len(chip.kind), default=None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Look up bfloat16 FLOP/s of one device, None where unknown (any CPU)."""
-    return next((peak for part, peak in PEAK_FLOPS if part in device_kind), None)
-
-
-def flops_per_token(model: ModelConfig, params: Any, infos: Any, length: int) -> float:
-    """Count the model FLOPs of one trained token in rows of `length` tokens."""
-    multiplying = 0
-    kinds = dict(named(infos, lambda x: hasattr(x, "kind")))
-    for name, param in named(params):
-        head = name == "head.weight" or (name == "embedding.weight" and model.tied_head)
-        if kinds[name].kind is Kind.matrix or head:
-            multiplying += math.prod(param.shape)
-    width = model.num_heads * model.head_size
-    return 6 * multiplying + 12 * model.num_layers * width * length
+    """Look up dense bfloat16 FLOP/s of one JAX device, None where unknown."""
+    chip = chip_of(device_kind)
+    return chip and chip.flops["bfloat16"] / chip.devices

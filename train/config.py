@@ -219,8 +219,8 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
-    """Keys of `python -m train.plan` only."""
+class LayoutConfig:
+    """What `python -m train.plan` shows of the layout."""
 
     array: str | None = None  # a parameter: show which device holds which slice
 
@@ -245,7 +245,16 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    plan: LayoutConfig = field(default_factory=LayoutConfig)
+
+
+@dataclass(frozen=True)
+class PlanConfig(Config):
+    """Keys of `python -m train.plan`: those of training, and its own."""
+
+    target: str | None = None  # a machine to compile for (train/targets.py)
+    margin: float = 0.05  # part of its memory that must stay free
+    json: bool = False  # print one JSON object, for programs
 
 
 @dataclass(frozen=True)

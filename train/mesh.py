@@ -1,7 +1,7 @@
 """The device mesh: named axes, slowest network first."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -59,12 +59,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     ]
     granules = _granules(devices, math.prod(dcn.values()))
     if len(granules) != math.prod(dcn.values()):
-        rule = f"must multiply to the {len(granules)} slices (or hosts) there are"
-        mistakes.append(Mistake("mesh.dcn", dcn, rule))
+        rule = (
+            f"must multiply to the {len(granules)} slices (or hosts) there are, of the "
+            f"axes that cross them; say mesh.dcn.data={len(granules)} and mesh.data a "
+            "multiple of it"
+        )
+        shown = " x ".join(f"{axis} {factor}" for axis, factor in dcn.items())
+        mistakes.append(Mistake("mesh.dcn", shown, rule))
     if mistakes:
         raise ConfigError(mistakes)
     inner = [sizes[axis] // dcn[axis] for axis in MESH_AXES]
-    blocks = [mesh_utils.create_device_mesh(inner, granule) for granule in granules]
+    blocks = [_lay(inner, granule) for granule in granules]
     grid = np.array(blocks).reshape(*dcn.values(), *inner)
     rank = len(MESH_AXES)
     order = [i for axis in range(rank) for i in (axis, axis + rank)]
@@ -73,10 +78,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
 
 
+def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
+    """Lay axes over a slice, along whole dims of a TPU's torus where that can be."""
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        return mesh_utils.create_device_mesh(
+            sizes, devices, allow_split_physical_axes=True
+        )
+
+
 def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
     """Group devices by the network between them."""
-    if wanted == 1:
-        return [devices]
 
     def slice_of(device: Device) -> int:
         return getattr(device, "slice_index", 0)
@@ -84,8 +97,14 @@ def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
     def process_of(device: Device) -> int:
         return device.process_index
 
-    for key in (slice_of, process_of):
-        groups = [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
+    def groups_by(key: Callable[[Device], int]) -> list[list[Device]]:
+        return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
+
+    slices = groups_by(slice_of)
+    # Between slices of TPUs there is no link that a mesh could use unawares.
+    if wanted == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
+        return [devices]
+    for groups in (slices, groups_by(process_of)):
         if len(groups) > 1:
             return groups
     size, rest = divmod(len(devices), wanted)

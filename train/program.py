@@ -18,8 +18,8 @@ from model.config import Position
 from model.gpt import GPT, abstract_gpt, params_of
 from model.layers import Execution
 from model.params import param_infos
-from train.chips import flops_per_token
 from train.config import Config, ConfigError, Mistake, check_all
+from train.flops import flops_per_token
 from train.mesh import Device, make_mesh
 from train.optimizer import Optimizer, make_optimizer
 from train.replicas import make_checksums
@@ -106,7 +106,7 @@ class Program:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of a step (convention: train/chips.py)."""
+        """Model FLOPs of a step (convention: train/flops.py)."""
         length = self.config.data.sequence_length
         params = self.state.params
         per_token = flops_per_token(self.config.model, params, self.infos, length)

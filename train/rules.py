@@ -91,6 +91,8 @@ _RANGES = {
         lambda s: not s or (len(s) == 2 and 0 <= s[0] < s[1]),
         "must be two ascending steps such as [10,12], or []",
     ),
+    # Of train.plan.
+    "margin": (lambda x: 0 <= x < 1, "must lie in [0, 1)"),
     # Of train.evaluate and train.sample.
     "step": (lambda n: n >= 0, "must not be negative; null is the newest"),
     "num_batches": (

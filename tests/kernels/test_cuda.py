@@ -3,7 +3,7 @@
     pip install 'jax[cuda13]'
     python -m pytest tests/kernels/test_cuda.py
 
-No GPU and no driver is needed: tests/kernels/ahead.py describes the machine.
+No GPU and no driver is needed: train/topology.py describes the machine.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
 def compiled(compile_ahead):
     return compile_ahead(
         {
-            name: {"platform": "cuda", "topology": "1x1x8", "step": [*COMMON, *step]}
+            name: {"target": "h100-8", "step": [*COMMON, *step]}
             for name, step in STEPS.items()
         }
     )

@@ -32,7 +32,7 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "llama": LLAMA,
     "llama_xla": [*LLAMA, "model.attention=xla"],
 }
-CHIPS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4"}
+CHIPS = {"v5e": "v5e-8", "v5p": "v5p-8", "v6e": "v6e-8"}
 KERNELS = [(chip, 4096, head_dim) for chip in CHIPS for head_dim in (64, 128)]
 PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
 
@@ -41,16 +41,14 @@ PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
 def compiled(compile_ahead):
     steps = {
         name: {
-            "platform": "tpu",
-            "topology": CHIPS["v5e"],
+            "target": CHIPS["v5e"],
             "step": [*COMMON, *overrides],
         }
         for name, overrides in STEPS.items()
     }
     kernels = {
         f"{chip}_{length}_{head_dim}": {
-            "platform": "tpu",
-            "topology": CHIPS[chip],
+            "target": CHIPS[chip],
             "attention": [length, head_dim],
         }
         for chip, length, head_dim in KERNELS

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json.decoder
+import os
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from data.sources import Sources, open_sources
 from train.config import Config
 from train.program import Program, make_program
+from train.topology import prepare
 
 TINY = (
     *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
@@ -36,6 +38,17 @@ def compiled_fast() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def planning() -> Iterator[None]:
+    """Let this process compile for other machines, and forget it afterwards."""
+    environment, cache = dict(os.environ), jax.config.jax_enable_compilation_cache
+    prepare()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    jax.config.update("jax_enable_compilation_cache", cache)
 
 
 @pytest.fixture(scope="session")

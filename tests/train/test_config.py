@@ -17,6 +17,7 @@ from train.config import (
     Mistake,
     Optimizer,
     OptimizerConfig,
+    PlanConfig,
     ProfileConfig,
     Remat,
     RunConfig,
@@ -199,6 +200,7 @@ def test_every_key_of_the_tables_exists():
 
     known = [*flatten(Config()), *(f.name for f in fields(Config))]
     known += [*flatten(EvaluateConfig()), *flatten(SampleConfig())]
+    known += [*flatten(PlanConfig())]
     assert [key for key in (*ALLOWED, *HARMLESS, *_RANGES) if key not in known] == []
 
 

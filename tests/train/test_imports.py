@@ -13,9 +13,10 @@ ORDER = [
     *("exits", "config"),
     *("identity", "rules", "schema", "flags", "check", "command"),
     *("detection", "rollcall", "cluster", "requests"),
-    *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
+    *("chips", "targets", "flops", "runtime", "mesh", "topology"),
+    *("sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
-    *("program", "feed", "evaluation", "generate", "drill"),
+    *("program", "aot", "feed", "evaluation", "generate", "drill"),
     *(
         "object_store",
         "progress",
@@ -37,7 +38,7 @@ ORDER = [
         "checkpoint",
     ),
     *("watcher", "watchdog"),
-    *("describe", "summary", "trained", "window", "loop"),
+    *("describe", "ledger", "summary", "trained", "window", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from train import topology
 from train.config import ConfigError, DcnConfig, MeshConfig
 from train.mesh import MESH_AXES, axis_sizes, make_mesh
+from train.targets import parse_target
+from train.topology import fake_devices
 
 
 def test_sizes_are_as_asked():
@@ -94,3 +97,37 @@ def test_a_dcn_factor_must_divide_its_axis():
         make_mesh(MeshConfig(data=8, dcn=DcnConfig(fsdp=2)))
     (mistake,) = error.value.mistakes
     assert mistake == ("mesh.dcn.fsdp", 2, "must divide mesh.fsdp=1")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Give the devices of a machine by its name, stand-ins."""
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    return lambda name: fake_devices(parse_target(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("v5e-256", 16), ("v5e-256", 8), ("v5p-384", 6), ("v5e-8", 2)]
+)
+def test_axes_lie_on_a_torus_also_where_they_are_not_whole_dims(machine, name, tensor):
+    devices = machine(name)
+    grid = make_mesh(MeshConfig(fsdp=-1, tensor=tensor), devices).devices
+    assert grid.shape == (1, len(devices) // tensor, 1, 1, tensor)
+    assert set(grid.flat) == set(devices)
+
+
+@pytest.mark.parametrize(
+    "config", [MeshConfig(fsdp=-1), MeshConfig(data=2, fsdp=-1), MeshConfig(tensor=-1)]
+)
+def test_slices_of_tpus_must_be_crossed_knowingly(machine, config):
+    with pytest.raises(ConfigError) as error:
+        make_mesh(config, machine("v5e-8x2"))
+    (mistake,) = error.value.mistakes
+    assert mistake.key == "mesh.dcn"
+    assert "mesh.dcn.data=2" in mistake.rule
+
+
+def test_an_axis_that_crosses_slices_has_its_outer_part_there(machine):
+    config = MeshConfig(tensor=-1, dcn=DcnConfig(tensor=2))
+    grid = make_mesh(config, machine("v5e-8x2")).devices
+    assert [device.slice_index for device in grid.flat] == [0] * 8 + [1] * 8

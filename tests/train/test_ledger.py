@@ -1,0 +1,95 @@
+"""What a device holds: computed figures are exact."""
+
+import jax
+import pytest
+
+from train import topology
+from train.aot import OutOfMemory
+from train.ledger import Figure, make_ledger, room_of
+from train.program import make_program
+from train.targets import parse_target
+from train.topology import fake_devices
+
+GB = 2**30
+
+
+@pytest.fixture
+def laid_out(configure, monkeypatch):
+    """Lay a tiny program out on stand-ins: (target, mesh, *overrides) -> Program."""
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+
+    def laid_out(name, mesh, *overrides):
+        config = configure(f"mesh={mesh}", "model.attention=xla", *overrides)
+        return make_program(config, fake_devices(parse_target(name)))
+
+    return laid_out
+
+
+@pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "fsdp_tensor"])
+def test_state_is_what_the_first_device_really_holds(programs, mesh):
+    program = programs(f"mesh={mesh}", devices=1 if mesh == "single" else 4)
+    parts = make_ledger(program).parts
+    state = program.init()
+    held = {
+        name: sum(
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves(state._replace(**leave_out))
+        )
+        for name, leave_out in (
+            ("parameters", {"step": None, "optimizer": None, "recent": None}),
+            ("optimizer state", {"params": None}),
+        )
+    }
+    assert {name: parts[name].bytes for name in held} == held
+    assert parts["gradients"] == parts["parameters"]
+    rows, length = program.batch.inputs.shape
+    shards = 1 if mesh == "single" else program.mesh.shape["fsdp"]
+    shards *= program.mesh.shape["data"]
+    fields = len(jax.tree.leaves(program.batch))
+    assert parts["batch"].bytes == fields * rows * length * 4 // shards
+    assert {figure.how for figure in parts.values()} == {"computed"}
+
+
+def size(program) -> int:
+    leaves = jax.tree.leaves(program.state)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "part"),
+    [
+        ("h100-4x2", ("ddp",), 1),  # four copies on a host are saved once
+        ("h100-4x2", ("fsdp",), 2),
+        ("h100-4x2", ("fsdp", "mesh.data=2", "mesh.dcn.data=2"), 1),
+        ("v5e-4x2", ("fsdp", "mesh.data=2", "mesh.dcn.data=2"), 1),
+    ],
+)
+def test_a_host_copies_what_its_devices_hold_once(laid_out, target, mesh, part):
+    program = laid_out(target, *mesh)
+    ledger = make_ledger(program)
+    assert ledger.checkpoint == Figure(size(program), "computed")
+    # Counters are whole everywhere.
+    assert ledger.host_save.bytes == pytest.approx(size(program) / part, rel=0.01)
+    assert ledger.host_save.bytes >= size(program) // part
+
+
+def test_the_verdict_without_a_compiler_is_no_or_unknown(laid_out):
+    target = parse_target("v5e-8")
+    ledger = make_ledger(laid_out("v5e-8", "fsdp"))
+    assert ledger.needed is None
+    assert ledger.fits(room_of(target, 8, margin=0.05)) is None
+    assert ledger.fits(room_of(target, 8, margin=0.999999)) is False
+
+
+def test_what_is_out_of_memory_does_not_fit(laid_out):
+    ledger = make_ledger(
+        laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))
+    )
+    assert ledger.needed == Figure(20 * GB, "compiled")
+    assert ledger.fits(room_of(parse_target("v5e-8"), 8, margin=0.0)) is False
+
+
+def test_the_margin_is_of_all_memory_but_the_system_has_its_part():
+    target = parse_target("v5e-8")
+    assert room_of(target, 8, 0.0).available == int(15.75 * GB)
+    assert room_of(target, 8, 0.25).available == 12 * GB

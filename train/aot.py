@@ -1,0 +1,83 @@
+"""The training step compiled for devices that need not be there, and what it needs."""
+
+import math
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.stages import Compiled
+
+from train.program import Program
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# libtpu: "the total memory required for HLO temporaries (20.1G) exceeds available HBM
+# (15.75G)", or of older versions "Used 20.1G of 15.75G hbm".
+_NEEDED = (
+    rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)",
+    rf"Used {_SIZE} of {_SIZE} hbm",
+)
+
+
+class OutOfMemory(Exception):
+    """The compiler found no way to fit a step into a device's memory."""
+
+    def __init__(self, needed_bytes: int, available_bytes: int):
+        super().__init__(needed_bytes, available_bytes)
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What compiling took in this process."""
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+def compile_step(program: Program) -> Compiled:
+    """Compile the training step of a program as its devices would run it.
+
+    Raises:
+        OutOfMemory: if the compiler says that it cannot fit.
+    """
+    platform = program.mesh.devices.flat[0].platform
+    lowering = "cuda" if platform == "gpu" else platform
+    # Trying kernels out would need the device.
+    options: Any = {"xla_gpu_autotune_level": 0} if platform == "gpu" else None
+    with jax.set_mesh(program.mesh):
+        traced = program.train_step.trace(program.state, program.batch)
+        lowered = traced.lower(lowering_platforms=(lowering,))
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            raise out_of_memory(str(error)) or error from None
+
+
+def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Cost]:
+    """Compile, and measure what it takes; that it does not fit is a result."""
+    start = time.perf_counter()
+    try:
+        result = compile_step(program)
+    except OutOfMemory as error:
+        result = error
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return result, Cost(time.perf_counter() - start, peak * unit)
+
+
+def out_of_memory(message: str) -> OutOfMemory | None:
+    """Read a compiler's message; None if it is not about a device's main memory."""
+    for pattern in _NEEDED:
+        if found := re.search(pattern, message):
+            number, unit, limit, limit_unit = found.groups()
+            return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit))
+    return None
+
+
+def _bytes(number: str, unit: str) -> int:
+    return math.ceil(float(number) * _UNITS[unit])

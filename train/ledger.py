@@ -1,0 +1,198 @@
+"""The memory of one device, and of a host while it saves, by what holds it.
+
+Each figure says whether it is computed, from shapes and shardings, exactly; or
+compiled, the compiler's own. The compiler's temporaries hold gradients and activations:
+`gradients` says how much of them gradients are where all exist at once.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled
+
+from train.aot import Cost, OutOfMemory
+from train.describe import bytes_per_device
+from train.program import Program
+from train.progress import format_bytes, format_seconds, print_table
+from train.state import as_saved
+from train.targets import Target
+
+COMPUTED, COMPILED = "computed", "compiled"
+HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of one device.
+
+    total: all of it.
+    program: what a program can have; the rest is the system's.
+    available: the least of that, and of all but the margin.
+    """
+
+    total: int
+    program: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes, and how they are known."""
+
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a step needs.
+
+    parts: of one device, by name; not a sum: arguments are the state and the batch,
+        gradients are among the temporaries.
+    needed: of one device, all in all; None if nothing was compiled.
+    host_save: of one host, at most, while an asynchronous save copies from it.
+    checkpoint: on disk, before compression.
+    """
+
+    parts: dict[str, Figure]
+    needed: Figure | None
+    host_save: Figure
+    checkpoint: Figure
+
+    def fits(self, room: Room) -> bool | None:
+        """Say whether the step fits; None: the state does, more is not known."""
+        if self.needed is not None:
+            return self.needed.bytes <= room.available
+        held = sum(self.parts[name].bytes for name in HELD)
+        return False if held > room.available else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Give each figure as {"bytes", "how"}."""
+        figures = dataclasses.asdict(self)
+        return {"per_device": figures.pop("parts"), **figures}
+
+
+def room_of(target: Target | None, num_devices: int, margin: float) -> Room:
+    """Give the memory of a device of a target; None: of this machine's virtual ones."""
+    if target is None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+        program = total
+    else:
+        total, program = target.hbm_bytes, target.program_bytes
+    return Room(total, program, min(program, int((1 - margin) * total)))
+
+
+def make_ledger(
+    program: Program, compiled: Compiled | OutOfMemory | None = None
+) -> Ledger:
+    """Add up what a program's step needs.
+
+    Args:
+        program: on the devices in question.
+        compiled: its step, or what became of it; None: it was not compiled.
+    """
+    state, batch = program.state, program.batch
+    rest = state._replace(params=None)
+    parts = {
+        "parameters": _per_device(state.params),
+        "optimizer state": _per_device(rest),
+        "batch": _per_device(batch),
+        "gradients": _per_device(state.params),
+    }
+    needed = None
+    if isinstance(compiled, OutOfMemory):
+        needed = Figure(compiled.needed_bytes, COMPILED)
+    elif compiled is not None:
+        sizes = _compiled_parts(compiled)
+        needed = Figure(sum(sizes.values()), COMPILED)
+        parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
+    saved = jax.tree.leaves(as_saved(state))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+    return Ledger(
+        parts=parts,
+        needed=needed,
+        host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
+        checkpoint=Figure(size, COMPUTED),
+    )
+
+
+def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
+    """Print every figure with how it is known, then the verdict."""
+    meanings = {
+        "arguments": "compiled: state and batch, as they lie in memory",
+        "temporaries": "compiled: activations, gradients, buffers",
+        "outputs": "compiled: what is not written over the arguments",
+        "code": "compiled",
+        "gradients": "computed: among the temporaries, if all exist at once",
+    }
+    rows = [
+        [name, format_bytes(figure.bytes), meanings.get(name, figure.how)]
+        for name, figure in ledger.parts.items()
+    ]
+    print_table(rows, ["memory of a device", "bytes", "known by"], "memory")
+    if cost:
+        print(
+            f"compiled    in {format_seconds(cost.seconds)}, this process held "
+            f"{format_bytes(cost.peak_rss_bytes)} at most"
+        )
+    print(f"host        {format_bytes(ledger.host_save.bytes)} at most during a save")
+    print(f"checkpoint  {format_bytes(ledger.checkpoint.bytes)} before compression")
+    print(
+        f"memory      {format_bytes(room.total)} a device, of which a program has "
+        f"{format_bytes(room.program)}; {format_bytes(room.available)} with the margin"
+    )
+    fits = ledger.fits(room)
+    if ledger.needed is None:
+        print("fits        " + ("not known: not compiled" if fits is None else "no"))
+        return
+    needed = ledger.needed.bytes
+    spare = room.available - needed
+    print(f"needed      {format_bytes(needed)} a device")
+    print(
+        f"fits        yes, {format_bytes(spare)} to spare"
+        if fits
+        else f"fits        no, {format_bytes(-spare)} too much"
+    )
+
+
+def _compiled_parts(compiled: Compiled) -> dict[str, int]:
+    stats: Any = compiled.memory_analysis()
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        # The new state is written over the old one.
+        "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+
+
+def _per_device(tree: Any) -> Figure:
+    return Figure(sum(map(bytes_per_device, jax.tree.leaves(tree))), COMPUTED)
+
+
+def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
+    """Count the bytes that one host's devices hold, copies once."""
+    host = mesh.devices.flat[0].process_index
+    places = [
+        dict(zip(mesh.axis_names, index, strict=True))
+        for index, device in np.ndenumerate(mesh.devices)
+        if device.process_index == host
+    ]
+    total = 0
+    for leaf in leaves:
+        sharding = leaf.sharding
+        assert isinstance(sharding, NamedSharding)
+        axes = [
+            axis
+            for entry in sharding.spec
+            for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        ]
+        shards = {tuple(place[axis] for axis in axes) for place in places}
+        total += len(shards) * bytes_per_device(leaf)
+    return total
