@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 import jax
 
 from train.cluster import Cluster
-from train.exits import PREEMPTED, STOPPED
+from train.exits import PREEMPTED, STOPPED, Exit
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Requests:
         if self._cluster.processes == 1:
             self._leave(self.judge(crash))
         self.ask(json.dumps(crash._asdict()))
-        threading.Event().wait(2 * _PATIENCE_S)  # the listening thread ends us
+        threading.Event().wait(3 * self._cluster.timeout_s)  # the listener ends us
         os._exit(crash.code)
 
     def _hear(self, signals: socket.socket) -> None:
@@ -172,16 +172,29 @@ class Requests:
                 return
             with self._told:
                 if request.startswith("{"):
-                    if cluster.first:
-                        code = self.judge(Crash(**json.loads(request)))
-                        cluster.set(f"{key}/code", str(code))
-                    self._leave(int(cluster.get(f"{key}/code", cluster.timeout_s)))
+                    self._end_with(Crash(**json.loads(request)), key)
                 where = cluster.gather(f"{key}/passed", str(self._passed))
                 if cluster.first:
                     cluster.set(f"{key}/step", str(_agree([int(w) for w in where])))
                 self._note(request, int(cluster.get(f"{key}/step", cluster.timeout_s)))
                 self._round += 1
                 self._told.notify_all()
+
+    def _end_with(self, crash: Crash, key: str) -> None:
+        """Leave with the code that a crash means, once all are there to hear it.
+
+        A lost process makes the others crash: that is no fault of the step's. JAX,
+        which misses its heartbeats, aborts them while they wait here.
+        """
+        cluster = self._cluster
+        try:
+            cluster.gather(f"{key}/here", "")
+        except Exit as lost:
+            log.error("%s", lost)
+            crash = crash._replace(code=lost.code)
+        if cluster.first:
+            cluster.set(f"{key}/code", str(self.judge(crash)))
+        self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
 
     def _note(self, request: str, step: int) -> None:
         if request == SAVE:
