@@ -243,6 +243,8 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
         return 0, state
     with start.phase("compile"):
         train_step = program.train_step.lower(program.state, program.batch).compile()
+        # Else who finds it in the cache would be found idle at its first step.
+        start.cluster.wait("compiled", config.watchdog.compile_timeout_s)
     rows, drill = local_rows(program.batch), Drill(start.cluster.process)
     feed = Feed(start.order.batches(first, rows), program.batch, watchdog.phase)
     window = Window(program, run, start.order, feed)
@@ -258,7 +260,7 @@ def _loop(start: Start, state: TrainState) -> tuple[int, TrainState]:
             if await_steps:
                 jax.block_until_ready(metrics)
             profiler.after(step, metrics)
-            watchdog.beat(step)
+            watchdog.phase("log", step)
             state = drill.after(step, state, program)
             request, last = requests.passed(step), step == end
             stop = None if request == SAVE or last else request

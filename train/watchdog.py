@@ -60,6 +60,7 @@ class Watchdog:
             "init": config.init_timeout_s,
             "compile": config.compile_timeout_s,
             "restore": config.restore_timeout_s,
+            "log": config.step_timeout_s,
             "data": config.step_timeout_s,
             "step": config.step_timeout_s,
             "eval": config.eval_timeout_s,
@@ -82,7 +83,8 @@ class Watchdog:
         """Enter a phase, one of `watcher.PHASES`: its time begins now.
 
         Args:
-            name: `data`, waiting for a batch, may take as long as `step`.
+            name: `data`, waiting for a batch, and `log`, what follows a step, may
+                take as long as `step`.
             step: completed updates, if another number than before.
         """
         self._phase = name
@@ -114,7 +116,7 @@ class Watchdog:
         self._paces.append(seconds_per_log_interval)
         usual = self._config.step_timeout_factor * statistics.median(self._paces)
         allowed = max(self._config.step_timeout_s, usual)
-        self._allowed |= {"data": allowed, "step": allowed}
+        self._allowed |= dict.fromkeys(("log", "data", "step"), allowed)
         self.beat()
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 # The first page of the memory; the stacks that `faulthandler` writes follow it.
 LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
 # In the order of a run: at one step, a process in an earlier phase is behind.
-PHASES = ("init", "restore", "compile", "eval", "save", "data", "step")
+PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
 _TICK_S = 0.25

@@ -56,7 +56,7 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
 def process_0_of_two_killed(ground: Ground) -> str:
     """SIGKILL to process 0 of two; at once a start on the same port -> the other ends
     with 134 within 5 s; the next start goes on to the same bits."""
-    run, port = ground.run(), free_port()
+    run, port, ground.traceback = ground.run(), free_port(), True
     fleet = run.start(count=2, port=port)
     fleet.await_that(lambda: 5 in run.sealed())
     fleet.send(signal.SIGKILL, 0)
@@ -68,6 +68,25 @@ def process_0_of_two_killed(ground: Ground) -> str:
     goes_on(run, run.sealed()[-1], count=2, port=port)
     ground.check(run, count=2)
     return f"134 after {took:.1f} s, same port again, bits equal"
+
+
+@drill(17)
+def process_1_of_two_killed(ground: Ground) -> str:
+    """SIGKILL to process 1 of two (heartbeat 30 s) -> the other ends with 134 within 60
+    s, and its failed collective is not taken for a crash of the step; the next start
+    goes on to the same bits."""
+    run, ground.traceback = ground.run("distributed.heartbeat_timeout_s=30"), True
+    fleet = run.start(count=2)
+    fleet.await_that(lambda: 5 in run.sealed())
+    fleet.send(signal.SIGKILL, 1)
+    began = time.monotonic()
+    expect("exit codes", fleet.wait(), [_ABORTED, _KILLED])
+    took = time.monotonic() - began
+    assert took < 60, f"process 0 took {took:.1f} s"
+    expect("crashes", run.events("crash"), [])
+    goes_on(run, run.sealed()[-1], count=2)
+    ground.check(run, count=2)
+    return f"134 after {took:.1f} s, bits equal"
 
 
 @drill(18)

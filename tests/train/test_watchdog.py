@@ -340,6 +340,7 @@ def test_who_is_behind():
     slow = behind([*ahead, at(1, "step", 8)], 3)
     assert slow == "process 1 on host h (phase step, step 8)"
     assert behind([*ahead, at(1, "save", 9)], 3).startswith("process 1 ")
+    assert behind([*ahead, at(1, "log", 9)], 3).startswith("process 1 ")
     assert behind([at(0, "eval", 9), at(1, "save", 9)], 2).startswith("process 0 ")
     assert behind([at(0, "compile", 0), at(1, "init", 0)], 2).startswith("process 1 ")
     assert behind(ahead[:1], 1) == "none, all heard of are here"
