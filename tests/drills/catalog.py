@@ -1,9 +1,18 @@
 """All drills, by number."""
 
-from tests.drills import damage, disks, preemption, processes, saves
+from tests.drills import (
+    changes,
+    damage,
+    data,
+    disks,
+    ownership,
+    preemption,
+    processes,
+    saves,
+)
 from tests.drills.drill import Drill
 
-_THEMES = (preemption, saves, damage, disks, processes)
+_THEMES = (preemption, saves, damage, disks, processes, data, changes, ownership)
 
 DRILLS = sorted(
     (
