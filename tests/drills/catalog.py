@@ -1,9 +1,19 @@
 """All drills, by number."""
 
-from tests.drills import damage, disks, kills, preemption, processes, saves
+from tests.drills import (
+    changes,
+    damage,
+    data,
+    disks,
+    kills,
+    ownership,
+    preemption,
+    processes,
+    saves,
+)
 from tests.drills.drill import Drill
 
-_THEMES = (preemption, saves, damage, disks, processes, kills)
+_THEMES = (preemption, saves, damage, disks, processes, data, changes, ownership, kills)
 
 DRILLS = sorted(
     (

@@ -12,9 +12,9 @@ from tests.drills.preemption import goes_on
 from tests.drills.run import Run
 
 
-def flip(file: Path, chance: random.Random) -> None:
+def flip(file: Path, chance: random.Random | None = None) -> None:
     """Flip one bit of a file."""
-    content = bytearray(file.read_bytes())
+    chance, content = chance or random.Random(0), bytearray(file.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
 

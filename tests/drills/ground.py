@@ -113,7 +113,7 @@ class Ground:
         """Make sure that all processes end, with no traceback and no shared memory."""
         deadline = time.monotonic() + 30
         while left := self.survivors():
-            names = [_command(pid) for pid in left]
+            names = [command_of(pid) for pid in left]
             assert time.monotonic() < deadline, f"orphans: {names}"
             time.sleep(0.1)
         for log in sorted(self.place.rglob("log.*")):
@@ -137,7 +137,8 @@ def check_equal(run: Run, straight: Run, steps: int, rel: float = 0) -> None:
             assert same, f"{name} of step {steps} differs"
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """Say what a process runs."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:

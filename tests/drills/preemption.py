@@ -32,9 +32,9 @@ def stopped(run: Run, fleet: Fleet, number: int, process: int = 0) -> int:
     return step
 
 
-def goes_on(run: Run, step: int, **how: Any) -> None:
+def goes_on(run: Run, step: int, *more: str, **how: Any) -> None:
     """Check that the next start goes on from a step to the end."""
-    fleet = run.finish(**how)
+    fleet = run.finish(*more, **how)
     assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
 
 

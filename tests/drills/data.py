@@ -1,0 +1,190 @@
+"""Drills of data: batches that spoil a run, damaged stores, workers that die."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tests.drills.damage import flip
+from tests.drills.drill import drill, expect
+from tests.drills.ground import STEPS, Ground, check_equal, command_of
+from tests.drills.preemption import after_steps, goes_on
+from tests.drills.run import Run
+
+_WRONG_DATA = 65
+
+
+@drill(19)
+def updates_that_are_not_finite(ground: Ground) -> str:
+    """A learning rate of 1e30, max_skipped_steps=3, a save after each step -> the
+    updates are left out and recorded with their batches, it stops with 3, and every
+    number in every checkpoint is finite."""
+    run = ground.run(
+        *("optimizer.learning_rate=1e30", "train.max_skipped_steps=3"),
+        *("checkpoint.save_interval_steps=1", "checkpoint.keep_every_steps=1"),
+    )
+    fleet = run.start()
+    expect("exit codes", fleet.wait(), [3])
+    skipped = run.events("skipped")
+    steps = [event["step"] for event in skipped]
+    expect("steps left out", steps, [*range(run.step - 3, run.step + 1)])
+    expect("batches", [event["batch"] for event in skipped], [s - 1 for s in steps])
+    for step in run.sealed():
+        for name, array in run.arrays(step).items():
+            assert np.isfinite(array).all(), f"{name} of step {step} is not finite"
+    return f"3; left out: steps {steps}; finite: steps {run.sealed()}"
+
+
+@drill(19)
+def a_spike_and_going_back_before_it(ground: Ground) -> str:
+    """Steps 1.2 sigma above the last 4 are spikes, and one is one too many -> it stops
+    with 3 and names the batch; each time run.rewind_to goes back two steps and
+    data.skip_steps leaves the batch out; in the end it is, to the bit, a run that left
+    them out from its start."""
+    sigma = ("train.skip_sigma=1.2", "train.skip_window=4", "train.max_skipped_steps=0")
+    run = ground.run(*sigma, "checkpoint.save_interval_steps=1")
+    pairs: list[tuple[int, int]] = []
+    fleet = run.start("checkpoint.keep_latest=5")
+    while (code := fleet.wait()[0]) == 3 and len(pairs) < 40:
+        event = run.events("skipped")[-1]
+        expect("reason", event["reason"], "spike")
+        said = f"step {event['step']:,} (batch {event['batch']:,}, spike)"
+        assert said in fleet.said(), fleet.said()[-2000:]
+        pairs = sorted([*pairs, (event["batch"], event["batch"])])
+        fleet = run.start(
+            "checkpoint.keep_latest=5",
+            f"run.rewind_to={max(0, event['step'] - 2)}",
+            f"data.skip_steps={[number for pair in pairs for number in pair]}",
+        )
+    expect("last exit code", code, 0)
+    assert pairs, "there was no spike"
+    left_out = f"data.skip_steps={[number for pair in pairs for number in pair]}"
+    whole = ground.run(*sigma, left_out, name="whole")
+    whole.finish()
+    check_equal(run, whole, STEPS)
+    return f"3 and back {len(pairs)} times, batches {[p for p, _ in pairs]}; bits equal"
+
+
+@drill(20)
+def damaged_store(ground: Ground) -> str:
+    """A shard of a token store is cut, flipped, emptied, deleted; its description is
+    deleted; the manifest flipped -> 65 before the first step, and the file is named."""
+    whole = ground.place / "whole"
+    maker = ground.run().other(
+        *("data.prepare", f"input={ground.text}", f"output={whole}", "validation=0.1")
+    )
+    expect("exit codes", maker.wait(), [0])
+    ways: list[tuple[str, Callable[[Path], object]]] = [
+        ("train/tokens/c/0", lambda file: os.truncate(file, file.stat().st_size // 2)),
+        ("train/tokens/c/0", flip),
+        ("train/offsets/c/0", lambda file: file.write_bytes(b"")),
+        ("train/tokens/c/0", Path.unlink),
+        ("train/tokens/zarr.json", Path.unlink),
+        ("manifest.json", flip),
+    ]
+    for number, (name, damage) in enumerate(ways):
+        store = ground.place / f"store-{number}"
+        shutil.copytree(whole, store)
+        damage(store / name)
+        run = ground.run(name=f"run-{number}")
+        run.overrides = (*run.overrides, "data=tokens", f"data.path={store}")
+        fleet = run.start()
+        expect(f"exit codes of {name}", fleet.wait(), [_WRONG_DATA])
+        named = f"{store}/{name.removesuffix('/zarr.json')}"
+        assert named in fleet.said(), fleet.said()
+        expect("lines", run.losses(), {})
+    return f"65 {len(ways)} times, each file named"
+
+
+@drill(20, fast=True)
+def another_text(ground: Ground) -> str:
+    """A file is added to a run's folder of text, then taken away -> 65, both contents
+    named, nothing trained; then it goes on."""
+    folder = ground.place / "texts"
+    folder.mkdir()
+    for number, part in enumerate(ground.text.read_text().split("def ")):
+        (folder / f"{number:03}.txt").write_text(part)
+    run = ground.run()
+    run.overrides = (*run.overrides, f"data.path={folder}", "train.num_steps=10")
+    run.finish()
+    metrics = (run.path / "metrics.jsonl").read_bytes()
+    (folder / "more.txt").write_text("more")
+    fleet = run.start("train.num_steps=20")
+    expect("exit codes", fleet.wait(), [_WRONG_DATA])
+    assert "was started on other data" in fleet.said(), fleet.said()
+    assert (run.path / "metrics.jsonl").read_bytes() == metrics, "lines changed"
+    (folder / "more.txt").unlink()
+    goes_on(run, 10, "train.num_steps=20")
+    return "65, then from step 10"
+
+
+@drill(21)
+def a_worker_killed_and_its_trainer(ground: Ground) -> str:
+    """While two workers encode 64 MB of text, SIGKILL to one of them; in the next start
+    to the trainer; then to the trainer in the midst of training -> 65 in seconds; no
+    process and no shared memory is left in seconds; the third start trains."""
+    folder, before = ground.place / "texts", _shared_memory()
+    folder.mkdir()
+    text = ground.text.read_text()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(text * (2**23 // len(text)))
+    run = ground.run()
+    run.overrides = (*run.overrides, f"data.path={folder}")
+    fleet = run.start()
+    os.kill(_await_worker(ground, fleet), signal.SIGKILL)
+    began = time.monotonic()
+    expect("exit codes", fleet.wait(), [_WRONG_DATA])
+    took = time.monotonic() - began
+    assert took < 20, f"it took {took:.1f} s"
+    assert "a worker process died" in fleet.said(), fleet.said()[-2000:]
+    gone_s = [_gone_after(ground)]
+    fleet = run.start()
+    _await_worker(ground, fleet)
+    fleet.send(signal.SIGKILL)
+    gone_s.append(_gone_after(ground))
+    fleet = run.start()
+    after_steps(run, fleet)
+    fleet.send(signal.SIGKILL)
+    gone_s.append(_gone_after(ground))
+    expect("new shared memory", _shared_memory() - before, set())
+    return f"65 after {took:.1f} s; all processes gone after {gone_s} s"
+
+
+def _await_worker(ground: Ground, fleet) -> int:
+    workers: list[int] = []
+
+    def there() -> bool:
+        workers[:] = [p for p in ground.survivors() if "spawn_main" in command_of(p)]
+        return len(workers) >= 2
+
+    fleet.await_that(there)
+    return workers[0]
+
+
+def _gone_after(ground: Ground) -> float:
+    """Wait until nothing that the drill started is left."""
+    began = time.monotonic()
+    while left := ground.survivors():
+        assert time.monotonic() - began < 20, [command_of(pid) for pid in left]
+        time.sleep(0.05)
+    return round(time.monotonic() - began, 1)
+
+
+def _shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+@drill(22, fast=True)
+def other_numbers_of_batches_read_ahead(ground: Ground) -> str:
+    """A run goes on with data.prefetch=1 to step 30, and with 7 to the end (the loader
+    has threads, no workers) -> accepted, the same bits."""
+    run: Run = ground.half()
+    run.finish("data.prefetch=1", "train.num_steps=30")
+    run.finish("data.prefetch=7")
+    ground.check(run)
+    return "0 and 0, bits equal"
