@@ -33,7 +33,7 @@ os._exit(0)
 def run(folder: Path, *code: str, count: int = 2) -> tuple[list[int], list[str]]:
     """Run code on several processes; give exit codes and what they said."""
     (folder / "drill.py").write_text("".join([PRELUDE, *code, END]))
-    times = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=3")
+    times = ("distributed.init_timeout_s=40", "distributed.barrier_timeout_s=12")
     fleet = Fleet(folder, times, count, module="drill")
     codes = fleet.wait(120)
     return codes, [fleet.said(process) for process in range(count)]
