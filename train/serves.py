@@ -1,0 +1,201 @@
+"""What an instruction of a compiled step is for.
+
+Told from the names of the traced program, which look like
+`jit(train_step)/transpose(jvp(layers))/while/body/.../btd,df->btf/dot_general`: scopes
+and einsums stand in model/ and train/step.py. A gathered parameter is followed back to
+the argument of the step, whose name it then bears.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+
+from train.hlo import (
+    BODY,
+    Computation,
+    Executed,
+    Instruction,
+    Loop,
+    Module,
+    index_of,
+    is_kept,
+)
+from train.work import is_kernel
+
+OTHER = "other"
+# A weight's letters in an einsum of model/, and what it is.
+_WEIGHTS = {
+    "dnh": "attention.query",
+    "dkh": "attention.key, value",
+    "nhd": "attention.output",
+    "df": "mlp.up, gate",
+    "fd": "mlp.down",
+    "dv": "head",
+    "vd": "head",
+    "lio": "muon",
+    "lij": "muon",
+}
+_SCOPES = ("layers", "loss", "microbatches", "optimizer")
+_SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
+_PART = re.compile(r"[/(](norm|embedding)(?=[/)])")
+RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
+_SCALARS = 64  # bytes
+_NEAR = 40  # instructions
+_PASSED = {
+    "slice-start",
+    "slice-done",
+    "copy",
+    "bitcast",
+    "convert",
+    "copy-start",
+    "copy-done",
+    "reshape",
+    "slice",
+}
+_PASSED |= {"dynamic-slice", "dynamic-update-slice", "transpose", "opt-barrier"}
+_PASSED |= {"all-reduce", "reduce-scatter", "all-gather"}
+_LOOPED = ("parameter", "while")
+_COMPUTES = {"dot", "convolution", "reduce", "scatter", "gather", "custom-call"}
+
+
+def scope(executed: Executed, instruction: Instruction) -> str:
+    """Say where an instruction stands: "layers forward", "loss backward", or ""."""
+    names = [instruction.op_name, executed.instruction.op_name]
+    if not any(names):
+        names += near(executed)
+    names += [loop.op_name for loop in reversed(executed.loops)]
+    for name in names:
+        found = _SCOPE.findall(name)
+        if found:
+            back, forward, what = found[-1]
+            way = " backward" if back else " forward" if forward else ""
+            return what + way
+    return ""
+
+
+def serves(
+    module: Module, executed: Executed, inner: Instruction, within: Computation
+) -> list[str]:
+    """Say of each operand of a collective what it is; OTHER where that is unknown."""
+    operands = within.operands(inner)
+    own = inner.op_name or executed.instruction.op_name
+    each = _one_each(own, len(operands))
+    uses = []
+    for number, operand in enumerate(operands):
+        if operand.num_bytes <= _SCALARS:
+            uses.append("scalars")
+            continue
+        source, at = operand, within
+        if within is not executed.computation and operand.opcode == "parameter":
+            at = executed.computation
+            source = at.operands(executed.instruction)[int(operand.arguments)]
+        names = list(trail(module, source, at, executed.loops))
+        arguments = [name for name in names if "params[" in name]
+        candidates = [*arguments, *each[number : number + 1], *names, own]
+        candidates += near(executed)
+        uses.append(next(filter(None, map(_use, candidates)), OTHER))
+    return uses
+
+
+def _one_each(name: str, count: int) -> list[str]:
+    """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
+    found = re.fullmatch(r"(.*?)\((.*:.*)\)", name)
+    items = [found[1] + item for item in found[2].split(":")] if found else []
+    return items if len(items) == count else []
+
+
+def _use(name: str) -> str:
+    argument = re.search(r"params((?:\[\\?'\w+\\?'\])+)", name)
+    if argument:
+        path = re.findall(r"\w+", argument[1])
+        return ".".join(p for p in path if p not in ("layers", "weight", "scale"))
+    for term in re.findall(r"[a-z]+", "".join(re.findall(r"[a-z,]+->[a-z]+", name))):
+        if term in _WEIGHTS:
+            return _WEIGHTS[term]
+    part = _PART.findall(name)
+    return part[-1] if part else ""
+
+
+def near(executed: Executed) -> Iterator[str]:
+    """Give the names of the instructions that use a result, the nearest first."""
+    users = executed.computation.users
+    queue, seen = deque([executed.instruction]), {executed.instruction.name}
+    while queue and len(seen) < _NEAR:
+        for user in users.get(queue.popleft().name, ()):
+            if user.name not in seen:
+                seen.add(user.name)
+                queue.append(user)
+                yield user.op_name
+
+
+def trail(
+    module: Module,
+    instruction: Instruction,
+    computation: Computation,
+    loops: tuple[Loop, ...],
+) -> Iterator[str]:
+    """Give the names on the way back to what made a value, or to the argument it is.
+
+    It ends at an instruction that computes something else of its operands.
+    """
+    for _ in range(_NEAR):
+        yield instruction.op_name
+        operands = computation.operands(instruction)
+        opcode = instruction.opcode
+        if opcode == "get-tuple-element" and operands[0].opcode in _LOOPED:
+            source, element = operands[0], index_of(instruction)
+            if source.opcode == "while":
+                loop = module.loops[source.find(BODY)]
+            elif loops:
+                loop, loops = loops[-1], loops[:-1]
+            else:
+                return
+            if is_kept(module, loop.body, element):
+                computation = loop.within
+                state = computation.operands(loop.instruction)[0]
+            else:  # made in the iteration before, or in the last one
+                computation, loops = module.computations[loop.body], (*loops, loop)
+                state = computation.root
+            if state.opcode != "tuple":
+                return
+            instruction = computation.operands(state)[element]
+        elif opcode == "get-tuple-element" and operands[0].operands:
+            made = computation.operands(operands[0])
+            if index_of(instruction) >= len(made):
+                return
+            instruction = made[index_of(instruction)]
+        elif opcode == "fusion":
+            inside = {inner.opcode for inner, _ in module.inside(instruction)}
+            if inside & _COMPUTES:
+                return
+            # Of an update, what is new; of a sum, not what it was before.
+            same = [o for o in operands if o.arrays == instruction.arrays]
+            made = [o for o in operands if o not in same] or operands
+            if "dynamic-update-slice" not in inside:
+                made = operands
+            instruction = max(made, key=lambda o: (o.num_bytes, not _is_state(o)))
+        elif opcode == "recv":
+            instruction = _sent(instruction, computation)
+        elif operands and (opcode in _PASSED or _is_layout(instruction)):
+            instruction = operands[opcode == "dynamic-update-slice"]
+        else:
+            return
+
+
+def _sent(recv: Instruction, computation: Computation) -> Instruction:
+    """Give what this device sends to get what it receives (TPU slices)."""
+    meeting = recv.find(RENDEZVOUS)
+    (send,) = [
+        i
+        for i in computation.instructions.values()
+        if i.opcode == "send" and i.find(RENDEZVOUS) == meeting
+    ]
+    return computation.operands(send)[0]
+
+
+def _is_state(instruction: Instruction) -> bool:
+    return instruction.opcode == "get-tuple-element"
+
+
+def _is_layout(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and not is_kernel(instruction)
