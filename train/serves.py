@@ -23,6 +23,7 @@ from train.hlo import (
 from train.work import is_kernel
 
 OTHER = "other"
+OUTER = "microbatches"  # the scope around those of layers and loss
 # A weight's letters in an einsum of model/, and what it is.
 _WEIGHTS = {
     "dnh": "attention.query",
@@ -59,31 +60,43 @@ _COMPUTES = {"dot", "convolution", "reduce", "scatter", "gather", "custom-call"}
 
 
 def scope(executed: Executed, instruction: Instruction) -> str:
-    """Say where an instruction stands: "layers forward", "loss backward", or ""."""
-    names = [instruction.op_name, executed.instruction.op_name]
-    if not any(names):
-        names += near(executed)
-    names += [loop.op_name for loop in reversed(executed.loops)]
-    for name in names:
-        found = _SCOPE.findall(name)
-        if found:
-            back, forward, what = found[-1]
-            way = " backward" if back else " forward" if forward else ""
-            return what + way
-    return ""
+    """Say where an instruction stands: "layers forward", "loss backward", or "".
+
+    Where the loops around it do not tell, its name does: XLA runs the first or the last
+    trip of a loop outside of it, and moves what does not change from trip to trip.
+    """
+    name = instruction.op_name or executed.instruction.op_name
+    names = [name] if name else list(near(executed))
+    loops = [loop.op_name for loop in reversed(executed.loops)]
+    found = [_scope(name) for name in (*loops, *names) if not _items(name)]
+    inner = [place for place in found if place and place != OUTER]
+    return next(iter(inner), OUTER if OUTER in found else "")
+
+
+def _scope(name: str) -> str:
+    found = _SCOPE.findall(name)
+    if not found:
+        return ""
+    back, forward, what = found[-1]
+    return what + (" backward" if back else " forward" if forward else "")
 
 
 def serves(
     module: Module, executed: Executed, inner: Instruction, within: Computation
-) -> list[str]:
-    """Say of each operand of a collective what it is; OTHER where that is unknown."""
+) -> list[tuple[str, int]]:
+    """Say what the operands of a collective are, with their bytes."""
     operands = within.operands(inner)
     own = inner.op_name or executed.instruction.op_name
-    each = _one_each(own, len(operands))
-    uses = []
-    for number, operand in enumerate(operands):
+    each, uses = _items(own), list[tuple[str, int]]()
+    if len(operands) == 1 and each:  # several arrays put behind each other (GPU)
+        arrays = _concatenated(module, operands[0], within)
+        if len(arrays) == len(each):
+            names = [_use(name) or OTHER for name in each]
+            return [(n, a.num_bytes) for n, a in zip(names, arrays, strict=True)]
+    each = each if len(each) == len(operands) else [""] * len(operands)
+    for operand, name in zip(operands, each, strict=True):
         if operand.num_bytes <= _SCALARS:
-            uses.append("scalars")
+            uses.append(("scalars", operand.num_bytes))
             continue
         source, at = operand, within
         if within is not executed.computation and operand.opcode == "parameter":
@@ -91,17 +104,27 @@ def serves(
             source = at.operands(executed.instruction)[int(operand.arguments)]
         names = list(trail(module, source, at, executed.loops))
         arguments = [name for name in names if "params[" in name]
-        candidates = [*arguments, *each[number : number + 1], *names, own]
-        candidates += near(executed)
-        uses.append(next(filter(None, map(_use, candidates)), OTHER))
+        candidates = [*arguments, name, *names, own, *near(executed)]
+        use = next(filter(None, map(_use, candidates)), OTHER)
+        uses.append((use, operand.num_bytes))
     return uses
 
 
-def _one_each(name: str, count: int) -> list[str]:
+def _concatenated(
+    module: Module, instruction: Instruction, computation: Computation
+) -> list[Instruction]:
+    if instruction.opcode == "concatenate":
+        return computation.operands(instruction)
+    if instruction.opcode != "fusion":
+        return []
+    called = module.computations[instruction.called[0]]
+    return _concatenated(module, called.root, called)
+
+
+def _items(name: str) -> list[str]:
     """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
     found = re.fullmatch(r"(.*?)\((.*:.*)\)", name)
-    items = [found[1] + item for item in found[2].split(":")] if found else []
-    return items if len(items) == count else []
+    return [found[1] + item for item in found[2].split(":")] if found else []
 
 
 def _use(name: str) -> str:
@@ -164,7 +187,7 @@ def trail(
             if index_of(instruction) >= len(made):
                 return
             instruction = made[index_of(instruction)]
-        elif opcode == "fusion":
+        elif opcode in ("fusion", "fusion-start"):
             inside = {inner.opcode for inner, _ in module.inside(instruction)}
             if inside & _COMPUTES:
                 return

@@ -147,10 +147,8 @@ def _collective(
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
         scope=scope(executed, inner),
         serves=tuple(
-            (use, factor * operand.num_bytes)
-            for use, operand in zip(
-                serves(module, executed, inner, within), operands, strict=True
-            )
+            (use, factor * size)
+            for use, size in serves(module, executed, inner, within)
         ),
         is_async=end > start,
         overlap_flops=overlap,
@@ -228,6 +226,8 @@ def _ring(
     payload = first.payload * first.group.size
     sent = sum(p.sent * p.times for _, p in pieces)
     hidden = sum(p.sent * p.times for _, p in pieces if p.overlap_flops)
+    uses = {p.serves[0][0] for _, p in pieces}
+    exact = {use for use in uses if "," not in use}
     return replace(
         first,
         name=loops[0].instruction.name,
@@ -235,7 +235,7 @@ def _ring(
         times=times,
         payload=payload,
         sent=sent / times,
-        serves=((", ".join(sorted({p.serves[0][0] for _, p in pieces})), payload),),
+        serves=((", ".join(sorted(exact or uses)), payload),),
         overlap_flops=max(p.overlap_flops for _, p in pieces) if hidden else 0.0,
         is_ring=True,
     )
@@ -265,7 +265,7 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
         scope=scope(executed, send),
         serves=tuple(
             (use, payload)
-            for use in serves(module, executed, send, executed.computation)[:1]
+            for use, _ in serves(module, executed, send, executed.computation)[:1]
         ),
         is_async=True,
         overlap_flops=flops_between(module, executed.computation, start, end),

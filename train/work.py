@@ -175,9 +175,8 @@ def memory_bytes(
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
     operands = computation.operands(instruction)
-    called = instruction.called if instruction.opcode == "fusion" else ()
-    if called:
-        inside = module.computations[called[0]]
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inside = module.computations[instruction.called[0]]
         params = {
             int(i.arguments): i
             for i in inside.instructions.values()
@@ -187,7 +186,7 @@ def memory_bytes(
             min(_main_bytes(operand), _read_by_fusion(params[number], inside))
             for number, operand in enumerate(operands)
         )
-        return read + _written_by_fusion(instruction, inside)
+        return read + _written_by_fusion(inside)
     read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
     if instruction.opcode in ("dynamic-slice", "gather", "slice"):
         read = min(written, read)
@@ -218,15 +217,13 @@ def _read_by_fusion(param: Instruction, inside: Computation) -> int:
     return total
 
 
-def _written_by_fusion(fusion: Instruction, inside: Computation) -> int:
+def _written_by_fusion(inside: Computation) -> int:
     root = inside.root
-    results = inside.operands(root) if root.opcode == "tuple" else [root]
     total = 0
-    for array, made in zip(fusion.arrays, results, strict=False):
+    for made in inside.operands(root) if root.opcode == "tuple" else [root]:
+        size = _main_bytes(made)
         while made.opcode == "bitcast":
             (made,) = inside.operands(made)
-        if array.space:
-            continue
-        in_place = made.opcode == "dynamic-update-slice"
-        total += inside.operands(made)[1].num_bytes if in_place else array.num_bytes
+        in_place = made.opcode == "dynamic-update-slice" and size
+        total += inside.operands(made)[1].num_bytes if in_place else size
     return total
