@@ -42,21 +42,10 @@ _PART = re.compile(r"[/(](norm|embedding)(?=[/)])")
 RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
 _SCALARS = 64  # bytes
 _NEAR = 40  # instructions
-_PASSED = {
-    "slice-start",
-    "slice-done",
-    "copy",
-    "bitcast",
-    "convert",
-    "copy-start",
-    "copy-done",
-    "reshape",
-    "slice",
-}
-_PASSED |= {"dynamic-slice", "dynamic-update-slice", "transpose", "opt-barrier"}
-_PASSED |= {"all-reduce", "reduce-scatter", "all-gather"}
-_LOOPED = ("parameter", "while")
-_COMPUTES = {"dot", "convolution", "reduce", "scatter", "gather", "custom-call"}
+_STEPS = 80
+_FUSIONS = ("fusion", "fusion-start")
+_TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
+_ENDS = ("dot", "convolution", "reduce", "scatter", "gather", "iota", "constant")
 
 
 def scope(executed: Executed, instruction: Instruction) -> str:
@@ -159,50 +148,57 @@ def trail(
 ) -> Iterator[str]:
     """Give the names on the way back to what made a value, or to the argument it is.
 
-    It ends at an instruction that computes something else of its operands.
+    Through fusions and loops, and along the largest operand; it ends at an instruction
+    that sums over a dim.
     """
-    for _ in range(_NEAR):
+    callers, seen = list[tuple[Instruction, Computation]](), set[str]()
+    for _ in range(_STEPS):
         yield instruction.op_name
-        operands = computation.operands(instruction)
-        opcode = instruction.opcode
-        if opcode == "get-tuple-element" and operands[0].opcode in _LOOPED:
-            source, element = operands[0], index_of(instruction)
-            if source.opcode == "while":
-                loop = module.loops[source.find(BODY)]
-            elif loops:
-                loop, loops = loops[-1], loops[:-1]
-            else:
+        operands, opcode = computation.operands(instruction), instruction.opcode
+        seen.add(instruction.name)
+        if opcode == "parameter":
+            if not callers:
                 return
-            if is_kept(module, loop.body, element):
-                computation = loop.within
-                state = computation.operands(loop.instruction)[0]
-            else:  # made in the iteration before, or in the last one
-                computation, loops = module.computations[loop.body], (*loops, loop)
-                state = computation.root
-            if state.opcode != "tuple":
+            fusion, computation = callers.pop()
+            instruction = computation.operands(fusion)[int(instruction.arguments)]
+        elif opcode in _FUSIONS:
+            callers.append((instruction, computation))
+            computation = module.computations[instruction.called[0]]
+            instruction = computation.root
+        elif opcode != "get-tuple-element":
+            if opcode in _ENDS or is_kernel(instruction) or not operands:
                 return
-            instruction = computation.operands(state)[element]
-        elif opcode == "get-tuple-element" and operands[0].operands:
-            made = computation.operands(operands[0])
-            if index_of(instruction) >= len(made):
-                return
-            instruction = made[index_of(instruction)]
-        elif opcode in ("fusion", "fusion-start"):
-            inside = {inner.opcode for inner, _ in module.inside(instruction)}
-            if inside & _COMPUTES:
-                return
-            # Of an update, what is new; of a sum, not what it was before.
-            same = [o for o in operands if o.arrays == instruction.arrays]
-            made = [o for o in operands if o not in same] or operands
-            if "dynamic-update-slice" not in inside:
-                made = operands
-            instruction = max(made, key=lambda o: (o.num_bytes, not _is_state(o)))
-        elif opcode == "recv":
-            instruction = _sent(instruction, computation)
-        elif operands and (opcode in _PASSED or _is_layout(instruction)):
-            instruction = operands[opcode == "dynamic-update-slice"]
+            if opcode in ("dynamic-update-slice", "dynamic-slice", "slice-start"):
+                instruction = operands[opcode == "dynamic-update-slice"]
+            elif opcode == "recv":
+                instruction = _sent(instruction, computation)
+            else:  # of a sum, not what it was in the iteration before
+                new = [o for o in operands if o.name not in seen] or operands
+                instruction = max(new, key=lambda operand: operand.num_bytes)
         else:
-            return
+            (source,), element = operands, index_of(instruction)
+            if source.opcode in _FUSIONS:
+                callers.append((source, computation))
+                computation = module.computations[source.called[0]]
+                source = computation.root
+            elif source.opcode == "while" or (
+                source.opcode == "parameter" and loops and not callers
+            ):
+                if source.opcode == "while":
+                    loop = module.loops[source.find(BODY)]
+                else:
+                    loop, loops = loops[-1], loops[:-1]
+                if is_kept(module, loop.body, element):
+                    computation = loop.within
+                    (source,) = computation.operands(loop.instruction)
+                else:  # made in the iteration before, or in the last one
+                    loops = (*loops, loop)
+                    computation = module.computations[loop.body]
+                    source = computation.root
+            made = computation.operands(source)
+            if source.opcode not in _TUPLES or len(made) <= element:
+                return
+            instruction = made[element]
 
 
 def _sent(recv: Instruction, computation: Computation) -> Instruction:
@@ -214,11 +210,3 @@ def _sent(recv: Instruction, computation: Computation) -> Instruction:
         if i.opcode == "send" and i.find(RENDEZVOUS) == meeting
     ]
     return computation.operands(send)[0]
-
-
-def _is_state(instruction: Instruction) -> bool:
-    return instruction.opcode == "get-tuple-element"
-
-
-def _is_layout(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and not is_kernel(instruction)
