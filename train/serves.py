@@ -15,7 +15,6 @@ from train.hlo import (
     Computation,
     Executed,
     Instruction,
-    Loop,
     Module,
     index_of,
     is_kept,
@@ -87,11 +86,7 @@ def serves(
         if operand.num_bytes <= _SCALARS:
             uses.append(("scalars", operand.num_bytes))
             continue
-        source, at = operand, within
-        if within is not executed.computation and operand.opcode == "parameter":
-            at = executed.computation
-            source = at.operands(executed.instruction)[int(operand.arguments)]
-        names = list(trail(module, source, at, executed.loops))
+        names = list(trail(module, executed, operand, within))
         arguments = [name for name in names if "params[" in name]
         candidates = [*arguments, name, *names, own, *near(executed)]
         use = next(filter(None, map(_use, candidates)), OTHER)
@@ -142,16 +137,19 @@ def near(executed: Executed) -> Iterator[str]:
 
 def trail(
     module: Module,
+    executed: Executed,
     instruction: Instruction,
     computation: Computation,
-    loops: tuple[Loop, ...],
 ) -> Iterator[str]:
     """Give the names on the way back to what made a value, or to the argument it is.
 
     Through fusions and loops, and along the largest operand; it ends at an instruction
     that sums over a dim.
     """
-    callers, seen = list[tuple[Instruction, Computation]](), set[str]()
+    loops, callers = executed.loops, list[tuple[Instruction, Computation]]()
+    if computation is not executed.computation:
+        callers.append((executed.instruction, executed.computation))
+    seen = set[str]()
     for _ in range(_STEPS):
         yield instruction.op_name
         operands, opcode = computation.operands(instruction), instruction.opcode

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from data.sources import Sources, open_sources
+from tests.train.compiled import Compile, make_compile
 from train.config import Config
 from train.program import Program, make_program
 
@@ -78,3 +79,9 @@ def programs(configure: Configure, store: Sources) -> Programs:
         return make_program(configure(*overrides), jax.devices()[:devices])
 
     return program
+
+
+@pytest.fixture(scope="session")
+def compile_step(composed: Configure) -> Compile:
+    """Compile the step of a small model for TPUs or the CPU, and read its text."""
+    return make_compile(composed)

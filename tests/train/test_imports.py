@@ -15,6 +15,7 @@ ORDER = [
     *("rollcall", "cluster", "requests"),
     *("runtime", "chips", "mesh", "sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
+    *("hlo", "loops", "work", "groups", "serves", "traffic"),
     *("program", "feed", "evaluation", "generate", "drill"),
     *(
         "object_store",
