@@ -27,13 +27,13 @@ def of(collectives: list[Collective], scope: str, kind: str) -> list[Collective]
     return [c for c in collectives if (c.scope, c.kind) == (scope, kind)]
 
 
-def payload(collectives: list[Collective], *uses: str) -> int:
-    """Bytes of a step, of those that serve one of `uses`, or all."""
+def payload(collectives: list[Collective], *uses: str, leave: str = "scalars") -> int:
+    """Bytes of a step, of what serves one of `uses`, or of all but what to leave."""
     return sum(
         c.times * share
         for c in collectives
         for use, share in c.serves
-        if use in uses or (not uses and use != "scalars")
+        if (use in uses if uses else use != leave)
     )
 
 
