@@ -250,9 +250,11 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
     payload = sent.num_bytes * (group.size if kind == "all-gather" else 1)
     order = list(executed.computation.instructions.values())
     start = end = order.index(send)
-    meeting = send.find(RENDEZVOUS)
-    for at, later in enumerate(order[start + 1 :], start + 1):
-        if later.opcode == "recv-done" and later.find(RENDEZVOUS) == meeting:
+    meeting, answer = send.find(RENDEZVOUS), ""
+    for at, other in enumerate(order):
+        if other.opcode == "recv" and other.find(RENDEZVOUS) == meeting:
+            answer = other.name
+        elif other.opcode == "recv-done" and answer in other.operands:
             end = at
     return Collective(
         name=send.name,

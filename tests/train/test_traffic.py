@@ -167,6 +167,7 @@ class TestSlices:
         assert {c.group.axes for c in between} == {("data",)}
         assert {c.kind for c in between} == {"all-reduce"}
         assert {c.group.size for c in between} == {2}
+        assert any(c.overlap_flops > 0 for c in between if c.times > 1)
         assert payload(between, "mlp.down") == F32 * L * DOWN // 4
         # Heads of 64 fill half of a tile's 128 lanes, and tiles are sent whole.
         shard = F32 * (L * MATRICES + 2 * V * D) // 4
