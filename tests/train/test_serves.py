@@ -7,6 +7,7 @@ from train.loops import read
 from train.serves import _WEIGHTS, scope, serves
 
 # The state of a loop over layers: a counter, the weights, and what passes on.
+# The slice bears the name of an einsum that up and gate share.
 STEP = """HloModule step
 
 %body (s: (s32[], f32[4,8,8], f32[8,8])) -> (s32[], f32[4,8,8], f32[8,8]) {{
@@ -15,7 +16,8 @@ STEP = """HloModule step
   %w = f32[4,8,8] get-tuple-element(%s), index=1
   %x = f32[8,8] get-tuple-element(%s), index=2
   %z = s32[] constant(0)
-  %cut = f32[1,8,8] dynamic-slice(%w, %i, %z, %z), dynamic_slice_sizes={{1,8,8}}
+  %cut = f32[1,8,8] dynamic-slice(%w, %i, %z, %z), dynamic_slice_sizes={{1,8,8}}, \
+metadata={{op_name="jit(step)/jvp(layers)/while/body/btd,df->btf/convert"}}
   %g = f32[1,8,64] all-gather(%{gathered}), replica_groups={{}}, dimensions={{2}}
   %d = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}}, metadata={{op_name="{name}"}}
   %b = f32[8,8] bitcast(%d)

@@ -62,6 +62,18 @@ def test_a_batched_product_of_a_tpu_counts_without_its_padding():
     assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
 
 
+def test_zeros_between_the_inputs_do_not_count():
+    text = in_one(
+        "  %a = f32[1,3,4] parameter(0)\n"
+        "  %b = f32[2,4,8] parameter(1)\n"
+        "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
+        "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
+    )
+    module = parse(text)
+    flops = product_flops(module.entry.root, module.entry)
+    assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
+
+
 FUSED = """HloModule fused
 
 %inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
