@@ -7,7 +7,7 @@ from typing import Any
 from jax.stages import Compiled
 
 from train.aot import OutOfMemory
-from train.hlo import parse
+from train.loops import read
 from train.program import Program
 from train.progress import format_bytes, format_count, print_table
 from train.traffic import Total, ledger, outside_layers, totals
@@ -43,7 +43,7 @@ def read_execution(
     """Read a compiled step; None if there is none."""
     if compiled is None or isinstance(compiled, OutOfMemory):
         return None
-    module = parse(compiled.as_text())
+    module = read(compiled.as_text() or "")
     collectives = ledger(module, program.mesh)
     return Execution(
         model_flops=program.flops_per_step / program.mesh.size,
