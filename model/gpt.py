@@ -36,7 +36,8 @@ class Table(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Look up [...] ids to [..., D]."""
-        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+        with jax.named_scope("embedding"):
+            return jnp.take(self.weight[...], ids, axis=0, mode="clip")
 
 
 class GPT(nnx.Module):
@@ -99,12 +100,13 @@ class GPT(nnx.Module):
             return run(x_BTD, by, segment_ids_BT, how, cache)
 
         unroll = self.config.layer_unroll
-        x_BTD, cache = jax.lax.scan(
-            rematerialized(layer, how.remat),
-            x_BTD,
-            (params, cache),
-            unroll=True if unroll == -1 else unroll,
-        )
+        with jax.named_scope("layers"):
+            x_BTD, cache = jax.lax.scan(
+                rematerialized(layer, how.remat),
+                x_BTD,
+                (params, cache),
+                unroll=True if unroll == -1 else unroll,
+            )
         return self.norm(x_BTD), cache
 
     def logits(self, x_BTD: jax.Array, how: Execution) -> jax.Array:

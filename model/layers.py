@@ -44,12 +44,13 @@ class Normalize(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize x over its last dim; the dtype stays."""
-        y = x.astype(jnp.float32)
-        if self.kind is Norm.layernorm:
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        variance = jnp.mean(y * y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
-        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+        with jax.named_scope("norm"):
+            y = x.astype(jnp.float32)
+            if self.kind is Norm.layernorm:
+                y = y - jnp.mean(y, axis=-1, keepdims=True)
+            variance = jnp.mean(y * y, axis=-1, keepdims=True)
+            y = y * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
+            return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
 class Rotation(NamedTuple):

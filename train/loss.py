@@ -47,7 +47,8 @@ def loss_sum(
         return jax.tree.map(jnp.add, total, part), None
 
     zero = jnp.zeros((), jnp.float32)
-    return jax.lax.scan(add, (zero, zero), (tiles(x_BTD), tiles(batch.targets)))[0]
+    with jax.named_scope("loss"):
+        return jax.lax.scan(add, (zero, zero), (tiles(x_BTD), tiles(batch.targets)))[0]
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:

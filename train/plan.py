@@ -26,6 +26,7 @@ def main(config: PlanConfig) -> int:
     """Print layout and cost; with a target, what the compiled step holds."""
     from train.aot import measure_compile
     from train.describe import describe, describe_array
+    from train.execution import print_execution, read_execution
     from train.ledger import make_ledger, print_ledger, room_of
     from train.topology import missing_compiler
 
@@ -48,13 +49,17 @@ def main(config: PlanConfig) -> int:
     else:
         compiled, cost = measure_compile(program)
     ledger = make_ledger(program, compiled)
+    executed = read_execution(program, compiled)
     room = room_of(target, program.mesh.size, config.margin)
     fits = ledger.fits(room)
     if config.json:
         verdict = {"fits": fits, "memory": dataclasses.asdict(room)}
         facts |= {"compile": cost and dataclasses.asdict(cost)}
+        facts |= {"execution": executed and executed.as_json()}
         print(json.dumps(facts | ledger.as_json() | verdict))
     else:
+        if executed:
+            print_execution(executed)
         print_ledger(ledger, room, cost)
     return {True: FINISHED, False: DOES_NOT_FIT, None: _NOT_COMPILED}[fits]
 

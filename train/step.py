@@ -50,14 +50,16 @@ def make_train_step(
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         start = (jnp.zeros((), jnp.float32), zeros)
-        return jax.lax.scan(add, start, split(batch, microbatches))[0]
+        with jax.named_scope("microbatches"):
+            return jax.lax.scan(add, start, split(batch, microbatches))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = gradients(state.params, batch)
         norm = optax.tree.norm(grads)
-        params, opt = optimizer.update(
-            grads, norm, state.optimizer, state.params, state.step
-        )
+        with jax.named_scope("optimizer"):
+            params, opt = optimizer.update(
+                grads, norm, state.optimizer, state.params, state.step
+            )
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         if recent is not None and config.skip_sigma is not None:
             now = jnp.stack([loss, norm])

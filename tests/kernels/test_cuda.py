@@ -7,8 +7,15 @@ No GPU and no driver is needed: train/topology.py describes the machine.
 """
 
 import importlib.util
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+
+from train.loops import read
+from train.traffic import ledger, totals
+from train.work import work
 
 pytestmark = [
     pytest.mark.cuda,
@@ -106,3 +113,30 @@ def test_products_have_bfloat16_operands(compiled, name):
     products = compiled[name].products()
     assert len(products) > 10
     assert {(a, b) for a, b, _ in products} == {("bf16", "bf16")}
+
+
+def test_what_eight_gpus_send_and_compute_is_read(compiled):
+    """Layers gather rounded weights and scatter float32 gradients, over NVLink."""
+    devices = np.array([SimpleNamespace(platform="gpu", process_index=0)] * 8)
+    mesh: Any = SimpleNamespace(
+        axis_names=("fsdp",), shape={"fsdp": 8}, devices=devices
+    )
+    module = read(compiled["gpt2"].text)
+    assert module.unread == []
+    matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # of both layers
+    collectives = ledger(module, mesh)
+    for way, kind, width in (
+        ("forward", "all-gather", 2),
+        ("backward", "all-gather", 2),
+        ("backward", "reduce-scatter", 4),
+    ):
+        found = [c for c in collectives if (c.scope, c.kind) == (f"layers {way}", kind)]
+        rows = {row.serves: row.payload for row in totals(found, by_use=True)}
+        sent = sum(size for use, size in rows.items() if use.startswith(("a", "m")))
+        assert sent == pytest.approx(width * matrices, rel=0.02)  # and biases
+        assert {c.group.network for c in found} == {"NVLink"}
+    done, scores = work(module), ROWS * HEADS * T * T * 64
+    assert done.whole_attention == 2 * (2 + 5) * 2 * scores  # two layers
+    assert done.attention == done.whole_attention / 2  # what causality leaves
+    assert done.products == 6 * (matrices + 512 * 256) * ROWS * T
+    assert done.unknown == ()

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from data.sources import Sources, open_sources
+from tests.train.compiled import Compile, make_compile
 from train.config import Config
 from train.program import Program, make_program
 from train.topology import prepare
@@ -91,3 +92,9 @@ def programs(configure: Configure, store: Sources) -> Programs:
         return make_program(configure(*overrides), jax.devices()[:devices])
 
     return program
+
+
+@pytest.fixture(scope="session")
+def compile_step(composed: Configure) -> Compile:
+    """Compile the step of a small model for TPUs or the CPU, and read its text."""
+    return make_compile(composed)

@@ -17,6 +17,7 @@ ORDER = [
     *("sharding", "optimizer", "spikes", "state"),
     *("loss", "step", "replicas"),
     *("program", "aot", "feed", "evaluation", "generate", "drill"),
+    *("hlo", "loops", "work", "groups", "serves", "traffic"),
     *(
         "object_store",
         "progress",
@@ -38,7 +39,7 @@ ORDER = [
         "checkpoint",
     ),
     *("watcher", "watchdog"),
-    *("describe", "ledger", "summary", "trained", "window", "loop"),
+    *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

@@ -1,0 +1,102 @@
+"""FLOPs and bytes of a compiled step."""
+
+import pytest
+
+from tests.train.compiled import DOWN, MATRICES, B, D, L, T, V, needs_tpu_compiler
+from train.hlo import parse
+from train.loops import read
+from train.work import memory_bytes, product_flops, work
+
+TOKENS = B * T
+FORWARD, BACKWARD = 2, 7  # products over [T, S] that splash makes
+ATTENTION = 2 * L * T * D * TOKENS  # FLOPs of one of them
+
+
+def in_one(instruction: str) -> str:
+    lines = ["HloModule one", "", "ENTRY %main (a: f32[1]) -> f32[1] {", instruction]
+    return "\n".join([*lines, "}"])
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_executed_flops_are_those_derived_by_hand(compile_step, remat):
+    """Recomputed: attention, and with `full` all of a layer but its last product.
+
+    The result of mlp.down is only added: the backward pass does not need it.
+    """
+    overrides = ("mesh=ddp", f"train.remat={remat}")
+    step = compile_step(*overrides, topology="v5e:2x2")
+    done, chips = work(step.module), 4
+    products = 6 * (L * MATRICES + V * D) * TOKENS
+    products += 2 * L * (MATRICES - DOWN) * TOKENS if remat == "full" else 0
+    assert done.products * chips == products
+    kernels = BACKWARD + FORWARD * (1 if remat == "none" else 2)
+    assert done.whole_attention * chips == kernels * ATTENTION
+    assert done.attention == done.whole_attention  # a single block has no other above
+    model = 6 * (L * MATRICES + V * D) * TOKENS + 6 * ATTENTION
+    assert step.program.flops_per_step == model
+    assert done.flops * chips / model == pytest.approx(
+        {"none": 1.079, "dots": 1.132, "full": 1.342}[remat], abs=0.001
+    )
+    assert done.unknown == ()
+
+
+@pytest.mark.parametrize("mesh", ["mesh=ddp", "mesh=fsdp"])
+def test_on_a_cpu_attention_is_products_over_the_whole_square(compile_step, mesh):
+    step = compile_step(mesh, "model.compute_dtype=float32")
+    done = work(step.module)
+    assert done.products * 8 == step.program.flops_per_step
+    assert done.attention == 0
+
+
+def test_a_batched_product_of_a_tpu_counts_without_its_padding():
+    text = in_one(
+        "  %a = bf16[2,1024,2,64,1] parameter(0)\n"
+        "  %b = bf16[2,64,8,64,1] parameter(1)\n"
+        "  ROOT %c = bf16[2,1024,8,64,1] convolution(%a, %b), "
+        "window={size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0}, "
+        "dim_labels=0b2f1_2i1o0->0b1f2"
+    )
+    module = parse(text)
+    flops = product_flops(module.entry.root, module.entry)
+    assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
+
+
+def test_zeros_between_the_inputs_do_not_count():
+    text = in_one(
+        "  %a = f32[1,3,4] parameter(0)\n"
+        "  %b = f32[2,4,8] parameter(1)\n"
+        "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
+        "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
+    )
+    module = parse(text)
+    flops = product_flops(module.entry.root, module.entry)
+    assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
+
+
+FUSED = """HloModule fused
+
+%inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
+  %p = f32[16,64] parameter(0)
+  %i = s32[] parameter(1)
+  %q = f32[1,64] parameter(2)
+  %z = s32[] constant(0)
+  %old = f32[1,64] dynamic-slice(%p, %i, %z), dynamic_slice_sizes={1,64}
+  %new = f32[1,64] add(%old, %q)
+  ROOT %u = f32[16,64] dynamic-update-slice(%p, %new, %i, %z)
+}
+
+ENTRY %main (a: f32[16,64], i: s32[], b: f32[1,64]) -> f32[16,64] {
+  %a = f32[16,64] parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[1,64]{1,0:T(1,128)S(1)} parameter(2)
+  ROOT %f = f32[16,64] fusion(%a, %i, %b), kind=kLoop, calls=%inside
+}
+"""
+
+
+def test_slices_and_updates_move_what_they_touch():
+    """A row is read and a row is written; the other operand lies in the core."""
+    module = read(FUSED)
+    index, row = 4, 4 * 64
+    assert memory_bytes(module, module.entry.root, module.entry) == index + 2 * row
