@@ -54,8 +54,9 @@ def test_a_gathered_weight_is_followed_to_the_argument():
     assert uses("all-gather") == [("mlp.up", 4 * 64)]
 
 
-def test_what_is_no_parameter_stays_unnamed():
-    assert uses("all-gather", argument="batch.inputs") == [("other", 4 * 64)]
+def test_what_is_no_parameter_has_the_name_of_its_einsum_or_none():
+    shared = [("mlp.up, gate", 4 * 64)]
+    assert uses("all-gather", argument="batch.inputs") == shared
     assert uses("all-gather", gathered="x") == [("other", 4 * 64)]
 
 
