@@ -2,6 +2,7 @@
 
     python -m tests.drills            all, about half an hour on two cores
     python -m tests.drills 4 9 16     some, by number
+    python -m tests.drills kills      twenty kills of one run
     python -m tests.drills --list     what there is
 
 Real processes of `python -m train` on CPUs, a tiny model, faults from outside. Exits
@@ -60,7 +61,7 @@ def _show(drill: Drill, outcome: Outcome | None = None) -> None:
     """Print a drill's part of the table."""
     done, expected = drill.done_and_expected
     verdict = f"{outcome.verdict}  {outcome.seconds:.0f} s" if outcome else ""
-    print(f"{drill.number:>3}  {drill.name:<60}{verdict}".rstrip())
+    print(f"{drill.number:>5}  {drill.name:<58}{verdict}".rstrip())
     seen = {"seen": outcome.seen} if outcome else {}
     for title, text in {"done": done, "expected": expected, **seen}.items():
         lines = [textwrap.wrap(line, 72) or [""] for line in text.splitlines()]

@@ -13,7 +13,9 @@ from tests.drills import (
 )
 from tests.drills.drill import Drill
 
-_THEMES = (preemption, saves, damage, disks, processes, data, changes, ownership, kills)
+_THEMES = (
+    *(preemption, saves, damage, disks, processes, data, changes, ownership, kills),
+)
 
 DRILLS = sorted(
     (
@@ -22,5 +24,5 @@ DRILLS = sorted(
         for one in vars(theme).values()
         if isinstance(one, Drill)
     ),
-    key=lambda drill: drill.number,
+    key=lambda drill: (isinstance(drill.number, str), drill.number),
 )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import signal
 from pathlib import Path
 
 from tests.drills.drill import drill, expect
@@ -13,7 +14,7 @@ from tests.fleet import Fleet
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@drill(23, fast=True)
+@drill(23)
 def mesh_changed(ground: Ground) -> str:
     """From one device to fsdp=2 at step 20, to data=2 x tensor=2 at step 30 -> the
     losses of one device, to 1e-5 in float32."""

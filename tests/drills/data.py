@@ -100,7 +100,7 @@ def damaged_store(ground: Ground) -> str:
     return f"65 {len(ways)} times, each file named"
 
 
-@drill(20, fast=True)
+@drill(20)
 def another_text(ground: Ground) -> str:
     """A file is added to a run's folder of text, then taken away -> 65, both contents
     named, nothing trained; then it goes on."""
@@ -179,7 +179,7 @@ def _shared_memory() -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-@drill(22, fast=True)
+@drill(22)
 def other_numbers_of_batches_read_ahead(ground: Ground) -> str:
     """A run goes on with data.prefetch=1 to step 30, and with 7 to the end (the loader
     has threads, no workers) -> accepted, the same bits."""

@@ -15,11 +15,11 @@ class NotRun(Exception):
 class Drill(NamedTuple):
     """A drill; its function raises an AssertionError if a promise does not hold.
 
-    number: in the list of faults.
+    number: in the list of faults, or a name.
     fast: whether it is among those that run with the tests.
     """
 
-    number: int
+    number: int | str
     act: Callable[[Ground], str]
     fast: bool
 
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
         return {True: "held", False: "FAILED", None: "not run"}[self.held]
 
 
-def drill(number: int, fast: bool = False) -> Callable[..., Drill]:
+def drill(number: int | str, fast: bool = False) -> Callable[..., Drill]:
     """Make a drill of a function: its docstring says `what is done -> expected`."""
     return lambda act: Drill(number, act, fast)
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -52,8 +52,11 @@ class Ground:
         try:
             yield ground
         finally:
-            for pid in ground.survivors():
-                os.kill(pid, signal.SIGKILL)
+            while left := ground.survivors():
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
             if not ground.keep:
                 shutil.rmtree(ground.place, ignore_errors=True)
 

@@ -15,7 +15,7 @@ KILLS, STEPS, SEED = 20, 240, 7
 AGAIN = {42, 75, 134, 137, 143}
 
 
-@drill(33)
+@drill("kills")
 def killed_twenty_times(ground: Ground) -> str:
     """Two processes; twenty times, at random moments, SIGKILL, SIGTERM or SIGSTOP to
     one or both; a loop starts them again as long as the exit codes say so -> all steps

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from tests.drills.drill import drill, expect
 from tests.drills.ground import Ground
-from tests.drills.run import Run
+from tests.drills.run import Run, until
 from tests.fleet import free_port
 
 _OWNED = 75
@@ -24,7 +24,7 @@ def several_starts_at_once(ground: Ground) -> str:
     75 and name the owner; the fourth takes over at once, and has the same bits."""
     run = ground.run()
     two = [run.start(), run.start()]
-    two[0].await_that(lambda: 5 in run.sealed())
+    until(lambda: 5 in run.sealed())
     owner = next(fleet for fleet in two if "from step" in fleet.said())
     owner.send(signal.SIGSTOP)
     (other,) = (fleet for fleet in two if fleet is not owner)

@@ -135,7 +135,7 @@ def sigterm_twice_then_sigkill(ground: Ground) -> str:
     return f"{'; '.join(seen)}; bits equal"
 
 
-@drill(8, fast=True)
+@drill(8)
 def signals_of_a_scheduler(ground: Ground) -> str:
     """SIGUSR1, then SIGUSR2 to the next start -> like SIGTERM: saved, sealed, 42."""
     run = ground.run()

@@ -1,7 +1,8 @@
 """A run that is drilled: its starts, and what lies in its directory."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,18 @@ class Run:
         during = next((lap["event"] for lap in laps if lap["time"] >= moment), "close")
         if during == "prepare" and "restore" in before:
             return "compile"
-        if during == "close":  # it left in the midst of what comes next
+        if during == "close":  # it ended in the midst of what comes next
             order = ("start", "init", "prepare", "restore", "compile")
-            return next((phase for phase in order if phase not in before), during)
+            return next((phase for phase in order if phase not in before), "step")
         return during
+
+
+def until(holds: Callable[[], bool], timeout_s: float = 180) -> None:
+    """Wait until something holds, looking a thousand times a second."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.001)
 
 
 def _read(base: dict[str, Any], name: str) -> np.ndarray:

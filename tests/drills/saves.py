@@ -7,7 +7,7 @@ import time
 from tests.drills.drill import drill, expect
 from tests.drills.ground import HALF, Ground
 from tests.drills.preemption import after_steps, goes_on
-from tests.drills.run import Run
+from tests.drills.run import Run, until
 
 
 @drill(1, fast=True)
@@ -39,7 +39,7 @@ def killed_at_many_moments_of_a_save(ground: Ground) -> str:
         fleet.await_text("from step")
         assert f"from step {newest}\n" in fleet.said(), fleet.said()[-2000:]
         if delay_s is None:
-            _await_rename(run, newest + 1)
+            until(lambda step=newest + 1: run.folder(step).exists())
         else:
             fleet.await_that(lambda: any("tmp" in name for name in run.leftovers()))
             time.sleep(delay_s)
@@ -50,12 +50,6 @@ def killed_at_many_moments_of_a_save(ground: Ground) -> str:
     expect("leftovers", run.leftovers(), [])
     ground.check(run)
     return f"killed while {hits}; set aside {run.aside()}; no leftovers, bits equal"
-
-
-def _await_rename(run: Run, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not run.folder(step).exists() and time.monotonic() < deadline:
-        time.sleep(0.0005)
 
 
 def _left_by_a_kill(run: Run) -> str:

@@ -338,7 +338,11 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     with monkeypatch.context() as patch:
         patch.setattr("train.checkpoint.digests", full)
         assert checkpoints.save(2, make_state(2), ABOUT) is None  # not known yet
+        wait([checkpoints._saving[1]])
+        partial = folder / "2.orbax-checkpoint-tmp"
+        partial.mkdir()
         assert "step 2 failed" in checkpoints.save(3, make_state(3), ABOUT)
+        assert not partial.exists()
         assert "step 3 failed" in checkpoints.save(4, make_state(4), ABOUT)
         with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
             checkpoints.save(5, make_state(5), ABOUT)
@@ -358,13 +362,14 @@ def test_a_save_that_succeeds_forgives_the_failed(saved, monkeypatch):
     assert checkpoints.failures == 0
 
 
-def test_a_full_disk_is_seen_beforehand(saved, monkeypatch):
+def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
     checkpoints = saved(1)
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=7))
         said = checkpoints.save(2, make_state(2), ABOUT)
     assert "step 2 was not saved: 7 bytes are free" in said
+    assert not (folder / "unsealed" / "2").exists()
     assert checkpoints.save(3, make_state(3), ABOUT) is None
     checkpoints.wait()
     assert checkpoints.steps() == [1, 3]

@@ -9,7 +9,8 @@ import yaml
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.config import Config, ConfigError
-from train.rundir import read_run
+from train.metrics import EventLog
+from train.rundir import RunDir, read_run
 from train.schema import to_yaml
 
 
@@ -58,3 +59,19 @@ def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
 def test_no_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no .*config\.yaml"):
         read_run(str(tmp_path))
+
+
+def test_a_report_that_fails_does_not_hide_how_the_run_ended(
+    tmp_path, monkeypatch, caplog
+):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("train.rundir.write_report", full)
+    events = EventLog(tmp_path)
+    run = RunDir(tmp_path, Config(), 1, [], None, False, events, True, None)
+    events.end(42)
+    run.close()
+    assert "report.html was not written: [Errno 28]" in caplog.text
+    last = (tmp_path / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["code"] == 42

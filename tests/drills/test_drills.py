@@ -1,0 +1,69 @@
+"""The fast drills, and that a drill which fails is seen to."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.drills.catalog import DRILLS
+from tests.drills.drill import Drill, NotRun, carry_out, expect
+from tests.drills.ground import Ground
+
+
+@pytest.fixture(scope="session")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    return Ground(tmp_path_factory.mktemp("drills"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drill", [d for d in DRILLS if d.fast], ids=lambda d: f"{d.number}-{d.name}"
+)
+def test_the_promise_holds(drill: Drill, ground: Ground):
+    outcome = carry_out(drill, ground)
+    if outcome.held is None:
+        pytest.skip(outcome.seen)
+    assert outcome.held, outcome.seen
+
+
+def test_every_fault_of_the_list_is_drilled_and_described():
+    numbers = {drill.number for drill in DRILLS}
+    assert numbers == {*range(1, 33), "kills"}
+    for drill in DRILLS:
+        assert all(drill.done_and_expected), drill.name
+
+
+def breaks_a_promise(ground: Ground) -> str:
+    expect("exit codes", [0], [42])
+    return "held"
+
+
+def leaves_an_orphan(ground: Ground) -> str:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    subprocess.Popen(command, env=ground.environment)
+    return "held"
+
+
+def leaves_a_traceback(ground: Ground) -> str:
+    (ground.place / "log.0").write_text("Traceback (most recent call last):\n  boom")
+    return "held"
+
+
+def is_not_permitted(ground: Ground) -> str:
+    raise NotRun("needs root")
+
+
+@pytest.mark.parametrize(
+    ("act", "held", "seen"),
+    [
+        (breaks_a_promise, False, "exit codes: [0], expected [42]"),
+        (leaves_a_traceback, False, "boom"),
+        (is_not_permitted, None, "needs root"),
+        pytest.param(leaves_an_orphan, False, "sleep(60)", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_drill_sees_is_told(ground: Ground, act, held, seen):
+    outcome = carry_out(Drill(0, act, fast=False), ground)
+    assert outcome.held is held
+    assert seen in outcome.seen
+    assert Ground(ground.root, f"0-{act.__name__}").survivors() == []
