@@ -1,0 +1,1 @@
+"""Fault drills: `python -m tests.drills`."""

@@ -3,8 +3,8 @@
 from tests.drills import (
     changes,
     damage,
-    data,
     disks,
+    inputs,
     kills,
     ownership,
     preemption,
@@ -14,7 +14,7 @@ from tests.drills import (
 from tests.drills.drill import Drill
 
 _THEMES = (
-    *(preemption, saves, damage, disks, processes, data, changes, ownership, kills),
+    *(preemption, saves, damage, disks, processes, inputs, changes, ownership, kills),
 )
 
 DRILLS = sorted(

@@ -30,6 +30,8 @@ _MARK = "LONGHAUL_DRILL_PLACE"  # in the environment of all that a drill starts
 class Ground:
     """A place for one drill, and what all drills share."""
 
+    patience_s = 30.0  # with processes that outlive a drill
+
     def __init__(self, root: Path, place: str = "shared"):
         """Take a folder, empty at first."""
         self.root, self.place = root, root / place
@@ -114,7 +116,7 @@ class Ground:
 
     def check_nothing_is_left(self) -> None:
         """Make sure that all processes end, with no traceback and no shared memory."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + self.patience_s
         while left := self.survivors():
             names = [command_of(pid) for pid in left]
             assert time.monotonic() < deadline, f"orphans: {names}"

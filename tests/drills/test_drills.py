@@ -59,10 +59,11 @@ def is_not_permitted(ground: Ground) -> str:
         (breaks_a_promise, False, "exit codes: [0], expected [42]"),
         (leaves_a_traceback, False, "boom"),
         (is_not_permitted, None, "needs root"),
-        pytest.param(leaves_an_orphan, False, "sleep(60)", marks=pytest.mark.slow),
+        (leaves_an_orphan, False, "sleep(60)"),
     ],
 )
-def test_what_a_drill_sees_is_told(ground: Ground, act, held, seen):
+def test_what_a_drill_sees_is_told(ground: Ground, monkeypatch, act, held, seen):
+    monkeypatch.setattr(Ground, "patience_s", 1.0)
     outcome = carry_out(Drill(0, act, fast=False), ground)
     assert outcome.held is held
     assert seen in outcome.seen
