@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.drills.drill import NotRun, drill, expect
-from tests.drills.ground import Ground
+from tests.drills.ground import HALF, Ground
 from tests.drills.preemption import goes_on
 from tests.drills.run import Run
 from tests.fleet import Fleet
@@ -108,10 +108,26 @@ def read_only_checkpoints(ground: Ground) -> str:
     return f"sealed {there}, then no save at {failed}; writable: 0, bits equal"
 
 
+@drill(13)
+def three_starts_without_a_save(ground: Ground) -> str:
+    """The folder of checkpoints cannot be written in three starts, max_failed_saves=0
+    -> 1 each time, never 70: the storage failed, not the step; then it goes on."""
+    run = ground.half()
+    with read_only(run.checkpoints):
+        for _ in range(3):
+            fleet = run.start("checkpoint.max_failed_saves=0")
+            expect("exit codes", fleet.wait(), [1])
+            assert "1 saves in a row failed" in fleet.said(), fleet.said()[-2000:]
+    expect("crashes", run.events("crash"), [])
+    goes_on(run, HALF)
+    ground.check(run)
+    return "1, 1, 1; writable: from step 20, bits equal"
+
+
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Have nobody make or remove anything in a folder, not root either."""
-    folders = [folder, folder / "unsealed"]
+    folders = [path for path in (folder, folder / "unsealed") if path.exists()]
     if os.geteuid():
         subprocess.run(["chmod", "a-w", *folders], check=True)
     else:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tests.drills.drill import drill, expect
-from tests.drills.ground import Ground
+from tests.drills.ground import HALF, Ground
 from tests.drills.run import Run
 from tests.fleet import Fleet
 
@@ -147,3 +147,29 @@ def signals_of_a_scheduler(ground: Ground) -> str:
     goes_on(run, steps[-1])
     ground.check(run)
     return f"42 and 42, steps {steps} saved, bits equal"
+
+
+@drill(6)
+def sigterm_while_two_processes_end(ground: Ground) -> str:
+    """SIGTERM to process 1 of two that evaluate a finished run, and 0 to 0.4 s after
+    the results are there -> both end within 15 s, with 42 before the results and with
+    0, 42 or (in Python's own end) 143 after them; the next start ends with 0."""
+    seen = []
+    for delay_s in (None, 0, 0.03, 0.1, 0.4):
+        run = ground.half(2, name=f"run-{delay_s}")
+        (run.path / "results.json").unlink()
+        fleet = run.start(f"train.num_steps={HALF}", count=2)
+        fleet.await_text("from step")
+        if delay_s is not None:
+            fleet.await_that(lambda run=run: run.results)
+            time.sleep(delay_s)
+        began = time.monotonic()
+        fleet.send(signal.SIGTERM, 1)
+        codes = fleet.wait(60)
+        took = time.monotonic() - began
+        wanted = [42] if delay_s is None else [0, 42, 143]
+        assert {*codes} <= {*wanted}, f"{delay_s}: exit codes {codes}"
+        assert took < 15, f"{delay_s}: it took {took:.1f} s"
+        run.finish(f"train.num_steps={HALF}", count=2)
+        seen.append(f"{codes} after {took:.1f} s")
+    return "; ".join(seen)
