@@ -36,7 +36,7 @@ def test_the_start_tells_processes_of_one_number_apart():
     assert dataclasses.replace(me, start=me.start - 1).alive() is False
 
 
-@pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()])
+@pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()], ids=["none", "this"])
 def test_of_another_machine_nothing_is_known(pid):
     me = Owner.this_process()
     assert dataclasses.replace(me, machine="elsewhere", pid=pid).alive() is None
