@@ -1,4 +1,4 @@
-"""What a compiled step computes, reads and sends, for people and for programs."""
+"""What a step computes, reads and sends, for people and for programs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 from jax.stages import Compiled
 
 from train.aot import OutOfMemory
+from train.ledger import COMPILED
 from train.loops import read
 from train.program import Program
 from train.progress import format_bytes, format_count, print_table
@@ -23,13 +24,15 @@ class Execution:
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.
     unread: instructions that the reader of the program's text does not know.
+    how: all this is known.
     """
 
     model_flops: float
     work: Work
     sent: list[Total]
     outside_layers: list[Total]
-    unread: tuple[str, ...]
+    unread: tuple[str, ...] = ()
+    how: str = COMPILED
 
     def as_json(self) -> dict[str, Any]:
         """Give all figures as plain values."""

@@ -1,8 +1,8 @@
 """The memory of one device, and of a host while it saves, by what holds it.
 
-Each figure says whether it is computed, from shapes and shardings, exactly; or
-compiled, the compiler's own. The compiler's temporaries hold gradients and activations:
-`gradients` says how much of them gradients are where all exist at once.
+Each figure says whether it is computed, from shapes and shardings, exactly; compiled,
+the compiler's own; or estimated. The compiler's temporaries hold gradients and
+activations: `gradients` says how much gradients are where all exist at once.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from train.progress import format_bytes, format_seconds, print_table
 from train.state import as_saved
 from train.targets import Target
 
-COMPUTED, COMPILED = "computed", "compiled"
+COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
 
 
