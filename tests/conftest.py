@@ -60,6 +60,8 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One for all tests: clients are kept for good, with their server's address."""
+    from train.object_store import run_folder
+
     moto = pytest.importorskip("moto.server")
     fsspec = pytest.importorskip("fsspec")
     pytest.importorskip("s3fs")
@@ -75,6 +77,7 @@ def server() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
             patch.setenv(key, value)
+        run_folder("s3://bucket")  # settles how all clients list
         fsspec.filesystem("s3").mkdir("bucket")
         yield server
     server.leave()
