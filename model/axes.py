@@ -15,6 +15,11 @@ from jax.sharding import PartitionSpec
 MeshAxes = str | tuple[str, ...] | None
 
 
+def mesh_axes(entry: MeshAxes) -> tuple[str, ...]:
+    """Give the mesh axes of one dim."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def partition_spec(
     table: Mapping[str, MeshAxes], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
@@ -31,7 +36,7 @@ def partition_spec(
             f"kind in configs/mesh/rules.yaml, null for replicated"
         )
     entries = tuple(None if axis is None else table[axis] for axis in axes)
-    used = [m for e in entries if e for m in ((e,) if isinstance(e, str) else e)]
+    used = [axis for entry in entries for axis in mesh_axes(entry)]
     twice = {m for m in used if used.count(m) > 1}
     if twice:
         raise ValueError(
@@ -56,6 +61,14 @@ class AxisRules:
         if not self.pairs:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
+
+    def without(self, axes: frozenset[str]) -> "AxisRules":
+        """Give the rules for where some mesh axes are taken (in a `shard_map`)."""
+        left = [
+            (name, tuple(axis for axis in mesh_axes(entry) if axis not in axes))
+            for name, entry in self.pairs
+        ]
+        return AxisRules(tuple(left))
 
 
 ANYWHERE = AxisRules()

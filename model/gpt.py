@@ -20,6 +20,8 @@ from model.layers import Block, Execution, Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo
 
+_HEAD = "btd,dv->btv"
+
 
 class Table(nnx.Module):
     """An embedding table, looked up by id."""
@@ -109,17 +111,15 @@ class GPT(nnx.Module):
             )
         return self.norm(x_BTD), cache
 
+    @property
+    def head_weight(self) -> jax.Array:
+        """The matrix that makes logits: the embedding's [V, D] if tied, else [D, V]."""
+        table = self.embedding if self.head is None else self.head
+        return table.weight[...]
+
     def logits(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
         """Project features to float32 [B, T, V] logits, soft-capped if configured."""
-        x_BTD = x_BTD.astype(jnp.float32)
-        if self.head is None:
-            table_VD = self.embedding.weight[...]
-            logits_BTV = product("btd,vd->btv", x_BTD, table_VD, how.compute_dtype)
-        else:
-            logits_BTV = self.head(x_BTD, how.compute_dtype)
-        logits_BTV = how.rules.constrain(logits_BTV, "batch", "seq", "vocab")
-        cap = self.config.logit_soft_cap
-        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+        return project(x_BTD, self.head_weight, self.config, how)
 
     def empty_cache(self, batch: int, length: int, how: Execution) -> KeysValues:
         """Make room for `length` positions of `batch` rows."""
@@ -129,12 +129,23 @@ class GPT(nnx.Module):
         return KeysValues(zeros, zeros, jnp.zeros((config.num_layers,), jnp.int32))
 
 
+def project(
+    x_BTD: jax.Array, weight: jax.Array, config: ModelConfig, how: Execution
+) -> jax.Array:
+    """Make float32 [B, T, V] logits with a `head_weight`."""
+    spec = "btd,vd->btv" if config.tied_head else _HEAD
+    logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, how.compute_dtype)
+    logits_BTV = how.rules.constrain(logits_BTV, "batch", "seq", "vocab")
+    cap = config.logit_soft_cap
+    return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+
+
 def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
     """Make the untied projection from features to logits."""
     assert config.vocab_size is not None
     std, _ = stds(config, config.embed_dim)
     return Linear(
-        "btd,dv->btv",
+        _HEAD,
         (config.embed_dim, config.vocab_size),
         ("embed", "vocab"),
         std=0.0 if config.init is Init.zero else std,

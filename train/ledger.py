@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
+from model.axes import mesh_axes
 from train.aot import Cost, OutOfMemory
 from train.describe import bytes_per_device
 from train.program import Program
@@ -188,11 +189,7 @@ def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
     for leaf in leaves:
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
-        axes = [
-            axis
-            for entry in sharding.spec
-            for axis in ((entry,) if isinstance(entry, str) else entry or ())
-        ]
+        axes = [axis for entry in sharding.spec for axis in mesh_axes(entry)]
         shards = {tuple(place[axis] for axis in axes) for place in places}
         total += len(shards) * bytes_per_device(leaf)
     return total

@@ -3,11 +3,17 @@
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from data.batches import Batch
-from model.gpt import GPT
+from model.axes import mesh_axes
+from model.config import ModelConfig
+from model.gpt import GPT, project
 from model.layers import Execution
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
@@ -15,7 +21,12 @@ _TILE = 128
 
 
 def loss_sum(
-    model: GPT, batch: Batch, how: Execution, z_loss: float, chunk: int | None
+    model: GPT,
+    batch: Batch,
+    how: Execution,
+    z_loss: float,
+    chunk: int | None,
+    head: PartitionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
@@ -26,29 +37,23 @@ def loss_sum(
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: positions C of a row whose logits exist at once; None: all of a row's
             with a small vocabulary, else about 128.
+        head: where `model.head_weight` lies.
 
     Returns:
-        float32 scalars: what to minimize, and the cross-entropy in nats alone.
+        float32 scalars: what to minimize, and the cross-entropy in nats alone, which
+        has no gradient.
     """
     x_BTD, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
     T = x_BTD.shape[1]
-    V = model.config.vocab_size or 0
-    C = tile(T, V, chunk)
+    C = tile(T, model.config.vocab_size or 0, chunk)
     if C == T:
-        return _tile_loss(model, x_BTD, batch.targets, how, z_loss)
-
-    def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
-        return jnp.moveaxis(x.reshape(x.shape[0], T // C, C, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint  # the backward pass makes a tile's logits again
-    def add(total, tile):
-        x_BCD, targets_BC = tile
-        part = _tile_loss(model, x_BCD, targets_BC, how, z_loss)
-        return jax.tree.map(jnp.add, total, part), None
-
-    zero = jnp.zeros((), jnp.float32)
+        loss, nats = _sums(
+            x_BTD, model.head_weight, batch.targets, model.config, how, z_loss
+        )
+        return loss, jax.lax.stop_gradient(nats)
+    tiled = _Tiled(C, model.config, how, z_loss, head)
     with jax.named_scope("loss"):
-        return jax.lax.scan(add, (zero, zero), (tiles(x_BTD), tiles(batch.targets)))[0]
+        return _tiled_sums(tiled, x_BTD, model.head_weight, batch.targets)
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:
@@ -57,10 +62,121 @@ def tile(T: int, V: int, chunk: int | None) -> int:
     return next(c for c in range(min(most, T), 0, -1) if T % c == 0)
 
 
-def _tile_loss(
-    model: GPT, x_BCD: jax.Array, targets_BC: jax.Array, how: Execution, z_loss: float
+class _Tiled(NamedTuple):
+    """A loss in tiles of C positions of a row."""
+
+    C: int
+    config: ModelConfig
+    how: Execution
+    z_loss: float
+    head: PartitionSpec
+
+    def __call__(self, x_BTD, weight, targets_BT, gradients: bool):
+        """Sum over all devices: (loss, nats), and the loss' (dx, dweight) or None.
+
+        Each device gathers the weight once, rounded, and adds up its own part of the
+        gradient over all tiles in float32, before devices reduce it.
+        """
+        rules = self.how.rules
+        if not rules.pairs:
+            return self._local(x_BTD, weight, targets_BT, gradients)
+        rows = rules.spec("batch")
+        axes = frozenset(mesh_axes(rows[0]))
+        spec = _only(self.head, axes)
+        return jax.shard_map(
+            partial(self._sharded, axes=axes, spec=spec, gradients=gradients),
+            in_specs=(rows, spec, rows),
+            out_specs=(PartitionSpec(), (rows, spec) if gradients else None),
+            axis_names=axes,
+            check_vma=False,
+        )(x_BTD, weight, targets_BT)
+
+    def _sharded(self, x_BTD, weight, targets_BT, axes, spec, gradients: bool):
+        local = self._replace(how=self.how._replace(rules=self.how.rules.without(axes)))
+        dtype = weight.dtype
+        weight = weight.astype(self.how.compute_dtype)
+        for dim, on in enumerate(spec):
+            if on:
+                weight = jax.lax.all_gather(weight, on, axis=dim, tiled=True)
+        sums, grads = local._local(x_BTD, weight, targets_BT, gradients)
+        sums = jax.lax.psum(sums, tuple(axes))
+        if grads is None:
+            return sums, None
+        dx, dweight = grads
+        rest = axes - {axis for on in spec for axis in mesh_axes(on)}
+        for dim, on in enumerate(spec):
+            if on:
+                dweight = jax.lax.psum_scatter(
+                    dweight, on, scatter_dimension=dim, tiled=True
+                )
+        if rest:
+            dweight = jax.lax.psum(dweight, tuple(rest))
+        return sums, (dx, dweight.astype(dtype))
+
+    def _local(self, x_BTD, weight, targets_BT, gradients: bool):
+        def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
+            shape = x.shape[0], x.shape[1] // self.C, self.C, *x.shape[2:]
+            return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+        def add(total, tile):
+            x_BCD, targets_BC = tile
+
+            def sums(x_BCD, weight):
+                return _sums(
+                    x_BCD, weight, targets_BC, self.config, self.how, self.z_loss
+                )
+
+            weight32 = weight.astype(jnp.float32)  # so that its gradient is, too
+            if not gradients:
+                return jax.tree.map(jnp.add, total, sums(x_BCD, weight32)), None
+            part, transpose = jax.vjp(sums, x_BCD, weight32)
+            dx_BCD, dweight = transpose((jnp.float32(1), jnp.float32(0)))
+            return jax.tree.map(jnp.add, total, (part, dweight)), dx_BCD
+
+        zero = jnp.zeros((), jnp.float32)
+        start, xs = (zero, zero), (tiles(x_BTD), tiles(targets_BT))
+        if not gradients:
+            return jax.lax.scan(add, start, xs)[0], None
+        start = start, jnp.zeros(weight.shape, jnp.float32)
+        (sums, dweight), dx = jax.lax.scan(add, start, xs)
+        return sums, (jnp.moveaxis(dx, 0, 1).reshape(x_BTD.shape), dweight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled_sums(tiled: _Tiled, x_BTD, weight, targets_BT):
+    return tiled(x_BTD, weight, targets_BT, gradients=False)[0]
+
+
+def _tiled_forward(tiled: _Tiled, x_BTD, weight, targets_BT):
+    # The loss is a sum, so its gradient is known here but for one factor: no tile's
+    # logits are made twice.
+    return tiled(x_BTD, weight, targets_BT, gradients=True)
+
+
+def _tiled_backward(tiled: _Tiled, gradients, cotangents):
+    factor, _ = cotangents
+    dx, dweight = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
+    return dx, dweight, None
+
+
+_tiled_sums.defvjp(_tiled_forward, _tiled_backward)
+
+
+def _only(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """Keep some mesh axes of a spec."""
+    kept = [tuple(axis for axis in mesh_axes(on) if axis in axes) for on in spec]
+    return PartitionSpec(*(on or None for on in kept))
+
+
+def _sums(
+    x_BCD: jax.Array,
+    weight: jax.Array,
+    targets_BC: jax.Array,
+    config: ModelConfig,
+    how: Execution,
+    z_loss: float,
 ) -> tuple[jax.Array, jax.Array]:
-    logits_BCV = model.logits(x_BCD, how)
+    logits_BCV = project(x_BCD, weight, config, how)
     log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     # A masked sum instead of a gather: with the vocabulary sharded each device adds up
     # its part, and no logits travel.

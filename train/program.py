@@ -65,7 +65,9 @@ class Program:
     @functools.cached_property
     def train_step(self):
         """Jitted: (state, batch) -> (state, metrics); the old state is donated."""
-        step = make_train_step(self.model, self.optimizer, self.how, self.config.train)
+        step = make_train_step(
+            self.model, self.optimizer, self.how, self.config.train, self.head
+        )
         return jax.jit(
             step,
             in_shardings=(self.shardings, self.batch_shardings),
@@ -77,7 +79,7 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(self.model, self.how, self.config.train)
+        step = make_eval_step(self.model, self.how, self.config.train, self.head)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -88,6 +90,12 @@ class Program:
     def checksums(self):
         """Jitted: state -> sums of what has copies (train/replicas.py), or None."""
         return make_checksums(self.state, self.mesh)
+
+    @property
+    def head(self) -> PartitionSpec:
+        """Where the weight of the logits lies."""
+        name = "embedding" if self.config.model.tied_head else "head"
+        return self.shardings.params[name]["weight"].spec
 
     @property
     def batch_shardings(self) -> Batch:

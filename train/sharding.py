@@ -5,12 +5,13 @@ it into one `NamedSharding` per leaf of the train state, which initialisation, t
 checkpoint restore and the plan all use.
 """
 
+import math
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.axes import AxisRules, MeshAxes, partition_spec
+from model.axes import AxisRules, MeshAxes, mesh_axes, partition_spec
 from model.params import ParamInfo
 from train.config import ConfigError, MeshConfig, Mistake
 
@@ -32,11 +33,7 @@ def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
 
 def num_shards(mesh: Mesh, entry: MeshAxes) -> int:
     """Into how many parts a dim with this entry of a PartitionSpec is cut."""
-    axes = (entry,) if isinstance(entry, str) else entry or ()
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
 
 
 def param_specs(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from data.batches import Batch
 from model.gpt import GPT, bind
@@ -20,9 +21,15 @@ Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
-    model: GPT, optimizer: Optimizer, how: Execution, config: TrainConfig
+    model: GPT,
+    optimizer: Optimizer,
+    how: Execution,
+    config: TrainConfig,
+    head: PartitionSpec,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
+
+    `head` says where the weight of the logits lies.
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
@@ -34,9 +41,8 @@ def make_train_step(
         num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
 
         def mean_loss(params: Any, part: Batch) -> tuple[jax.Array, jax.Array]:
-            loss, nats = loss_sum(
-                bind(model, params), part, how, config.z_loss, config.loss_chunk_tokens
-            )
+            bound, chunk = bind(model, params), config.loss_chunk_tokens
+            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk, head)
             return loss / num_targets, nats / num_targets
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
@@ -93,14 +99,13 @@ def split(batch: Batch, parts: int) -> Batch:
 
 
 def make_eval_step(
-    model: GPT, how: Execution, config: TrainConfig
+    model: GPT, how: Execution, config: TrainConfig, head: PartitionSpec
 ) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """Build `eval_step(params, batch) -> (sum of nats, number of targets)`."""
 
     def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        _, nats = loss_sum(
-            bind(model, params), batch, how, 0.0, config.loss_chunk_tokens
-        )
+        chunk = config.loss_chunk_tokens
+        _, nats = loss_sum(bind(model, params), batch, how, 0.0, chunk, head)
         return nats, jnp.sum(batch.targets >= 0)
 
     return eval_step

@@ -41,13 +41,14 @@ JITTED = {}
 def value_and_grads(program, params, batch, chunk):
     def loss(params, batch):
         model = bind(program.model, params)
-        return loss_sum(model, batch, program.how, 0.1, chunk)
+        return loss_sum(model, batch, program.how, 0.1, chunk, program.head)
 
-    key = (program.mesh, chunk)
+    key = (program.mesh, program.config.model, chunk)
     JITTED.setdefault(key, jax.jit(jax.value_and_grad(loss, has_aux=True)))
     with jax.set_mesh(program.mesh):
-        placed = jax.device_put(batch, program.batch_shardings)
-        return jax.device_get(JITTED[key](params, placed))
+        params = jax.device_put(params, program.shardings.params)
+        batch = jax.device_put(batch, program.batch_shardings)
+        return jax.device_get(JITTED[key](params, batch))
 
 
 def close(a, b):
@@ -65,12 +66,25 @@ def test_in_tiles_the_loss_and_its_gradient_are_the_same(program, params, batch,
     close(value_and_grads(program, params, batch, 8), whole)
 
 
-def test_with_the_vocabulary_sharded_too(programs, params, batch, whole):
-    program = programs("model.num_layers=1", "mesh.fsdp=2", "mesh.tensor=4", devices=8)
-    head = program.shardings.params["head"]["weight"]
-    assert head.spec == PartitionSpec("fsdp", "tensor")
-    placed = jax.device_put(params, program.shardings.params)
-    close(value_and_grads(program, placed, batch, None), whole)
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("mesh", [(1, 2, 4), (2, 2, 2), (4, 2, 1)])
+def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
+    shape = [
+        f"mesh.{axis}={size}"
+        for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)
+    ]
+    program = programs("model.num_layers=1", *shape, devices=8)
+    assert program.head == PartitionSpec("fsdp", "tensor")
+    close(value_and_grads(program, params, batch, chunk), whole)
+
+
+def test_a_tied_table_in_tiles(programs, batch):
+    program = programs(
+        "model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8", devices=8
+    )
+    params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+    whole = value_and_grads(program, params, batch, None)
+    close(value_and_grads(program, params, batch, 8), whole)
 
 
 def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(

@@ -96,6 +96,16 @@ class TestFsdp:
         assert {c.dtypes for c in scatters} == {("f32",)}
         assert payload(scatters, "mlp.down") == L * F32 * DOWN
 
+    def test_the_head_travels_once_however_many_tiles_the_loss_has(self, compile_step):
+        tiles = f"train.loss_chunk_tokens={T // 4}"
+        step = compile_step("mesh=fsdp", tiles, topology=V5E)
+        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        gather, scatter = sorted(head, key=lambda c: c.kind)
+        assert (gather.kind, gather.times) == ("all-gather", 1)
+        assert payload([gather], "head") == BF16 * V * D
+        assert (scatter.kind, scatter.times) == ("reduce-scatter", 1)
+        assert payload([scatter], "head") == F32 * V * D
+
     def test_norms_are_all_that_is_reduced_whole(self, step):
         """XLA gathers a small vector by an all-reduce with zeros: twice the bytes."""
         whole = [c for c in step.collectives if c.kind == "all-reduce"]
