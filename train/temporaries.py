@@ -17,11 +17,9 @@ layers are also rounded once, before the loop over them.
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
-import jax.numpy as jnp
-
-from model.attention import Attention
+from model.config import Activation, Attention
+from train.config import Remat
 from train.residuals import Residual, kept
 from train.share import Share, Weight
 
@@ -37,8 +35,6 @@ def temporaries(share: Share, platform: str, muon: bool) -> dict[str, int]:
         _layers(share, platform),
         _update(share, platform, muon),
     ]
-    if platform == "cpu":
-        pass
     return always | max(moments, key=lambda items: sum(items.values()))
 
 
@@ -66,9 +62,9 @@ def tiled(shape: Iterable[int], itemsize: int, platform: str, fixed: bool) -> in
     return math.ceil(min(padded(*pair) for pair in pairs))
 
 
-def _kept(share: Share, platform: str, remat: str) -> int:
+def _kept(share: Share, platform: str) -> int:
     """Count what one layer keeps."""
-    how, model = share.how._replace(remat=remat), share.model
+    how, model = share.how, share.model
     splash = how.attention is Attention.splash
 
     def size(array: Residual) -> int:
@@ -82,11 +78,13 @@ def _kept(share: Share, platform: str, remat: str) -> int:
 
 def _always(share: Share, platform: str) -> dict[str, int]:
     layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
-    saved = _kept(share, platform, share.how.remat) * layers
+    saved = _kept(share, platform) * layers
     hidden = share.tokens * share.model.embed_dim * share.how.activation_dtype.itemsize
     items = {"saved activations": saved, "features": 3 * hidden}
     if share.microbatches > 1:
         items["sum over microbatches"] = _held(share.weights, FLOAT32, platform)
+    if share.documents and share.how.attention is Attention.cudnn:
+        items["attention mask"] = share.rows * share.length**2 * width
     if platform == "tpu" and width < FLOAT32:
         matrices = [w for w in share.weights if w.in_layers and w.is_matrix]
         items["rounded weights"] = _held(matrices, width, platform)
@@ -108,15 +106,37 @@ def _layers(share: Share, platform: str) -> dict[str, int]:
     layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
     weights = [w for w in share.weights if w.in_layers and w.is_matrix]
     gathered = sum(w.size for w in weights if w.gathered) // layers
-    hidden = share.tokens * share.how.activation_dtype.itemsize
-    cotangents = 2 * hidden * (share.model.embed_dim + share.model.mlp_size)
-    again = share.how.remat != "none"
     return {
         "gradients": _held(share.weights, FLOAT32, platform),
         "gathered weights": 2 * gathered * width,
         "gradients to scatter": gathered * FLOAT32,
-        "one layer": cotangents + (_kept(share, platform, "none") if again else 0),
+        "one layer": _one_layer(share, platform),
     }
+
+
+def _one_layer(share: Share, platform: str) -> int:
+    """Count what the backward pass of one layer makes.
+
+    XLA fuses what is done element by element, so that only what products and the
+    kernel read and write exists: with recomputation of the whole layer, and the
+    cotangents of its attention or its MLP.
+    """
+    model, how = share.model, share.how
+    H, width = model.head_size, how.activation_dtype.itemsize
+    heads = 2 * model.num_heads + 2 * model.kv_heads
+    splash = how.attention is Attention.splash
+    shape = (share.rows, heads, share.length, H)
+    attention = tiled(shape, width, platform, splash)
+    gated = model.activation is Activation.swiglu
+    mlp = (2 + gated) * share.tokens * model.mlp_size * width
+    hidden = share.tokens * model.embed_dim * width
+    if how.attention is Attention.xla:
+        scores = share.rows * model.num_heads * share.length**2
+        attention += scores * (FLOAT32 + width)
+    made = max(mlp, attention) + 2 * hidden
+    if how.remat != Remat.none:
+        made += mlp + attention + 3 * hidden
+    return made
 
 
 def _update(share: Share, platform: str, muon: bool) -> dict[str, int]:
