@@ -18,6 +18,7 @@ from train.program import Program
 from train.sharding import num_shards, param_specs, rule_table
 
 Axes = tuple[str, ...]
+_CUT = ("batch", "heads", "mlp", "vocab")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Weight:
     """A parameter; shapes with a leading dim that counts layers, if it has one.
 
     whole, shard, used: its shape, that of what a device holds and of what it uses.
-    gathered: the mesh axes along which devices gather it to use it.
+    held: the mesh axes that cut it; gathered: those along which devices gather it.
     itemsize: bytes of an element.
     """
 
@@ -34,6 +35,7 @@ class Weight:
     whole: tuple[int, ...]
     shard: tuple[int, ...]
     used: tuple[int, ...]
+    held: Axes
     gathered: Axes
     itemsize: int
 
@@ -64,7 +66,7 @@ class Share:
     documents: whether attention stays inside them.
     microbatches: of a step.
     sizes: of the mesh axes.
-    batch, tensor: the mesh axes that cut rows, and those that cut layers.
+    cuts: of rows, heads, MLP and vocabulary, the mesh axes that cut them.
     """
 
     model: ModelConfig
@@ -76,8 +78,7 @@ class Share:
     microbatches: int
     weights: tuple[Weight, ...]
     sizes: tuple[tuple[str, int], ...]
-    batch: Axes
-    tensor: Axes
+    cuts: tuple[tuple[str, Axes], ...]
 
     @property
     def tokens(self) -> int:
@@ -90,9 +91,22 @@ class Share:
         name = "embedding.weight" if self.model.tied_head else "head.weight"
         return self.weight(name)
 
+    @property
+    def spread(self) -> Axes:
+        """The mesh axes over which Muon spreads the layers (train/optimizer.py)."""
+        axes: Axes = ()
+        for axis, size in self.sizes:
+            if size > 1 and self.model.num_layers % (size * self.ways(axes)) == 0:
+                axes = (*axes, axis)
+        return axes
+
     def weight(self, name: str) -> Weight:
         """Find a weight by its name."""
         return next(w for w in self.weights if w.name == name)
+
+    def cut(self, axis: str) -> Axes:
+        """Give the mesh axes that cut a logical axis of activations."""
+        return dict(self.cuts)[axis]
 
     def ways(self, axes: Axes) -> int:
         """Count the devices along some mesh axes."""
@@ -129,8 +143,7 @@ def share_of(program: Program) -> Share:
         microbatches=train.accumulation_steps,
         weights=tuple(_weights(program)),
         sizes=tuple(mesh.shape.items()),
-        batch=_wide(program, rules["batch"]),
-        tensor=_wide(program, rules["heads"]),
+        cuts=tuple((axis, _wide(program, rules[axis])) for axis in _CUT),
     )
 
 
@@ -155,6 +168,7 @@ def _weights(program: Program):
             whole=param.shape,
             shard=cut(param.shape, held),
             used=cut(param.shape, kept),
+            held=tuple(axis for axes in held for axis in axes),
             gathered=tuple(
                 axis
                 for axes, keeps in zip(held, kept, strict=True)

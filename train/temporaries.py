@@ -62,8 +62,8 @@ def tiled(shape: Iterable[int], itemsize: int, platform: str, fixed: bool) -> in
     return math.ceil(min(padded(*pair) for pair in pairs))
 
 
-def _kept(share: Share, platform: str) -> int:
-    """Count what one layer keeps."""
+def saved_bytes(share: Share, platform: str) -> int:
+    """Count what all layers keep of a microbatch."""
     how, model = share.how, share.model
     splash = how.attention is Attention.splash
 
@@ -73,14 +73,13 @@ def _kept(share: Share, platform: str) -> int:
         return tiled(array.shape, array.dtype.itemsize, platform, fixed)
 
     arrays = kept(model, how, share.rows, share.length, share.documents)
-    return sum(map(size, arrays))
+    return model.num_layers * sum(map(size, arrays))
 
 
 def _always(share: Share, platform: str) -> dict[str, int]:
-    layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
-    saved = _kept(share, platform) * layers
+    width = share.how.compute_dtype.itemsize
     hidden = share.tokens * share.model.embed_dim * share.how.activation_dtype.itemsize
-    items = {"saved activations": saved, "features": 3 * hidden}
+    items = {"saved activations": saved_bytes(share, platform), "features": 3 * hidden}
     if share.microbatches > 1:
         items["sum over microbatches"] = _held(share.weights, FLOAT32, platform)
     if share.documents and share.how.attention is Attention.cudnn:
