@@ -5,11 +5,9 @@ the operands and results of products and kernels, of what layers keep, and of th
 what is done element by element is taken to be fused into them.
 """
 
-import math
-
 from model.config import Attention
 from train.config import Remat
-from train.share import Share
+from train.share import Share, is_muons, sides
 from train.work import CUDNN, SPLASH, Work
 
 _NEWTON_SCHULZ = 5  # steps
@@ -66,19 +64,13 @@ def _muon(share: Share) -> float:
 
     Devices that do not divide the layers divide the products.
     """
-    total, layers = 0.0, share.model.num_layers
-    mesh = share.ways(tuple(axis for axis, _ in share.sizes))
-    spread = share.ways(share.spread)
-    for weight in share.weights:
-        if not (weight.in_layers and weight.is_matrix):
-            continue
-        split = 1 + weight.info.inputs
-        sides = math.prod(weight.whole[1:split]), math.prod(weight.whole[split:])
-        short, long = min(sides), max(sides)
-        rest = mesh // spread if any(a not in share.spread for a in weight.held) else 1
-        each = 4.0 * short**2 * long + 2.0 * short**3
-        total += _NEWTON_SCHULZ * each * layers / spread / rest
-    return total
+    each = sum(
+        4.0 * short**2 * long + 2.0 * short**3
+        for short, long in map(sides, filter(is_muons, share.weights))
+    )
+    matrices = next(filter(is_muons, share.weights))
+    cut = set(share.spread) | set(matrices.held)
+    return _NEWTON_SCHULZ * each * share.model.num_layers / share.ways(tuple(cut))
 
 
 def _moved(share: Share, state_bytes: int, kept_bytes: int) -> int:

@@ -52,9 +52,7 @@ def estimate_memory(program: Program) -> Ledger:
         "temporaries": Figure(sum(items.values()), ESTIMATED),
         **{f"- {name}": Figure(size, ESTIMATED) for name, size in items.items()},
     }
-    return Ledger(
-        parts, Figure(needed, ESTIMATED), known.host_save, known.checkpoint
-    )
+    return Ledger(parts, Figure(needed, ESTIMATED), known.host_save, known.checkpoint)
 
 
 def estimate_temporaries(program: Program) -> dict[str, int]:
@@ -67,9 +65,7 @@ def _facts(program: Program) -> tuple[Share, str, bool]:
     return share_of(program), program.mesh.devices.flat[0].platform, muon
 
 
-def _totals(
-    found: Iterable[Exchange], program: Program, by_use: bool
-) -> list[Total]:
+def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[Total]:
     def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
         return exchange.axes, exchange.kind, exchange.serves if by_use else ""
 

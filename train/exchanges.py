@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.config import Remat
-from train.share import Axes, Share, Weight
+from train.share import Axes, Share, Weight, is_muons
 
 FLOAT32 = 4
 _SCALARS = 3  # number of targets, loss, norm of the gradient
@@ -46,7 +46,9 @@ def exchanges(share: Share, platform: str, muon: bool) -> list[Exchange]:
         *_of_loss(share),
     ]
     if muon:
-        found += [e for w in share.weights for e in _of_muon(share, w)]
+        found += [
+            e for w in filter(is_muons, share.weights) for e in _of_muon(share, w)
+        ]
     return [e for e in found if share.ways(e.axes) > 1 and e.payload]
 
 
@@ -119,9 +121,7 @@ def _of_activations(share: Share) -> Iterator[Exchange]:
         again = axis == "heads" and share.how.remat == Remat.full
         times = layers * (3 if again else 2)
         count = times * share.microbatches
-        yield Exchange(
-            share.cut(axis), "all-reduce", count, times * hidden, use, True
-        )
+        yield Exchange(share.cut(axis), "all-reduce", count, times * hidden, use, True)
 
 
 def _of_embedding(share: Share) -> Iterator[Exchange]:
@@ -150,14 +150,10 @@ def _of_loss(share: Share) -> Iterator[Exchange]:
 
 
 def _of_muon(share: Share, weight: Weight) -> Iterator[Exchange]:
-    if not weight.in_layers or not weight.is_matrix:
-        return
-    axes = share.spread
-    cut = weight.held
     shard = math.prod(weight.shard)
-    exchanged = tuple(axis for axis in axes if axis in cut)
-    copied = tuple(axis for axis in axes if axis not in cut)
-    kept = tuple(axis for axis in cut if axis not in axes)
+    exchanged = tuple(axis for axis in share.spread if axis in weight.held)
+    copied = tuple(axis for axis in share.spread if axis not in weight.held)
+    kept = tuple(axis for axis in weight.held if axis not in share.spread)
     if exchanged:
         given = 2 * shard * FLOAT32
         yield Exchange(exchanged, "all-to-all", 2, given, "muon")

@@ -60,7 +60,7 @@ def kept(
         return jax.tree.leaves(backward)
 
     jaxpr = jax.make_jaxpr(closed_over)(x, params, by, ids).jaxpr
-    own_input, *shared = jaxpr.invars
+    shared = jaxpr.invars[1:]
     arrays = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal))
     found = [
         Residual(v.aval.shape, v.aval.dtype)

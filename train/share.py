@@ -113,6 +113,18 @@ class Share:
         return math.prod(dict(self.sizes)[axis] for axis in axes)
 
 
+def is_muons(weight: Weight) -> bool:
+    """Say whether Muon orthogonalizes a weight, if the optimizer is Muon."""
+    return weight.info.kind is Kind.matrix and weight.in_layers
+
+
+def sides(weight: Weight) -> tuple[int, int]:
+    """Give the smaller and the larger side of one layer's matrix."""
+    split = 1 + weight.info.inputs
+    both = math.prod(weight.whole[1:split]), math.prod(weight.whole[split:])
+    return min(both), max(both)
+
+
 def share_of(program: Program) -> Share:
     """Cut a program to what one device does of it."""
     config, mesh = program.config, program.mesh

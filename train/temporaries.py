@@ -10,7 +10,7 @@ Three moments are weighed; the one that needs most gives the items.
   and two cotangents.
 - `update`: the gradients of everything, and Muon's matrices.
 
-At each of them lives what the layers kept (train/residuals.py), the features, and the
+At the first two lives what the layers kept (train/residuals.py), the features, and the
 sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all
 layers are also rounded once, before the loop over them.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from model.config import Activation, Attention
 from train.config import Remat
 from train.residuals import Residual, kept
-from train.share import Share, Weight
+from train.share import Share, Weight, is_muons, sides
 
 _LANES, _SUBLANES = 128, 8
 FLOAT32 = 4
@@ -29,20 +29,20 @@ FLOAT32 = 4
 
 def temporaries(share: Share, platform: str, muon: bool) -> dict[str, int]:
     """Give bytes by what holds them at the step's peak."""
-    always = _always(share, platform)
+    model = _model(share, platform)
     moments = [
-        _loss(share, platform),
-        _layers(share, platform),
+        model | _loss(share, platform),
+        model | _layers(share, platform),
         _update(share, platform, muon),
     ]
-    return always | max(moments, key=lambda items: sum(items.values()))
+    return max(moments, key=lambda items: sum(items.values()))
 
 
-def tiled(shape: Iterable[int], itemsize: int, platform: str, fixed: bool) -> int:
+def tiled(shape: Iterable[int], itemsize: int, platform: str) -> int:
     """Count the bytes of an array, with the padding of TPU's tiles.
 
     A tile is 8 x 128 elements of the two minor dims. XLA makes those dims minor that
-    fill tiles best, unless a kernel wants the array as it is (`fixed`).
+    fill tiles best.
     """
     dims = list(shape)
     size = math.prod(dims) * itemsize
@@ -54,29 +54,31 @@ def tiled(shape: Iterable[int], itemsize: int, platform: str, fixed: bool) -> in
         wide = -(-lanes // _LANES) * _LANES / lanes
         return size * wide * (-(-sublanes // up) * up) / sublanes
 
-    if fixed:
-        return math.ceil(padded(dims[-1], dims[-2]))
-    pairs = [
-        (a, b) for i, a in enumerate(dims) for j, b in enumerate(dims) if i != j
-    ]
+    pairs = [(a, b) for i, a in enumerate(dims) for j, b in enumerate(dims) if i != j]
     return math.ceil(min(padded(*pair) for pair in pairs))
 
 
 def saved_bytes(share: Share, platform: str) -> int:
     """Count what all layers keep of a microbatch."""
     how, model = share.how, share.model
-    splash = how.attention is Attention.splash
 
     def size(array: Residual) -> int:
-        heads_first = array.shape[-2:] == (share.length, model.head_size)
-        fixed = splash and heads_first
-        return tiled(array.shape, array.dtype.itemsize, platform, fixed)
+        shape, H = array.shape, model.head_size
+        if len(shape) == 4 and shape[-1] == H:
+            shape = (*shape[:-1], _lanes(share))
+        return tiled(shape, array.dtype.itemsize, platform)
 
     arrays = kept(model, how, share.rows, share.length, share.documents)
     return model.num_layers * sum(map(size, arrays))
 
 
-def _always(share: Share, platform: str) -> dict[str, int]:
+def _lanes(share: Share) -> int:
+    """Give a head's dim as it lies in memory: minor where splash reads it."""
+    H = share.model.head_size
+    return -(-H // _LANES) * _LANES if share.how.attention is Attention.splash else H
+
+
+def _model(share: Share, platform: str) -> dict[str, int]:
     width = share.how.compute_dtype.itemsize
     hidden = share.tokens * share.model.embed_dim * share.how.activation_dtype.itemsize
     items = {"saved activations": saved_bytes(share, platform), "features": 3 * hidden}
@@ -95,9 +97,9 @@ def _loss(share: Share, platform: str) -> dict[str, int]:
     width = share.how.compute_dtype.itemsize
     logits = (share.rows, share.tile, V)
     return {
-        "logits of a tile": tiled(logits, FLOAT32 + width, platform, False),
-        "rounded head": tiled(head.used, width, platform, False),
-        "head's gradient": tiled(head.used, FLOAT32, platform, False),
+        "logits of a tile": tiled(logits, FLOAT32 + width, platform),
+        "rounded head": tiled(head.used, width, platform),
+        "head's gradient": tiled(head.used, FLOAT32, platform),
     }
 
 
@@ -121,11 +123,10 @@ def _one_layer(share: Share, platform: str) -> int:
     cotangents of its attention or its MLP.
     """
     model, how = share.model, share.how
-    H, width = model.head_size, how.activation_dtype.itemsize
+    width = how.activation_dtype.itemsize
     heads = 2 * model.num_heads + 2 * model.kv_heads
-    splash = how.attention is Attention.splash
-    shape = (share.rows, heads, share.length, H)
-    attention = tiled(shape, width, platform, splash)
+    shape = (share.rows, heads, share.length, _lanes(share))
+    attention = tiled(shape, width, platform)
     gated = model.activation is Activation.swiglu
     mlp = (2 + gated) * share.tokens * model.mlp_size * width
     hidden = share.tokens * model.embed_dim * width
@@ -139,11 +140,21 @@ def _one_layer(share: Share, platform: str) -> int:
 
 
 def _update(share: Share, platform: str, muon: bool) -> dict[str, int]:
+    """Count gradients, and what Muon makes of the largest weight.
+
+    Whole matrices of its part of the layers: the direction, float32 and rounded, a
+    product of that size, and the small squares.
+    """
     items = {"gradients": _held(share.weights, FLOAT32, platform)}
     if muon:
-        items["Muon's matrices"] = 0
+        width = share.how.compute_dtype.itemsize
+        layers = share.model.num_layers // share.ways(share.spread)
+        items["Muon's matrices"] = layers * max(
+            (2 * FLOAT32 + width) * long * short + (FLOAT32 + width) * short**2
+            for short, long in map(sides, filter(is_muons, share.weights))
+        )
     return items
 
 
 def _held(weights: Iterable[Weight], itemsize: int, platform: str) -> int:
-    return sum(tiled(w.shard, itemsize, platform, False) for w in weights)
+    return sum(tiled(w.shard, itemsize, platform) for w in weights)
