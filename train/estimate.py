@@ -21,9 +21,13 @@ from train.share import Share, share_of
 from train.temporaries import saved_bytes, temporaries
 from train.traffic import Total, sent_bytes
 
-# The part of each kind that XLA schedules beside products: on TPUs gathers and scatters
-# of layers, not all-reduces inside a slice.
-_BESIDE = {"all-gather", "reduce-scatter"}
+# The part of the layers' collectives that XLA schedules beside products, by platform
+# and kind; other kinds, and those outside the layers, wait. Read off the schedules of
+# benchmarks/estimates.py. What TPU's hosts send between slices runs beside the layer.
+_BESIDE = {
+    "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
+    "gpu": {"all-gather": 0.5},
+}
 
 
 def estimate_execution(program: Program) -> Execution:
@@ -69,11 +73,14 @@ def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[T
     def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
         return exchange.axes, exchange.kind, exchange.serves if by_use else ""
 
-    rows = []
+    rows, platform = [], program.mesh.devices.flat[0].platform
     for (axes, kind, use), group in groupby(sorted(found, key=key), key):
         of, place = list(group), along(axes, program.mesh)
         payload = sum(e.payload for e in of)
-        hidden = sum(e.payload for e in of if e.in_layers and kind in _BESIDE)
+        beside = _BESIDE.get(platform, {}).get(kind, 0.0)
+        if place.network == "DCN":
+            beside = 1.0
+        inside = sum(e.payload for e in of if e.in_layers) / payload
         rows.append(
             Total(
                 axes=axes,
@@ -82,7 +89,7 @@ def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[T
                 count=sum(e.count for e in of),
                 payload=round(payload),
                 sent=sent_bytes(kind, payload, place.size),
-                overlapped=hidden / payload,
+                overlapped=beside * inside,
                 serves=use,
             )
         )

@@ -5,13 +5,14 @@ or compiled; the same layer is looked at once in a process.
 """
 
 import functools
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal, Var
 
 from model.config import Attention, ModelConfig, Position
 from model.gpt import rematerialized
@@ -37,8 +38,8 @@ def kept(
     """List what one layer of `model` keeps of [rows, length] tokens.
 
     That is what the layer's derivative closes over, each array once, but for its
-    parameters and for what all layers share (angles, document ids): the layer's own
-    input with `remat=full`, the results of its products too with `dots`.
+    parameters and for what all layers share (angles, masks): the layer's own input with
+    `remat=full`, the results of its products too with `dots`.
     """
     # cuDNN's kernel cannot be traced without cuDNN. It keeps what the plain products
     # keep, but a sum for each query instead of its scores.
@@ -60,15 +61,32 @@ def kept(
         return jax.tree.leaves(backward)
 
     jaxpr = jax.make_jaxpr(closed_over)(x, params, by, ids).jaxpr
-    shared = jaxpr.invars[1:]
-    arrays = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    found = [
-        Residual(v.aval.shape, v.aval.dtype)
-        for v in arrays
-        if v not in shared and math.prod(v.aval.shape) >= rows * length
-    ]
+    made = _made_of(jaxpr, {jaxpr.invars[0]})
+    results = dict.fromkeys(v for v in jaxpr.outvars if _is_in(v, made))
+    avals: list[Any] = [v.aval for v in results]
+    large = [aval for aval in avals if aval.size >= rows * length]
+    found = [Residual(aval.shape, aval.dtype) for aval in large]
     if not plain:
         return tuple(found)
     square = [r for r in found if len(r.shape) == 5 and r.shape[-2:] == (length,) * 2]
     sums = Residual((rows, model.num_heads, length), jnp.dtype(jnp.float32))
     return tuple(r for r in found if r not in square) + (sums,) * bool(square)
+
+
+def _made_of(jaxpr: Jaxpr, sources: set[Var]) -> set[Var]:
+    """Find what follows from some of the arguments of a computation."""
+    made = set(sources)
+    for equation in jaxpr.eqns:
+        given = [_is_in(v, made) for v in equation.invars]
+        if equation.primitive.name in ("jit", "pjit"):
+            inner = equation.params["jaxpr"].jaxpr
+            inside = _made_of(inner, set(itertools.compress(inner.invars, given)))
+            results = zip(equation.outvars, inner.outvars, strict=True)
+            made |= {v for v, of in results if _is_in(of, inside)}
+        elif any(given):
+            made.update(equation.outvars)
+    return made
+
+
+def _is_in(atom: Any, variables: set[Var]) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
