@@ -51,6 +51,15 @@ def group_of(instruction: Instruction, mesh: Mesh) -> Group:
     return Group(group.axes, whole, group.network)
 
 
+def along(axes: Sequence[str], mesh: Mesh) -> Group:
+    """Give the devices that differ in their place along some axes of a mesh only."""
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    places = np.moveaxis(places, dims, range(-len(dims), 0))
+    size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    return _group(places.reshape(-1, size), mesh)
+
+
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
     """Read between which slices the hosts transfer, and along which axes those lie."""
     target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')

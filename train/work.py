@@ -18,8 +18,8 @@ from train.hlo import BODY, Computation, Executed, Instruction, Module
 # How many products over [T, S] a kernel computes. Splash: the backward pass is two
 # kernels, each of which makes the scores and their cotangent again. cuDNN: two of the
 # forward pass; scores again and the four gradients.
-_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-_CUDNN = {False: 2, True: 5}  # by whether it is the backward pass
+SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+CUDNN = {False: 2, True: 5}  # by whether it is the backward pass
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
@@ -145,9 +145,9 @@ def kernel_flops(
     if target.startswith("__cudnn$fmha"):
         (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
         causal = '"mask_type": "CAUSAL"' in instruction.attributes
-        products = _CUDNN["Backward" in target]
+        products = CUDNN["Backward" in target]
         return 2.0 * products * B * N * T * S * H, 0.5 if causal else 1.0
-    for name, products in _SPLASH.items():
+    for name, products in SPLASH.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
             rows = math.prod(q.dims[:-2])  # of the batch, by heads

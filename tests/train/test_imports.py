@@ -18,6 +18,7 @@ ORDER = [
     *("loss", "step", "replicas"),
     *("program", "aot", "feed", "evaluation", "generate", "drill"),
     *("hlo", "loops", "work", "groups", "serves", "traffic"),
+    *("share", "residuals", "temporaries", "effort", "exchanges"),
     *(
         "object_store",
         "progress",
@@ -39,7 +40,16 @@ ORDER = [
         "checkpoint",
     ),
     *("watcher", "watchdog"),
-    *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
+    *(
+        "describe",
+        "ledger",
+        "execution",
+        "estimate",
+        "summary",
+        "trained",
+        "window",
+        "loop",
+    ),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

@@ -1,0 +1,69 @@
+"""Bytes by hand."""
+
+import math
+
+import pytest
+
+from tests.train.test_share import D, F, V, share
+from train.temporaries import saved_bytes, temporaries, tiled
+
+__all__ = ["share"]
+BF16, F32, L = 2, 4, 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "padded"),
+    [
+        ((8, 128), 8 * 128),
+        ((3, 130), 4 * 256),  # few rows take a smaller tile
+        ((9, 128), 16 * 128),
+        ((1024, 12, 64), 1024 * 12 * 64),  # the longest dim may be the minor one
+        ((5, 7), 8 * 128),
+        ((300,), 300),
+    ],
+)
+def test_tiles_pad_the_two_minor_dims(shape, padded):
+    assert tiled(shape, F32, "tpu") == F32 * padded
+    assert tiled(shape, F32, "gpu") == F32 * math.prod(shape)
+
+
+def test_full_recomputation_saves_the_inputs_of_the_layers(share):
+    cut = share("mesh=ddp", "train.remat=full")
+    assert saved_bytes(cut, "gpu") == L * BF16 * cut.tokens * D
+
+
+def test_large_logits_make_the_peak(share):
+    tile = 128
+    cut = share("mesh=fsdp", "train.remat=full", "model.vocab_size=65536")
+    items = temporaries(cut, "gpu", muon=False)
+    assert cut.tile == tile
+    assert items["logits of a tile"] == (F32 + BF16) * cut.rows * tile * 65536
+    assert items["rounded head"] == BF16 * 65536 * D
+    assert items["head's gradient"] == F32 * 65536 * D
+
+
+def test_microbatches_cost_a_second_gradient_and_spare_activations(share):
+    once = temporaries(share("mesh=ddp"), "gpu", muon=False)
+    twice = temporaries(share("mesh=ddp", "train.accumulation_steps=2"), "gpu", False)
+    assert 2 * twice["saved activations"] == once["saved activations"]
+    params = L * (D * 8 * 8 * 2 + D * 4 * 8 * 2 + 3 * D * F + 2 * D) + V * D + D
+    assert twice["sum over microbatches"] == F32 * params
+
+
+def test_only_tpus_round_all_layers_at_once(share):
+    matrices = D * 8 * 8 * 2 + D * 4 * 8 * 2 + 3 * D * F
+    cut = share("mesh=ddp", "data.batch_size=1024")
+    rounded = temporaries(cut, "tpu", False)["rounded weights"]
+    assert BF16 * L * matrices <= rounded <= 2 * BF16 * L * matrices  # narrow: padded
+    assert "rounded weights" not in temporaries(cut, "gpu", False)
+
+
+def test_muon_holds_whole_matrices_of_its_layers(share):
+    shape = ("mesh=fsdp", "mesh.data=4", "train.remat=full", "data.batch_size=8")
+    cut = share(*shape, "model.mlp_dim=16384", "data.sequence_length=8")
+    items = temporaries(cut, "gpu", muon=True)
+    assert cut.spread == ("data",)  # one of four layers
+    assert items["Muon's matrices"] == (2 * F32 + BF16) * D * 16384 + (
+        (F32 + BF16) * D * D
+    )
+    assert "saved activations" not in items  # they are gone by then

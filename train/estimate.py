@@ -1,0 +1,96 @@
+"""What a step does and needs, from shapes and shardings, without a compiler.
+
+Milliseconds for each candidate of a search; the compilers' own figures are
+`read_execution` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import jax
+
+from train.config import Optimizer
+from train.describe import bytes_per_device
+from train.effort import effort
+from train.exchanges import Exchange, exchanges
+from train.execution import Execution
+from train.groups import along
+from train.ledger import ESTIMATED, Figure, Ledger, make_ledger
+from train.program import Program
+from train.share import Share, share_of
+from train.temporaries import saved_bytes, temporaries
+from train.traffic import Total, sent_bytes
+
+# The part of the layers' collectives that XLA schedules beside products, by platform
+# and kind; other kinds, and those outside the layers, wait. Read off the schedules of
+# benchmarks/estimates.py. What TPU's hosts send between slices runs beside the layer.
+_BESIDE = {
+    "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
+    "gpu": {"all-gather": 0.5},
+}
+
+
+def estimate_execution(program: Program) -> Execution:
+    """Estimate what one device computes, moves and sends in a step."""
+    share, platform, muon = _facts(program)
+    state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
+    sent = exchanges(share, platform, muon)
+    return Execution(
+        model_flops=program.flops_per_step / program.mesh.size,
+        work=effort(share, muon, state, saved_bytes(share, platform)),
+        sent=_totals(sent, program, by_use=False),
+        outside_layers=_totals(
+            (e for e in sent if not e.in_layers), program, by_use=True
+        ),
+        how=ESTIMATED,
+    )
+
+
+def estimate_memory(program: Program) -> Ledger:
+    """Estimate what one device needs: the state exactly, temporaries itemised."""
+    known = make_ledger(program)
+    items = estimate_temporaries(program)
+    state = [known.parts[name] for name in ("parameters", "optimizer state", "batch")]
+    needed = sum(figure.bytes for figure in state) + sum(items.values())
+    parts = known.parts | {
+        "temporaries": Figure(sum(items.values()), ESTIMATED),
+        **{f"- {name}": Figure(size, ESTIMATED) for name, size in items.items()},
+    }
+    return Ledger(parts, Figure(needed, ESTIMATED), known.host_save, known.checkpoint)
+
+
+def estimate_temporaries(program: Program) -> dict[str, int]:
+    """Estimate what a step needs besides its arguments, by what holds it."""
+    return temporaries(*_facts(program))
+
+
+def _facts(program: Program) -> tuple[Share, str, bool]:
+    muon = program.config.optimizer.name is Optimizer.muon
+    return share_of(program), program.mesh.devices.flat[0].platform, muon
+
+
+def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[Total]:
+    def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
+        return exchange.axes, exchange.kind, exchange.serves if by_use else ""
+
+    rows, platform = [], program.mesh.devices.flat[0].platform
+    for (axes, kind, use), group in groupby(sorted(found, key=key), key):
+        of, place = list(group), along(axes, program.mesh)
+        payload = sum(e.payload for e in of)
+        beside = _BESIDE.get(platform, {}).get(kind, 0.0)
+        if place.network == "DCN":
+            beside = 1.0
+        inside = sum(e.payload for e in of if e.in_layers) / payload
+        rows.append(
+            Total(
+                axes=axes,
+                network=place.network,
+                kind=kind,
+                count=sum(e.count for e in of),
+                payload=round(payload),
+                sent=sent_bytes(kind, payload, place.size),
+                overlapped=beside * inside,
+                serves=use,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.sent)
