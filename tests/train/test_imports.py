@@ -39,7 +39,9 @@ ORDER = [
         "checkpoint",
     ),
     *("watcher", "watchdog"),
-    *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
+    *("achievable", "links"),
+    *("describe", "ledger", "execution", "roofline", "scaling", "advice"),
+    *("summary", "trained", "window", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
