@@ -1,5 +1,6 @@
 """What a predicted step waits for, in a sentence, and what to type to change it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -55,21 +56,24 @@ def _for_products(
     prediction: Prediction, config: Config, spare: int | None, lane: Lane | None
 ) -> Advice:
     time, step = prediction.products, prediction.step_s
+    remat, ratio = config.train.remat, prediction.recomputed
+    much = remat is not Remat.none and ratio > _MUCH_RECOMPUTED
     what = f"bound by computing: matrix products take {_of(time, step)} of the step"
+    if much:
+        what += f", {ratio:.2f} x what the model needs"
     exposed = sum(lane.seconds - lane.hidden for lane in prediction.lanes)
     if lane and exposed > 0.1 * step.middle:
         what += (
             f"; collectives that nothing is scheduled beside take "
             f"{_of(exposed, step)}, most of them {lane.name}"
         )
-    remat, ratio = config.train.remat, prediction.recomputed
-    if remat is not Remat.none and ratio > _MUCH_RECOMPUTED:
+    if much:
         less = Remat.dots if remat is Remat.full else Remat.none
         room = "if its activations fit"
         if spare is not None:
             room += f" into the {format_bytes(max(0, spare))} that are left"
         return Advice(
-            f"{what}, {ratio:.2f} x what the model needs",
+            what,
             f"recompute less, {room}",
             f"train.remat={less.value}",
         )
@@ -176,22 +180,26 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     ]
     headers = ["resource", "busy", "beside products", "what it does is"]
     print_table(rows, headers, "time of a step by resource (computed)")
-    step, mfu = prediction.step_s, prediction.mfu
+    step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
     speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
-    middle = prediction.tokens / step.middle
     print(
-        f"predicted   {format_seconds(step.low)} to {format_seconds(step.high)} a step, "
-        "estimated (low: all overlaps that can; high: only what is scheduled to)"
+        f"predicted   {_span(step, format_seconds)} a step, estimated "
+        "(first: all overlaps that can; last: only what is scheduled to)"
     )
     print(
-        f"            {format_count(speed.low)} to {format_count(speed.high)} tokens/s, "
-        f"{format_count(a_chip.low)} to {format_count(a_chip.high)} a chip; middle "
-        f"{format_count(middle)} and {format_count(middle / prediction.chips)}"
+        f"            {_span(speed, format_count)} tokens/s, "
+        f"{_span(a_chip, format_count)} a chip; middle "
+        f"{format_count(middle.tokens_per_second)} and "
+        f"{format_count(middle.tokens_per_second_per_chip)}"
     )
     print(
-        f"            MFU {mfu.low:.0%} to {mfu.high:.0%}, middle "
-        f"{prediction.mfu_at(step.middle):.0%} (6N + 12LCT, causal not halved)"
+        f"            MFU {mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} "
+        "(6N + 12LCT, causal not halved)"
     )
     print(f"bottleneck  {advice.bottleneck}")
     typed = f": {advice.override}" if advice.override else ""
     print(f"to change   {advice.change}{typed}")
+
+
+def _span(of: Range, shown: Callable[[float], str]) -> str:
+    return f"{shown(of.low)} to {shown(of.high)}"

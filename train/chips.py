@@ -38,17 +38,17 @@ def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
 
 
 # TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state ICI
-# for a chip, both directions, all links together (v5e 400 GB/s, v5p 1200, v6e 800, tpu7x
-# 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all); the page of
-# tpu7x also states FP8 of v5p and v6e. v4's links: arXiv:2304.01433. matrix_unit: 256 is
-# on v6e's page; jax, jax/_src/pallas/mosaic/tpu_info.py, for the others. program_bytes:
-# "available HBM" in the out-of-memory errors of libtpu 0.0.52.
-# GPUs, SXM. Sources: NVIDIA's datasheets, halved where they count sparsity: A100 312
-# TFLOP/s, 2039 GB/s, NVLink 3 of 600 GB/s over 12 links, both directions; H100 and H200
-# 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4 of 900 GB/s over 18 links; B200
-# 2250 (FP8 4500) dense, 8 TB/s, NVLink 5 of 1800 GB/s over 18; GB200 2500 (5000) dense.
-# Network cards: DGX A100, H100 and B200 user guides: one a GPU, of 200, 400, 400 Gb/s.
-# hbm_bytes: as CUDA reports it: openxla/xla, xla/backends/gpu/target_config/specs.
+# for a chip, both directions, all links together (v5e 400 GB/s, v5p 1200, v6e 800), and
+# DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all); tpu7x's page also has
+# FP8 of v5p and v6e. v4's links: arXiv:2304.01433. matrix_unit: v6e's page says 256, of
+# the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available HBM" in
+# the out-of-memory errors of libtpu 0.0.52.
+# GPUs, SXM. Sources: NVIDIA's datasheets, halved where they count sparsity. A100: 312
+# TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
+# 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200: 2250 (FP8
+# 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense. Network
+# cards: DGX A100, H100, H200 and B200 user guides: one a GPU, of 200, 400, 400 and 400
+# Gb/s. hbm_bytes: as CUDA reports it; openxla/xla, xla/backends/gpu/target_config/specs
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
     "v3": Chip("TPU v3", _flops(123), devices=2, matrix_unit=128),

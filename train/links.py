@@ -11,9 +11,9 @@ GPU: within a node every GPU reaches every other over all its NVLinks. A ring th
 several nodes enters each of them over the network cards of all members there.
 
 Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links, rings) and
-"Sharded Matrices and How to Multiply Them" (times of collectives); which slices have
-rings: docs.cloud.google.com/tpu/docs/v4 (3D: dims that are multiples of 4), the first of
-those pages (2D: dims of 16).
+"Sharded Matrices and How to Multiply Them" (times of collectives). Which slices have
+rings: docs.cloud.google.com/tpu/docs/v4 (3D: dims that are multiples of 4), the first
+of the former (2D: dims of 16).
 """
 
 import math
@@ -67,14 +67,13 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
     """Count the links that a byte of an all-to-all passes on average."""
     if network != "ICI":
         return 1.0
-    sizes = [len(set(values)) for values in zip(*map(_coords, _members(mesh, axes)))]
+    sizes = _extents(_members(mesh, axes))
     return max(1.0, sum(size / 4 for size in sizes if size > 1))
 
 
 def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -> int:
     """Count the links of a chip by which a group in a slice of TPUs can send."""
-    extents = [len(set(values)) for values in zip(*map(_coords, slice_))]
-    sizes = [len(set(values)) for values in zip(*map(_coords, members))]
+    extents, sizes = _extents(slice_), _extents(members)
     flat = chip.links == 4
     whole_cubes = all(extent % _RING_OF_3D == 0 for extent in extents)
     count = 0
@@ -95,6 +94,12 @@ def _rivals(members: Sequence[Device], chip: Chip) -> float:
     """Count the groups that use the links of one chip at the same time."""
     on_chip = len(members) / len({_coords(device) for device in members})
     return max(1.0, chip.devices / on_chip)
+
+
+def _extents(devices: Sequence[Device]) -> list[int]:
+    """Count the different places along each dim of the grid of chips."""
+    by_dim = zip(*map(_coords, devices), strict=True)
+    return [len(set(places)) for places in by_dim]
 
 
 def _coords(device: Device) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""How long a step takes, from what it computes, reads and sends, and what chips can do.
+"""How long a step takes: what it computes, reads and sends, at the rates of chips.
 
-Each resource gets the time that it is busy: matrix units, main memory, and every network
-along every set of mesh axes (a lane). Of those the time of a step follows as a range:
+Each resource gets the time that it is busy: matrix units, main memory, and every
+network along every set of mesh axes (a lane). From those follows the time of a step:
 
 optimistic: matrix units and memory work at the same time, and collectives beside both,
     but for those that a layer must wait for: activations along tensor, context and
@@ -74,6 +74,16 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """What a step that takes so long gives."""
+
+    step_s: float
+    tokens_per_second: float
+    tokens_per_second_per_chip: float
+    mfu: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The speed of a program.
 
@@ -102,42 +112,43 @@ class Prediction:
     peak: float
     how: str
 
+    def at(self, step_s: float) -> Speed:
+        """Give the speed of steps of this many seconds (MFU: train/flops.py)."""
+        rate = self.tokens / step_s
+        mfu = self.model_flops / step_s / self.peak
+        return Speed(step_s, rate, rate / self.chips, mfu)
+
+    @property
+    def middle(self) -> Speed:
+        """The one figure, if there must be one."""
+        return self.at(self.step_s.middle)
+
     @property
     def tokens_per_second(self) -> Range:
         """Of all devices."""
-        return Range(self.tokens / self.step_s.high, self.tokens / self.step_s.low)
+        return self._range("tokens_per_second")
 
     @property
     def tokens_per_second_per_chip(self) -> Range:
         """Of one chip."""
-        whole = self.tokens_per_second
-        return Range(whole.low / self.chips, whole.high / self.chips)
+        return self._range("tokens_per_second_per_chip")
 
     @property
     def mfu(self) -> Range:
         """Model FLOPs utilization (convention: train/flops.py)."""
-        return Range(self.mfu_at(self.step_s.high), self.mfu_at(self.step_s.low))
+        return self._range("mfu")
 
-    def mfu_at(self, seconds: float) -> float:
-        """Give the MFU of a step of this many seconds."""
-        return self.model_flops / seconds / self.peak
+    def _range(self, field: str) -> Range:
+        slow, fast = self.at(self.step_s.high), self.at(self.step_s.low)
+        return Range(getattr(slow, field), getattr(fast, field))
 
     def as_json(self) -> dict[str, Any]:
         """Give all figures as plain values."""
-        middle = self.step_s.middle
+        ranges = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
         return {
             **dataclasses.asdict(self),
-            "tokens_per_second": dataclasses.asdict(self.tokens_per_second),
-            "tokens_per_second_per_chip": dataclasses.asdict(
-                self.tokens_per_second_per_chip
-            ),
-            "mfu": dataclasses.asdict(self.mfu),
-            "middle": {
-                "step_s": middle,
-                "tokens_per_second": self.tokens / middle,
-                "tokens_per_second_per_chip": self.tokens / middle / self.chips,
-                "mfu": self.mfu_at(middle),
-            },
+            **{name: dataclasses.asdict(self._range(name)) for name in ranges},
+            "middle": dataclasses.asdict(self.middle),
         }
 
 

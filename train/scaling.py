@@ -86,7 +86,7 @@ def num_slices(mesh: Mesh) -> int:
     """Count the parts that only the data center's network joins; GPUs: nodes."""
     devices = mesh.devices.flat
     if devices[0].platform == "tpu":
-        return len({device.slice_index for device in devices})
+        return len({getattr(device, "slice_index", 0) for device in devices})
     return len({device.process_index for device in devices})
 
 
@@ -99,7 +99,7 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
                 f"{row.prediction.chips:,}",
                 format_bytes(row.sent),
                 f"{row.prediction.step_s.low:.2f} to {row.prediction.step_s.high:.2f}",
-                format_count(row.prediction.tokens / row.prediction.step_s.middle),
+                format_count(row.prediction.middle.tokens_per_second),
                 f"{row.efficiency.low:.1%} to {row.efficiency.high:.1%}",
             ]
             for row in rows
