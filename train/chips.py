@@ -17,6 +17,7 @@ class Chip:
     link_bandwidth: one link (ICI, NVLink), one direction.
     dcn_bandwidth: its share of its host's network cards, one direction.
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
+    matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Chip:
     link_bandwidth: float | None = None
     dcn_bandwidth: float | None = None
     program_bytes: int | None = None
+    matrix_unit: int | None = None
 
 
 def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
@@ -35,16 +37,21 @@ def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
     return rates if float8 is None else rates | {"float8": float8 * 1e12}
 
 
-# TPUs. Source: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, which state ICI
-# for a chip, both directions, all links together, and DCN for a chip (v5e: a pod).
-# v4's links: arXiv:2304.01433. program_bytes: "available HBM" in the out-of-memory
-# errors of libtpu 0.0.52.
-# GPUs. Source: NVIDIA's datasheets (SXM, halved where they count sparsity) and DGX user
-# guides (one 400 Gb/s card a GPU, A100: 200). hbm_bytes: as CUDA reports it; source:
-# openxla/xla, xla/backends/gpu/target_config/specs.
+# TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state ICI
+# for a chip, both directions, all links together (v5e 400 GB/s, v5p 1200, v6e 800), and
+# DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all); tpu7x's page also has
+# FP8 of v5p and v6e. v4's links: arXiv:2304.01433. matrix_unit: v6e's page says 256, of
+# the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available HBM" in
+# the out-of-memory errors of libtpu 0.0.52.
+# GPUs, SXM. Sources: NVIDIA's datasheets, halved where they count sparsity. A100: 312
+# TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
+# 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200: 2250 (FP8
+# 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense. Network
+# cards: DGX A100, H100, H200 and B200 user guides: one a GPU, of 200, 400, 400 and 400
+# Gb/s. hbm_bytes: as CUDA reports it; openxla/xla, xla/backends/gpu/target_config/specs
 CHIPS = {
-    "v2": Chip("TPU v2", _flops(46), devices=2),
-    "v3": Chip("TPU v3", _flops(123), devices=2),
+    "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
+    "v3": Chip("TPU v3", _flops(123), devices=2, matrix_unit=128),
     "v4": Chip(
         "TPU v4",
         _flops(275),
@@ -53,6 +60,7 @@ CHIPS = {
         links=6,
         link_bandwidth=50 * GB,
         program_bytes=int(30.75 * GIB),
+        matrix_unit=128,
     ),
     "v5e": Chip(
         "TPU v5 lite",
@@ -63,6 +71,7 @@ CHIPS = {
         link_bandwidth=50 * GB,
         dcn_bandwidth=6400 / 256 / 8 * GB,
         program_bytes=int(15.75 * GIB),
+        matrix_unit=128,
     ),
     "v5p": Chip(
         "TPU v5",  # or "TPU v5p"
@@ -73,6 +82,7 @@ CHIPS = {
         link_bandwidth=100 * GB,
         dcn_bandwidth=50 / 8 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
+        matrix_unit=128,
     ),
     "v6e": Chip(
         "TPU v6 lite",
@@ -83,6 +93,7 @@ CHIPS = {
         link_bandwidth=100 * GB,
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(31.24 * GIB),
+        matrix_unit=256,
     ),
     "tpu7x": Chip(
         "TPU7x",
@@ -94,6 +105,7 @@ CHIPS = {
         link_bandwidth=100 * GB,
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(94.74 * GIB),
+        matrix_unit=256,
     ),
     "a100": Chip(
         "A100",  # with 80 GB

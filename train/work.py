@@ -36,6 +36,7 @@ class Work:
     whole_attention: float  # as if they skipped none
     memory_bytes: int
     unknown: tuple[str, ...]  # kernels whose FLOPs are not counted
+    product_bytes: int = 0  # of memory_bytes: by what multiplies, perhaps meanwhile
 
     @property
     def flops(self) -> float:
@@ -46,9 +47,10 @@ class Work:
 def work(module: Module) -> Work:
     """Add up a program."""
     products = attention = whole = 0.0
-    memory, unknown = 0, set[str]()
+    memory, beside, unknown = 0, 0, set[str]()
     for executed in module.executed:
         instruction, times = executed.instruction, executed.times
+        before = products + whole
         for inner, computation in parts(module, executed):
             products += times * product_flops(inner, computation)
             if inner.opcode == "custom-call":
@@ -57,8 +59,10 @@ def work(module: Module) -> Work:
                 whole += times * flops
                 if not flops and is_kernel(inner):
                     unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
-        memory += times * memory_bytes(module, instruction, executed.computation)
-    return Work(products, attention, whole, memory, tuple(sorted(unknown)))
+        moved = times * memory_bytes(module, instruction, executed.computation)
+        memory += moved
+        beside += moved if products + whole > before else 0
+    return Work(products, attention, whole, memory, tuple(sorted(unknown)), beside)
 
 
 def parts(module: Module, executed: Executed) -> list[tuple[Instruction, Computation]]:

@@ -40,16 +40,9 @@ ORDER = [
         "checkpoint",
     ),
     *("watcher", "watchdog"),
-    *(
-        "describe",
-        "ledger",
-        "execution",
-        "estimate",
-        "summary",
-        "trained",
-        "window",
-        "loop",
-    ),
+    *("achievable", "links", "describe", "ledger", "execution", "estimate"),
+    *("roofline", "scaling", "advice", "search"),
+    *("summary", "trained", "window", "loop"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

@@ -1,0 +1,159 @@
+"""Predictions beside published runs.
+
+    python -m benchmarks.published [--rows a,b] [--fresh] [--json file]
+
+Each row is expressed by keys of `python -m train.plan` as nearly as they can (`differs`
+says what they cannot), compiled for its machine by the real compiler, and predicted;
+nothing is tuned to any of them. What was compiled is kept in ~/.cache/longhaul/published;
+rows whose compiler is neither installed nor was ever needed are left out, loudly.
+MFU is in this project's convention (train/flops.py), whatever the source's own.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published_rows import ROWS, Row
+from train.aot import OutOfMemory, measure_compile
+from train.command import compose
+from train.config import PlanConfig, Platform
+from train.execution import Execution, read_execution
+from train.program import Program, make_program, settle
+from train.progress import print_table
+from train.roofline import Prediction, predict
+from train.runtime import set_up
+from train.targets import parse_target
+from train.topology import fake_devices, missing_compiler, prepare
+from train.traffic import Total
+from train.work import Work
+
+
+def main() -> None:
+    """Compile what is not kept yet, predict, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", help="parts of names, with commas between")
+    parser.add_argument("--fresh", action="store_true", help="compile again")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wanted = (options.rows or "").lower().split(",")
+    results = []
+    for row in ROWS:
+        if any(part in row.name.lower() for part in wanted):
+            prediction = predicted(row, options.fresh)
+            if prediction:
+                results.append(compare(row, prediction))
+    report(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def predicted(row: Row, fresh: bool = False) -> Prediction | None:
+    """Predict a row; None, and said on stderr, if its program cannot be had."""
+    overrides = (*row.overrides, "optimizer=adamw", "tracker=none")
+    config = compose(overrides, "plan", PlanConfig)
+    target = parse_target(config.target)
+    set_up(dataclasses.replace(config.runtime, platform=Platform.cpu))
+    prepare()
+    settled = settle(config, config.model.vocab_size)
+    program = make_program(settled, fake_devices(target))
+    kept = _kept(row.overrides)
+    if kept.exists() and not fresh:
+        execution = from_json(json.loads(kept.read_text()))
+    else:
+        missing = missing_compiler(target)
+        found = missing or execution_of(program)
+        if isinstance(found, str):
+            print(f"left out: {row.name}: {found}", file=sys.stderr)
+            return None
+        execution = found
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(execution.as_json()))
+    tokens = program.tokens_per_step
+    return predict(execution, program.mesh, target.chip, settled.model, tokens)
+
+
+def execution_of(program: Program) -> Execution | str:
+    """Compile a program and read it; else say why not."""
+    compiled, cost = measure_compile(program)
+    if isinstance(compiled, OutOfMemory):
+        needed, there = compiled.needed_bytes / 2**30, compiled.available_bytes / 2**30
+        return f"it does not fit: {needed:.1f} of {there:.1f} GiB"
+    print(f"compiled in {cost.seconds:.0f} s", file=sys.stderr)
+    execution = read_execution(program, compiled)
+    assert execution is not None
+    return execution
+
+
+def from_json(kept: dict[str, Any]) -> Execution:
+    """Read what `Execution.as_json` gave."""
+
+    def total(fields: dict[str, Any]) -> Total:
+        return Total(**{**fields, "axes": tuple(fields["axes"])})
+
+    work = kept["work"]
+    return Execution(
+        model_flops=kept["model_flops"],
+        work=Work(**{**work, "unknown": tuple(work["unknown"])}),
+        sent=[total(fields) for fields in kept["sent"]],
+        outside_layers=[total(fields) for fields in kept["outside_layers"]],
+        unread=tuple(kept["unread"]),
+        how=kept["how"],
+    )
+
+
+def compare(row: Row, prediction: Prediction) -> dict[str, Any]:
+    """Put a prediction beside what was published, in the same convention."""
+    chips, tokens = prediction.chips, prediction.tokens
+    flops_per_token = prediction.model_flops * prediction.devices / tokens
+    rate = row.tokens or (row.flops or 0.0) / flops_per_token
+    published = prediction.at(tokens / chips / rate)
+    return {
+        **dataclasses.asdict(row),
+        "published": dataclasses.asdict(published),
+        "predicted": prediction.as_json(),
+        "error": prediction.step_s.middle / published.step_s - 1,
+        "in_range": prediction.step_s.low <= published.step_s <= prediction.step_s.high,
+    }
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    """Print one line a row, and what is not the same."""
+    rows = []
+    for found in results:
+        published, predicted = found["published"], found["predicted"]
+        step, mfu = predicted["step_s"], predicted["mfu"]
+        rows.append(
+            [
+                found["name"],
+                f"{published['step_s']:.2f}",
+                f"{step['low']:.2f} to {step['high']:.2f}",
+                f"{found['error']:+.0%}",
+                f"{published['mfu']:.1%}",
+                f"{mfu['low']:.1%} to {mfu['high']:.1%}",
+                f"{predicted['middle']['mfu']:.1%}",
+                "yes" if found["in_range"] else "no",
+            ]
+        )
+    headers = ["run", "s a step", "predicted", "error of the middle", "MFU"]
+    headers += ["predicted", "middle", "in range"]
+    print_table(rows, headers, "published runs (MFU: 6N + 12LCT, causal not halved)")
+    errors = [abs(found["error"]) for found in results]
+    if errors:
+        print(f"mean error of the middle step time: {sum(errors) / len(errors):.0%}")
+    for found in results:
+        print(f"{found['name']}: {found['source']}; not the same: {found['differs']}")
+
+
+def _kept(overrides: tuple[str, ...]) -> Path:
+    key = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "longhaul" / "published" / f"{key}.json"
+
+
+if __name__ == "__main__":
+    main()

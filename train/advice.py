@@ -1,0 +1,205 @@
+"""What a predicted step waits for, in a sentence, and what to type to change it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from train.config import Config, Remat
+from train.progress import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    print_table,
+)
+from train.roofline import Lane, Prediction, Range
+
+_MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
+_NARROW = 0.9  # part of the matrix units that is used
+
+
+@dataclass(frozen=True)
+class Advice:
+    """For people.
+
+    bottleneck: what the step waits for most.
+    change: what to do about it.
+    override: to type; "" if no single key helps.
+    """
+
+    bottleneck: str
+    change: str
+    override: str = ""
+
+
+def advise(
+    prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None = None
+) -> Advice:
+    """Name the bottleneck and a remedy.
+
+    Args:
+        prediction: of the config's step.
+        config: what was compiled.
+        mesh: its devices.
+        spare_bytes: of a device's memory, if known; None: not known.
+    """
+    lane = prediction.lanes[0] if prediction.lanes else None
+    busiest = max(prediction.products, prediction.memory)
+    if lane and lane.seconds > busiest:
+        return _for_lane(lane, prediction, config, mesh)
+    if prediction.memory > prediction.products:
+        return _for_memory(prediction, config)
+    return _for_products(prediction, config, spare_bytes, lane)
+
+
+def _for_products(
+    prediction: Prediction, config: Config, spare: int | None, lane: Lane | None
+) -> Advice:
+    time, step = prediction.products, prediction.step_s
+    remat, ratio = config.train.remat, prediction.recomputed
+    much = remat is not Remat.none and ratio > _MUCH_RECOMPUTED
+    what = f"bound by computing: matrix products take {_of(time, step)} of the step"
+    if much:
+        what += f", {ratio:.2f} x what the model needs"
+    exposed = sum(lane.seconds - lane.hidden for lane in prediction.lanes)
+    if lane and exposed > 0.1 * step.middle:
+        what += (
+            f"; collectives that nothing is scheduled beside take "
+            f"{_of(exposed, step)}, most of them {lane.name}"
+        )
+    if much:
+        less = Remat.dots if remat is Remat.full else Remat.none
+        room = "if its activations fit"
+        if spare is not None:
+            room += f" into the {format_bytes(max(0, spare))} that are left"
+        return Advice(
+            what,
+            f"recompute less, {room}",
+            f"train.remat={less.value}",
+        )
+    if prediction.fill < _NARROW:
+        return Advice(
+            f"{what}, and the dims of the model fill {prediction.fill:.0%} of the "
+            "matrix units",
+            "make the model's dims, those of a head first, multiples of a unit's",
+        )
+    return Advice(
+        what, "little is left to gain on these chips: only more or faster ones help"
+    )
+
+
+def _for_memory(prediction: Prediction, config: Config) -> Advice:
+    what = (
+        "bound by main memory: what is read and written takes "
+        f"{_of(prediction.memory, prediction.step_s)} of the step, if no cache helps"
+    )
+    if config.train.accumulation_steps > 1:
+        return Advice(
+            what,
+            "have fewer, larger microbatches, if their activations fit: weights and "
+            "gradients pass memory once in each",
+            f"train.accumulation_steps={config.train.accumulation_steps // 2}",
+        )
+    return Advice(
+        what,
+        "give each chip more tokens, if they fit: what weights and optimizer move does "
+        "not grow with them",
+        f"data.batch_size={2 * config.data.batch_size}",
+    )
+
+
+def _for_lane(lane: Lane, prediction: Prediction, config: Config, mesh: Mesh) -> Advice:
+    what = (
+        f"bound by the network: {lane.name} at {lane.bandwidth / 1e9:,.1f} GB/s a "
+        f"device takes {_of(lane.seconds, prediction.step_s)} of the step"
+    )
+    far = lane.network in ("DCN", "network")
+    if far and "tensor" in lane.axes and config.mesh.dcn.tensor > 1:
+        return Advice(
+            what,
+            "keep tensor inside a slice or node, and let copies cross",
+            f"mesh.dcn.tensor=1 mesh.dcn.data={config.mesh.dcn.tensor}",
+        )
+    if far and "fsdp" in lane.axes and config.mesh.dcn.fsdp > 1:
+        return Advice(
+            what,
+            "shard parameters inside a slice or node only, and let copies cross",
+            f"mesh.dcn.fsdp=1 mesh.dcn.data={config.mesh.dcn.fsdp} "
+            f"mesh.data={config.mesh.dcn.fsdp} "
+            f"mesh.fsdp={mesh.shape['fsdp'] // config.mesh.dcn.fsdp}",
+        )
+    if "tensor" in lane.axes:
+        return Advice(
+            what,
+            "cut layers into fewer parts, if the rest fits: activations travel twice a "
+            "layer and pass",
+            f"mesh.tensor={mesh.shape['tensor'] // 2} mesh.fsdp=-1",
+        )
+    if config.train.accumulation_steps > 1 and not far:
+        return Advice(
+            what,
+            "have fewer, larger microbatches, if their activations fit: parameters "
+            "are gathered in each",
+            f"train.accumulation_steps={config.train.accumulation_steps // 2}",
+        )
+    batch = f"data.batch_size={2 * config.data.batch_size}"
+    if far:
+        microbatches = 2 * config.train.accumulation_steps
+        return Advice(
+            what,
+            "let a step have more tokens, in more microbatches: gradients travel once "
+            "a step",
+            f"{batch} train.accumulation_steps={microbatches}",
+        )
+    return Advice(
+        what,
+        "give each chip more tokens, if they fit: parameters and gradients travel as "
+        "often whatever the batch",
+        batch,
+    )
+
+
+def _of(seconds: float, step: Range) -> str:
+    return f"{format_seconds(seconds)} ({seconds / step.middle:.0%})"
+
+
+def print_prediction(prediction: Prediction, advice: Advice) -> None:
+    """Print what each resource takes, the range, and what to change."""
+    how = prediction.how
+    rows = [
+        ["matrix products", format_seconds(prediction.products), "", how],
+        ["main memory", format_seconds(prediction.memory), "", f"{how}, at most"],
+    ] + [
+        [
+            lane.name,
+            format_seconds(lane.seconds),
+            f"{lane.hidden / lane.seconds:.0%}" if lane.seconds else "",
+            how,
+        ]
+        for lane in prediction.lanes
+    ]
+    headers = ["resource", "busy", "beside products", "what it does is"]
+    print_table(rows, headers, "time of a step by resource (computed)")
+    step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
+    speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
+    print(
+        f"predicted   {_span(step, format_seconds)} a step, estimated "
+        "(first: all overlaps that can; last: only what is scheduled to)"
+    )
+    print(
+        f"            {_span(speed, format_count)} tokens/s, "
+        f"{_span(a_chip, format_count)} a chip; middle "
+        f"{format_count(middle.tokens_per_second)} and "
+        f"{format_count(middle.tokens_per_second_per_chip)}"
+    )
+    print(
+        f"            MFU {mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} "
+        "(6N + 12LCT, causal not halved)"
+    )
+    print(f"bottleneck  {advice.bottleneck}")
+    typed = f": {advice.override}" if advice.override else ""
+    print(f"to change   {advice.change}{typed}")
+
+
+def _span(of: Range, shown: Callable[[float], str]) -> str:
+    return f"{shown(of.low)} to {shown(of.high)}"

@@ -1,0 +1,117 @@
+"""What more slices give: the same rows a slice, more of them.
+
+From one program for several slices. Between slices only the terms (n-1)/n of the rings
+change with their number n, and with a single slice the data center's network is idle.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from model.config import ModelConfig
+from train.chips import Chip
+from train.execution import Execution
+from train.progress import format_bytes, format_count, print_table
+from train.roofline import Prediction, Range, predict
+from train.traffic import Total
+
+DCN = ("DCN", "network")
+POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A number of slices.
+
+    sent: bytes that each chip sends to other slices in a step.
+    efficiency: tokens a second and chip, over those of a single slice.
+    """
+
+    slices: int
+    sent: float
+    prediction: Prediction
+    efficiency: Range
+
+
+def weak_scaling(
+    execution: Execution,
+    mesh: Mesh,
+    chip: Chip,
+    model: ModelConfig,
+    tokens: int,
+    points: Iterable[int] = POINTS,
+) -> list[Scaled]:
+    """Predict the speed of other numbers of slices.
+
+    Args:
+        execution: of a program for two slices or more.
+        mesh: of that program.
+        chip: of each device.
+        model: its shape.
+        tokens: of a step of that program.
+        points: numbers of slices.
+
+    Raises:
+        ValueError: if the program is for one slice.
+        NotStated: as `predict`.
+    """
+    compiled = num_slices(mesh)
+    if compiled < 2:
+        raise ValueError("weak scaling starts from a program for several slices")
+
+    def at(slices: int) -> tuple[float, Prediction]:
+        sent = [_scaled(total, compiled, slices) for total in execution.sent]
+        found = predict(replace(execution, sent=sent), mesh, chip, model, tokens)
+        more = slices / compiled
+        far = sum(total.sent for total in sent if total.network in DCN)
+        return far * chip.devices, replace(
+            found,
+            tokens=round(tokens * more),
+            devices=round(found.devices * more),
+            chips=round(found.chips * more),
+        )
+
+    alone = at(1)[1].step_s
+    rows = []
+    for slices in points:
+        sent, found = at(slices)
+        step = found.step_s
+        parts = sorted((alone.low / step.low, alone.high / step.high))
+        rows.append(Scaled(slices, sent, found, Range(*parts)))
+    return rows
+
+
+def num_slices(mesh: Mesh) -> int:
+    """Count the parts that only the data center's network joins; GPUs: nodes."""
+    devices = mesh.devices.flat
+    if devices[0].platform == "tpu":
+        return len({getattr(device, "slice_index", 0) for device in devices})
+    return len({device.process_index for device in devices})
+
+
+def print_weak_scaling(rows: Sequence[Scaled]) -> None:
+    """Print one line a number of slices."""
+    print_table(
+        [
+            [
+                f"{row.slices:,}",
+                f"{row.prediction.chips:,}",
+                format_bytes(row.sent),
+                f"{row.prediction.step_s.low:.2f} to {row.prediction.step_s.high:.2f}",
+                format_count(row.prediction.middle.tokens_per_second),
+                f"{row.efficiency.low:.1%} to {row.efficiency.high:.1%}",
+            ]
+            for row in rows
+        ],
+        ["slices", "chips", "DCN a chip", "seconds a step", "tokens/s", "kept"],
+        "more slices (computed from the program for "
+        "several: what a chip sends between them in a step, and the speed kept)",
+    )
+
+
+def _scaled(total: Total, compiled: int, slices: int) -> Total:
+    if total.network not in DCN:
+        return total
+    factor = (slices - 1) / slices / ((compiled - 1) / compiled)
+    return replace(total, sent=total.sent * factor)
