@@ -128,6 +128,7 @@ class MeshConfig:
     context: int = 1
     expert: int = 1
     tensor: int = 1
+    planned: bool = False  # take sizes, remat and microbatches from a search
     dcn: DcnConfig = field(default_factory=DcnConfig)
     params: dict[str, Any] = field(default_factory=dict)
     activations: dict[str, Any] = field(default_factory=dict)
@@ -255,6 +256,10 @@ class PlanConfig(Config):
     target: str | None = None  # a machine to compile for (train/targets.py)
     margin: float = 0.05  # part of its memory that must stay free
     json: bool = False  # print one JSON object, for programs
+    output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
+    search: bool = False  # for the fastest layout that fits
+    search_compiles: int = 3  # how many of the best to compile, at least; 0: none
+    search_minutes: float = 15.0  # after which no more are compiled
 
 
 @dataclass(frozen=True)
@@ -298,6 +303,10 @@ class StatusConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     json: bool = False  # print one JSON object, for programs
+    output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
+    search: bool = False  # for the fastest layout that fits
+    search_compiles: int = 3  # how many of the best to compile, at least; 0: none
+    search_minutes: float = 15.0  # after which no more are compiled
 
 
 class Mistake(NamedTuple):

@@ -52,11 +52,15 @@ def estimate_memory(program: Program) -> Ledger:
     items = estimate_temporaries(program)
     state = [known.parts[name] for name in ("parameters", "optimizer state", "batch")]
     needed = sum(figure.bytes for figure in state) + sum(items.values())
-    parts = known.parts | {
-        "temporaries": Figure(sum(items.values()), ESTIMATED),
-        **{f"- {name}": Figure(size, ESTIMATED) for name, size in items.items()},
-    }
+    temporaries = {"temporaries": Figure(sum(items.values()), ESTIMATED)}
+    parts = known.parts | temporaries | estimate_items(program)
     return Ledger(parts, Figure(needed, ESTIMATED), known.host_save, known.checkpoint)
+
+
+def estimate_items(program: Program) -> dict[str, Figure]:
+    """Estimate what the temporaries of a step hold, as parts of a ledger."""
+    items = estimate_temporaries(program)
+    return {f"- {name}": Figure(size, ESTIMATED) for name, size in items.items()}
 
 
 def estimate_temporaries(program: Program) -> dict[str, int]:

@@ -4,11 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from jax.stages import Compiled
-
-from train.aot import OutOfMemory
+from train.hlo import Module
 from train.ledger import COMPILED
-from train.loops import read
 from train.program import Program
 from train.progress import format_bytes, format_count, print_table
 from train.traffic import Total, ledger, outside_layers, totals
@@ -40,13 +37,8 @@ class Execution:
         return {**dataclasses.asdict(self), "executed_over_model_flops": ratio}
 
 
-def read_execution(
-    program: Program, compiled: Compiled | OutOfMemory | None
-) -> Execution | None:
-    """Read a compiled step; None if there is none."""
-    if compiled is None or isinstance(compiled, OutOfMemory):
-        return None
-    module = read(compiled.as_text() or "")
+def read_execution(program: Program, module: Module) -> Execution:
+    """Read a compiled step."""
     collectives = ledger(module, program.mesh)
     return Execution(
         model_flops=program.flops_per_step / program.mesh.size,

@@ -31,7 +31,7 @@ HARMLESS = (
 ALLOWED = (
     *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
     *("train.remat", "train.loss_chunk_tokens", "train.max_skipped_steps"),
-    "data.skip_steps",
+    *("train.accumulation_steps", "data.skip_steps"),
 )
 
 
@@ -54,9 +54,9 @@ def differences(old: Config, new: Config) -> list[Difference]:
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
             kind = Kind.refused
-            if _covered(key, ALLOWED):
+            if covered(key, ALLOWED):
                 kind = Kind.allowed
-            if _covered(key, HARMLESS):
+            if covered(key, HARMLESS):
                 kind = Kind.harmless
             found.append(Difference(key, before.get(key), after.get(key), kind))
     return found
@@ -68,7 +68,7 @@ def refused(
     """Keep what no run may change, but for the keys (or sections) of `allow_change`."""
     permitted = tuple(allow_change)
     return [
-        d for d in diffs if d.kind is Kind.refused and not _covered(d.key, permitted)
+        d for d in diffs if d.kind is Kind.refused and not covered(d.key, permitted)
     ]
 
 
@@ -107,7 +107,8 @@ def flatten(config: object) -> dict[str, object]:
     return leaves
 
 
-def _covered(key: str, prefixes: Iterable[str]) -> bool:
+def covered(key: str, prefixes: Iterable[str]) -> bool:
+    """Say whether a key is one of these, or of a section of them."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)
 
 

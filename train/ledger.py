@@ -18,11 +18,11 @@ from jax.stages import Compiled
 
 from model.axes import mesh_axes
 from train.aot import Cost, OutOfMemory
+from train.chips import Chip
 from train.describe import bytes_per_device
 from train.program import Program
 from train.progress import format_bytes, format_seconds, print_table
 from train.state import as_saved
-from train.targets import Target
 
 COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
@@ -79,14 +79,24 @@ class Ledger:
         return {"per_device": figures.pop("parts"), **figures}
 
 
-def room_of(target: Target | None, num_devices: int, margin: float) -> Room:
-    """Give the memory of a device of a target; None: of this machine's virtual ones."""
-    if target is None:
+def room_of(chip: Chip | None, margin: float, num_devices: int = 1) -> Room:
+    """Give the memory of a device; chip None: of one of this machine's virtual ones."""
+    if chip is None or chip.hbm_bytes is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
         program = total
     else:
-        total, program = target.hbm_bytes, target.program_bytes
+        total = chip.hbm_bytes // chip.devices
+        program = chip.program_bytes or int(memory_fraction() * total)
     return Room(total, program, min(program, int((1 - margin) * total)))
+
+
+def memory_fraction() -> float:
+    """Give the part of a GPU's memory that JAX takes.
+
+    Source: docs.jax.dev, GPU memory allocation.
+    """
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
 
 
 def make_ledger(
@@ -126,17 +136,16 @@ def make_ledger(
 def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
     """Print every figure with how it is known, then the verdict."""
     meanings = {
-        "arguments": "compiled: state and batch, as they lie in memory",
-        "temporaries": "compiled: activations, gradients, buffers",
-        "outputs": "compiled: what is not written over the arguments",
-        "code": "compiled",
-        "gradients": "computed: among the temporaries, if all exist at once",
+        "arguments": "state and batch, as they lie in memory",
+        "temporaries": "activations, gradients, buffers",
+        "outputs": "what is not written over the arguments",
+        "gradients": "among the temporaries, if all exist at once",
     }
     rows = [
-        [name, format_bytes(figure.bytes), meanings.get(name, figure.how)]
+        [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
         for name, figure in ledger.parts.items()
     ]
-    print_table(rows, ["memory of a device", "bytes", "known by"], "memory")
+    print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
     if cost:
         print(
             f"compiled    in {format_seconds(cost.seconds)}, this process held "
@@ -154,7 +163,7 @@ def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
         return
     needed = ledger.needed.bytes
     spare = room.available - needed
-    print(f"needed      {format_bytes(needed)} a device")
+    print(f"needed      {format_bytes(needed)} a device, {ledger.needed.how}")
     print(
         f"fits        yes, {format_bytes(spare)} to spare"
         if fits

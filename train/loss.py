@@ -129,8 +129,8 @@ class _Tiled(NamedTuple):
             weight32 = weight.astype(jnp.float32)  # so that its gradient is, too
             if not gradients:
                 return jax.tree.map(jnp.add, total, sums(x_BCD, weight32)), None
-            part, transpose = jax.vjp(sums, x_BCD, weight32)
-            dx_BCD, dweight = transpose((jnp.float32(1), jnp.float32(0)))
+            with_gradients = jax.value_and_grad(sums, (0, 1), has_aux=True)
+            part, (dx_BCD, dweight) = with_gradients(x_BCD, weight32)
             return jax.tree.map(jnp.add, total, (part, dweight)), dx_BCD
 
         zero = jnp.zeros((), jnp.float32)
@@ -139,6 +139,7 @@ class _Tiled(NamedTuple):
             return jax.lax.scan(add, start, xs)[0], None
         start = start, jnp.zeros(weight.shape, jnp.float32)
         (sums, dweight), dx = jax.lax.scan(add, start, xs)
+        assert dx is not None
         return sums, (jnp.moveaxis(dx, 0, 1).reshape(x_BTD.shape), dweight)
 
 

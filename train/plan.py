@@ -1,8 +1,8 @@
 """`python -m train.plan`: what training would do, without doing it.
 
 With a target it compiles the very step of training, with the very same shardings, for a
-machine that need not be there. Exit codes: 0 it fits, 4 it does not, 1 nothing could be
-said because the target's compiler is not installed.
+machine that need not be there; where that machine's compiler is not installed it
+estimates. Exit codes: 0 it fits, 4 it does not.
 """
 
 import dataclasses
@@ -17,58 +17,66 @@ from train.rules import validate
 from train.targets import CPU, Target, parse_target
 
 if TYPE_CHECKING:
+    from train.ledger import Room
+    from train.mesh import Device
+    from train.outlook import Outlook
     from train.program import Program
-
-_NOT_COMPILED = 1
 
 
 def main(config: PlanConfig) -> int:
-    """Print layout and cost; with a target, what the compiled step holds."""
-    from train.aot import measure_compile
+    """Print layout and cost; with a target, what a step needs and how fast it is."""
     from train.describe import describe, describe_array
-    from train.execution import print_execution, read_execution
-    from train.ledger import make_ledger, print_ledger, room_of
+    from train.ledger import room_of
+    from train.outlook import compile_and_read, estimate
+    from train.program import make_program
+    from train.search import choose, print_found, search
     from train.topology import missing_compiler
 
     named = config.target not in (None, CPU)
     target = parse_target(config.target) if named and config.target else None
-    program = _program(config, target)
+    config, devices = _prepare(config, target)
+    room = room_of(target and target.chip, config.margin, len(devices))
+    missing = target and missing_compiler(target)
+    if missing:
+        print(f"estimated, not compiled: {missing}", file=sys.stderr)
+    compiler = not missing and config.target is not None
+    compiles = config.search_compiles if compiler else 0
+    if config.search:
+        found = search(config, devices, room, compiles, config.search_minutes)
+        if config.json:
+            print(json.dumps(dataclasses.asdict(found)))
+        else:
+            print_found(found)
+        return FINISHED if found.best else DOES_NOT_FIT
+    if config.mesh.planned:
+        how = config.margin, compiles, config.search_minutes
+        config = choose(config, devices, *how).applied(config)
+    program = make_program(config, devices)
     if not config.json:
         describe(program)
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
-    facts = {"target": config.target} | _facts(program, target)
-    if config.target is None:
-        if config.json:
-            print(json.dumps(facts | make_ledger(program).as_json()))
-        return FINISHED
-
-    missing, compiled, cost = target and missing_compiler(target), None, None
-    if missing:
-        print(f"not compiled: {missing}", file=sys.stderr)
-    else:
-        compiled, cost = measure_compile(program)
-    ledger = make_ledger(program, compiled)
-    executed = read_execution(program, compiled)
-    room = room_of(target, program.mesh.size, config.margin)
-    fits = ledger.fits(room)
+    outlook = (compile_and_read if compiler else estimate)(program)
+    plan = _as_json(config, program, target, outlook, room)
     if config.json:
-        verdict = {"fits": fits, "memory": dataclasses.asdict(room)}
-        facts |= {"compile": cost and dataclasses.asdict(cost)}
-        facts |= {"execution": executed and executed.as_json()}
-        print(json.dumps(facts | ledger.as_json() | verdict))
+        print(json.dumps(plan))
     else:
-        if executed:
-            print_execution(executed)
-        print_ledger(ledger, room, cost)
-    return {True: FINISHED, False: DOES_NOT_FIT, None: _NOT_COMPILED}[fits]
+        _print(program, outlook, room)
+    if config.target is None:
+        return FINISHED
+    _write(config, program, target, outlook, room, plan)
+    return FINISHED if outlook.ledger.fits(room) else DOES_NOT_FIT
 
 
-def _program(config: PlanConfig, target: Target | None) -> "Program":
-    """Lay training out on the target's devices, or on those that are here."""
+def _prepare(
+    config: PlanConfig, target: Target | None
+) -> "tuple[PlanConfig, list[Device]]":
+    """Settle the config, and find the target's devices, or those that are here."""
+    import jax
+
     from data.sources import encoding_of
     from data.tokenizer import padded_vocab_size
-    from train.program import make_program, settle
+    from train.program import settle
     from train.runtime import set_up
     from train.topology import fake_devices, prepare
 
@@ -79,18 +87,39 @@ def _program(config: PlanConfig, target: Target | None) -> "Program":
     if target is not None:
         prepare()
     encoding = encoding_of(config.data)
-    return make_program(
-        settle(config, padded_vocab_size(encoding), encoding.n_vocab),
-        fake_devices(target) if target else None,
-    )
+    vocab = padded_vocab_size(encoding), encoding.n_vocab
+    settled: Any = settle(config, *vocab)
+    return settled, fake_devices(target) if target else jax.devices()
 
 
-def _facts(program: "Program", target: Target | None) -> dict[str, Any]:
-    """Say of which program on which machine a JSON object speaks."""
+def _print(program: "Program", outlook: "Outlook", room: "Room") -> None:
+    from train.advice import print_prediction
+    from train.execution import print_execution
+    from train.ledger import print_ledger
+    from train.scaling import print_weak_scaling
+
+    print_execution(outlook.execution)
+    print_ledger(outlook.ledger, room, outlook.cost)
+    advice = outlook.advise(program, room)
+    if outlook.prediction and advice:
+        print_prediction(outlook.prediction, advice)
+    if scaled := outlook.scaled(program):
+        print_weak_scaling(scaled)
+
+
+def _as_json(
+    config: PlanConfig,
+    program: "Program",
+    target: Target | None,
+    outlook: "Outlook",
+    room: "Room",
+) -> dict[str, Any]:
+    """Give all figures as plain values."""
     import jax
 
-    devices = program.mesh.devices
+    devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
     return {
+        "target": config.target,
         "device_kind": devices.flat[0].device_kind,
         "platform": devices.flat[0].platform,
         "devices": devices.size,
@@ -99,10 +128,33 @@ def _facts(program: "Program", target: Target | None) -> dict[str, Any]:
         "slices": target.slices if target else None,
         "mesh": dict(program.mesh.shape),
         "attention": program.how.attention,
-        "num_parameters": sum(x.size for x in jax.tree.leaves(program.state.params)),
+        "num_parameters": sum(leaf.size for leaf in params),
         "tokens_per_step": program.tokens_per_step,
         "model_flops_per_step": program.flops_per_step,
+        "memory": dataclasses.asdict(room),
+        "fits": outlook.ledger.fits(room),
+        **outlook.as_json(program, room),
     }
+
+
+def _write(
+    config: PlanConfig,
+    program: "Program",
+    target: Target | None,
+    outlook: "Outlook",
+    room: "Room",
+    plan: dict[str, Any],
+) -> None:
+    """Leave plan.json and plan.html in a folder."""
+    from train.identity import run_name
+    from train.object_store import run_folder, write_whole
+    from train.picture import write_picture
+
+    folder = run_folder(config.output or f"plans/{run_name(config)}-{config.target}")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
+    write_picture(folder / "plan.html", program, target, outlook, room, sys.argv[1:])
+    print(f"picture     {folder}/plan.html", file=sys.stderr)
 
 
 def mistakes(config: PlanConfig) -> list[Mistake]:

@@ -4,14 +4,12 @@ Config, code, library versions, kinds of devices and data must be the same on al
 """
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import jax
 
@@ -20,9 +18,10 @@ from data.sources import Sources, encoding_of, open_sources
 from data.tokenizer import padded_vocab_size
 from train.cluster import Cluster
 from train.config import Config, ConfigError, DistributedConfig, Mistake
+from train.layouts import Layout
 from train.program import Program, make_program, settle
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "longhaul")
+from train.search import choose
+from train.versions import code_version, versions
 
 
 class Prepared:
@@ -47,6 +46,10 @@ class Prepared:
         """
         self.config = config
         cluster.together(self._settle)
+        cluster.together(self._find_devices)
+        if self.config.mesh.planned:
+            chosen = cluster.tell(lambda: asdict(choose(self.config, jax.devices())))
+            self.config = Layout(**chosen).applied(self.config)
         cluster.together(self._lay_out)
 
     def _settle(self) -> Mapping[str, str]:
@@ -55,16 +58,19 @@ class Prepared:
         self.config = settle(self.config, *vocab)
         return _about_program(self.config)
 
-    def _lay_out(self) -> Mapping[str, str]:
+    def _find_devices(self) -> Mapping[str, str]:
         asked = time.monotonic()
         jax.devices()
         self.devices_s = asked, time.monotonic()
+        return _about_devices()
+
+    def _lay_out(self) -> Mapping[str, str]:
         self.program = make_program(self.config)
         self.sources = open_sources(self.config.data)
         order = Order(self.sources, self.config.data, self.config.seed)
         if used_up := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in used_up])
-        return _about_devices() | _about_data(self.sources)
+        return _about_data(self.sources)
 
 
 def _about_program(config: Config) -> dict[str, str]:
@@ -84,28 +90,6 @@ def _about_devices() -> dict[str, str]:
 def _about_data(sources: Sources) -> dict[str, str]:
     """Give the fingerprint of each source."""
     return {f"data {name}": str(at) for name, at in sources.fingerprints.items()}
-
-
-def versions() -> dict[str, str]:
-    """Give the versions of the libraries that decide what a step computes."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def code_version() -> str:
-    """Hash this program's own source files."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for package in ("data", "model", "train"):
-        for file in sorted((root / package).glob("*.py")):
-            digest.update(f"{package}/{file.name}".encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _short(text: bytes) -> str:

@@ -46,6 +46,8 @@ _RANGES = {
             *("eval_timeout_s", "save_timeout_s"),
         )
     },
+    "search_compiles": (lambda n: n >= 0, "must not be negative; 0 compiles none"),
+    "search_minutes": (lambda x: x > 0, "must be positive"),
     "runtime.cpu_devices": (lambda n: n >= 1, "must be at least 1, or null"),
     "optimizer.learning_rate": (lambda x: 0 < x < math.inf, "must be positive"),
     "optimizer.weight_decay": (lambda x: 0 <= x < math.inf, "must not be negative"),

@@ -28,11 +28,11 @@ from train.identity import Difference, Kind, differences, refused, run_dir, run_
 from train.lease import Lease, take_lease
 from train.metrics import EventLog, MetricsLog, read_events
 from train.object_store import run_folder, write_whole
-from train.preflight import code_version, versions
 from train.report import write_report
 from train.requests import Crash, Requests
 from train.schema import read_yaml, to_yaml
 from train.tracker import NoTracker, Tracker, open_tracker
+from train.versions import code_version, versions
 
 log = logging.getLogger(__name__)
 

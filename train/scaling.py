@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from train.chips import Chip
 from train.execution import Execution
+from train.mesh import Device
 from train.progress import format_bytes, format_count, print_table
 from train.roofline import Prediction, Range, predict
 from train.traffic import Total
@@ -56,7 +57,7 @@ def weak_scaling(
         ValueError: if the program is for one slice.
         NotStated: as `predict`.
     """
-    compiled = num_slices(mesh)
+    compiled = num_slices([*mesh.devices.flat])
     if compiled < 2:
         raise ValueError("weak scaling starts from a program for several slices")
 
@@ -82,9 +83,8 @@ def weak_scaling(
     return rows
 
 
-def num_slices(mesh: Mesh) -> int:
+def num_slices(devices: Sequence[Device]) -> int:
     """Count the parts that only the data center's network joins; GPUs: nodes."""
-    devices = mesh.devices.flat
     if devices[0].platform == "tpu":
         return len({getattr(device, "slice_index", 0) for device in devices})
     return len({device.process_index for device in devices})

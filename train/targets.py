@@ -6,7 +6,6 @@ What a chip can do stands in `train/chips.py`.
 """
 
 import math
-import os
 import re
 from dataclasses import dataclass
 
@@ -79,28 +78,6 @@ class Target:
     def num_hosts(self) -> int:
         """Hosts of all slices."""
         return self.num_chips // self.chips_per_host
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Memory of one JAX device."""
-        assert self.chip.hbm_bytes is not None
-        return self.chip.hbm_bytes // self.chip.devices
-
-    @property
-    def program_bytes(self) -> int:
-        """What a program may have of it."""
-        if self.chip.program_bytes is not None:
-            return self.chip.program_bytes
-        return int(self.hbm_bytes * memory_fraction())
-
-
-def memory_fraction() -> float:
-    """Give the part of a GPU's memory that JAX takes.
-
-    Source: docs.jax.dev, GPU memory allocation.
-    """
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
 
 
 def parse_target(name: str) -> Target:

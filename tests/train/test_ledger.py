@@ -5,6 +5,7 @@ import pytest
 
 from train import topology
 from train.aot import OutOfMemory
+from train.chips import CHIPS
 from train.ledger import Figure, make_ledger, room_of
 from train.program import make_program
 from train.targets import parse_target
@@ -77,8 +78,8 @@ def test_the_verdict_without_a_compiler_is_no_or_unknown(laid_out):
     target = parse_target("v5e-8")
     ledger = make_ledger(laid_out("v5e-8", "fsdp"))
     assert ledger.needed is None
-    assert ledger.fits(room_of(target, 8, margin=0.05)) is None
-    assert ledger.fits(room_of(target, 8, margin=0.999999)) is False
+    assert ledger.fits(room_of(target.chip, 0.05)) is None
+    assert ledger.fits(room_of(target.chip, 0.999999)) is False
 
 
 def test_what_is_out_of_memory_does_not_fit(laid_out):
@@ -86,10 +87,28 @@ def test_what_is_out_of_memory_does_not_fit(laid_out):
         laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))
     )
     assert ledger.needed == Figure(20 * GB, "compiled")
-    assert ledger.fits(room_of(parse_target("v5e-8"), 8, margin=0.0)) is False
+    assert ledger.fits(room_of(parse_target("v5e-8").chip, 0.0)) is False
 
 
 def test_the_margin_is_of_all_memory_but_the_system_has_its_part():
     target = parse_target("v5e-8")
-    assert room_of(target, 8, 0.0).available == int(15.75 * GB)
-    assert room_of(target, 8, 0.25).available == 12 * GB
+    assert room_of(target.chip, 0.0).available == int(15.75 * GB)
+    assert room_of(target.chip, 0.25).available == 12 * GB
+
+
+def test_of_a_gpu_programs_have_the_part_that_jax_takes(monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    chip = parse_target("h100-8").chip
+    assert chip.hbm_bytes is not None
+    assert room_of(chip, 0.0).program == int(0.75 * chip.hbm_bytes)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".92")
+    assert room_of(chip, 0.0).program == int(0.92 * chip.hbm_bytes)
+    assert room_of(parse_target("v5e-8").chip, 0.0).program == int(15.75 * GB)
+
+
+@pytest.mark.parametrize("chip", [c for c in CHIPS.values() if c.hbm_bytes])
+def test_a_program_has_no_more_than_a_device_holds(chip):
+    room = room_of(chip, 0.0)
+    assert 0 < room.available <= room.program <= 1.01 * room.total

@@ -1,0 +1,95 @@
+"""What a program would do on its devices: memory, work, traffic, speed.
+
+Compiled where the devices' compiler is at hand, else estimated from shapes.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from train.advice import Advice, advise
+from train.aot import Cost, OutOfMemory, measure_compile
+from train.chips import chip_of
+from train.estimate import estimate_execution, estimate_items, estimate_memory
+from train.execution import Execution, read_execution
+from train.hlo import Module
+from train.ledger import Ledger, Room, make_ledger
+from train.loops import read
+from train.program import Program
+from train.roofline import Prediction, predict
+from train.scaling import Scaled, num_slices, weak_scaling
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Of one step of one device.
+
+    prediction: None where nobody says how fast the device is (any CPU).
+    module: the compiled program; None: it was not compiled, or found to be too large.
+    cost: of compiling.
+    """
+
+    ledger: Ledger
+    execution: Execution
+    prediction: Prediction | None
+    module: Module | None = None
+    cost: Cost | None = None
+
+    def advise(self, program: Program, room: Room) -> Advice | None:
+        """Name the bottleneck of a step, and a remedy."""
+        if self.prediction is None:
+            return None
+        spare = None
+        if self.ledger.needed is not None:
+            spare = max(0, room.available - self.ledger.needed.bytes)
+        return advise(self.prediction, program.config, program.mesh, spare)
+
+    def scaled(self, program: Program) -> list[Scaled]:
+        """Predict what more slices give; [] for a single one."""
+        chip = chip_of(program.mesh.devices.flat[0].device_kind)
+        several = num_slices([*program.mesh.devices.flat]) > 1
+        if chip is None or self.prediction is None or not several:
+            return []
+        model, tokens = program.config.model, program.tokens_per_step
+        return weak_scaling(self.execution, program.mesh, chip, model, tokens)
+
+    def as_json(self, program: Program, room: Room) -> dict[str, Any]:
+        """Give all figures as plain values."""
+        advice, prediction = self.advise(program, room), self.prediction
+        return {
+            **self.ledger.as_json(),
+            "compile": self.cost and asdict(self.cost),
+            "execution": self.execution.as_json(),
+            "prediction": prediction and prediction.as_json(),
+            "advice": advice and asdict(advice),
+            "weak_scaling": [asdict(row) for row in self.scaled(program)],
+        }
+
+
+def estimate(program: Program) -> Outlook:
+    """Look ahead by shapes alone, in milliseconds."""
+    execution = estimate_execution(program)
+    return Outlook(estimate_memory(program), execution, _predict(program, execution))
+
+
+def compile_and_read(program: Program) -> Outlook:
+    """Look ahead by compiling the step, and reading what came of it.
+
+    What does not fit leaves no program: its work and speed are estimated.
+    """
+    result, cost = measure_compile(program)
+    ledger, module = make_ledger(program, result), None
+    ledger = replace(ledger, parts=ledger.parts | estimate_items(program))
+    if isinstance(result, OutOfMemory):
+        execution = estimate_execution(program)
+    else:
+        module = read(result.as_text() or "")
+        execution = read_execution(program, module)
+    return Outlook(ledger, execution, _predict(program, execution), module, cost)
+
+
+def _predict(program: Program, execution: Execution) -> Prediction | None:
+    chip = chip_of(program.mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None
+    model, tokens = program.config.model, program.tokens_per_step
+    return predict(execution, program.mesh, chip, model, tokens)
