@@ -155,8 +155,8 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
     the results are there -> both end within 15 s, with 42 before the results and with
     0, 42 or (in Python's own end) 143 after them; the next start ends with 0."""
     seen = []
-    for delay_s in (None, 0, 0.03, 0.1, 0.4):
-        run = ground.half(2, name=f"run-{delay_s}")
+    for number, delay_s in enumerate((None, 0, 0.03, 0.1, 0.4)):
+        run = ground.half(2, name=f"run-{number}")
         (run.path / "results.json").unlink()
         fleet = run.start(f"train.num_steps={HALF}", count=2)
         fleet.await_text("from step")
