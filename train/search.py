@@ -297,6 +297,7 @@ def _cached(config: Config, devices: Sequence[Device], room: Room) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
     layout = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.planned", "mesh.dcn")
     searched = (*layout, "train.remat", "train.accumulation_steps")
+    idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), room.available
     same = {
         k: v for k, v in flatten(config).items() if not covered(k, HARMLESS + searched)
