@@ -299,9 +299,8 @@ def _cached(config: Config, devices: Sequence[Device], room: Room) -> Path:
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), room.available
-    same = {
-        k: v for k, v in flatten(config).items() if not covered(k, HARMLESS + searched)
-    }
-    about = [same, kind, versions(), code_version()]
-    digits = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    left = (*HARMLESS, *searched, *idle)
+    same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
+    about = json.dumps([same, kind, versions(), code_version()], sort_keys=True)
+    digits = hashlib.sha256(about.encode()).hexdigest()[:16]
     return cache_dir() / "plans" / f"{digits}.json"
