@@ -139,13 +139,13 @@ def _of_embedding(share: Share) -> Iterator[Exchange]:
 
 
 def _of_loss(share: Share) -> Iterator[Exchange]:
-    """A cut vocabulary: its largest logit, its sums, and the features' cotangent."""
+    """A cut vocabulary: its largest logit, two sums, and the features' cotangent."""
     tiles = share.length // share.tile * share.microbatches
     positions = share.tokens * share.microbatches * FLOAT32
     vocab, batch = share.cut("vocab"), share.cut("batch")
     cotangent = positions * share.model.embed_dim
     yield Exchange(vocab, "all-reduce", tiles, cotangent, "head")
-    yield Exchange(vocab, "all-reduce", 5 * tiles, 5 * positions, "head")
+    yield Exchange(vocab, "all-reduce", 3 * tiles, 3 * positions, "head")
     yield Exchange(batch, "all-reduce", _SCALARS, _SCALARS * FLOAT32, "scalars")
 
 
