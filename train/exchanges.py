@@ -161,7 +161,7 @@ def _of_muon(share: Share, weight: Weight) -> Iterator[Exchange]:
         whole = shard * FLOAT32
         yield Exchange(copied, "all-gather", 1, whole, "muon")
     if kept:
-        whole = shard * share.ways(kept)
+        whole = shard * share.ways(kept) / share.ways(copied)
         width = share.how.compute_dtype.itemsize
         payload = whole * (10 * width + FLOAT32)
         yield Exchange(kept, "all-gather", 11, payload, "muon")

@@ -88,6 +88,15 @@ def test_muon_exchanges_shards_for_whole_matrices_and_back(share):
     assert total(found, "all-gather", ("tensor",), serves="muon") > 0
 
 
+def test_muon_gathers_for_each_product_what_the_layers_do_not_divide(share):
+    found = exchanges(share("mesh=fsdp", "mesh.data=4"), "tpu", muon=True)
+    layer = SQUARES  # a device has one of the four, a half of it
+    gathered = total(found, "all-gather", ("fsdp",), serves="muon")
+    assert gathered == (5 * 2 * BF16 + F32) * layer
+    results = total(found, "all-gather", ("data",), serves="muon")
+    assert results == F32 * LAYERS * SQUARES / 2
+
+
 def estimated(step) -> list[Exchange]:
     found = exchanges(share_of(step.program), "tpu", muon=False)
     return [e for e in found if e.in_layers and e.payload > 8 * F32 * (2 * L + 1) * D]
