@@ -2,7 +2,7 @@
 
 Each case is estimated, then compiled; no accelerator is needed, but the compiler is
 (`pip install -e ".[plan]"`, or `".[plan-gpu]"` for gpu). Numbers behind choose cases.
-About a minute each on TPU targets, twenty seconds on GPU ones, on two cores.
+About a minute each on TPU targets, twenty seconds on GPU ones, on two idle cores.
 
 `arguments`: compiled over computed state and batch, which differ by what tiles pad.
 `temporaries`, `FLOPs`, `memory`, `sent in layers`: estimated over compiled, the last
@@ -79,18 +79,25 @@ def compare(case: str) -> dict[str, float] | None:
     if isinstance(compiled, OutOfMemory):
         print(f"    out of memory: {format_bytes(compiled.needed_bytes)}")
         return None
-    real, truth = make_ledger(program, compiled), read_execution(program, compiled)
-    assert truth is not None
+    real = make_ledger(program, compiled)
     held = sum(estimated.parts[name].bytes for name in HELD)
     guess, fact = (ledger.parts["temporaries"].bytes for ledger in (estimated, real))
+    print(f"    temporaries {format_bytes(guess)}, compiled {format_bytes(fact)}")
     ratios = {
         "arguments": real.parts["arguments"].bytes / held,
         "temporaries": guess / fact,
-        "FLOPs": executed.work.flops / truth.work.flops,
-        "memory": executed.work.memory_bytes / truth.work.memory_bytes,
-        "sent in layers": _in_layers(executed) / max(1.0, _in_layers(truth)),
     }
-    print(f"    temporaries {format_bytes(guess)}, compiled {format_bytes(fact)}")
+    try:
+        truth = read_execution(program, compiled)
+    except jax.errors.JaxRuntimeError as error:  # jax 0.10 on some programs for v5p
+        truth = None
+        print(f"    its text cannot be had: {str(error)[:70]}")
+    if truth is not None:
+        ratios |= {
+            "FLOPs": executed.work.flops / truth.work.flops,
+            "memory": executed.work.memory_bytes / truth.work.memory_bytes,
+            "sent in layers": _in_layers(executed) / max(1.0, _in_layers(truth)),
+        }
     shown = ", ".join(f"{name} {ratio:.4f}" for name, ratio in ratios.items())
     print(f"    {shown}", flush=True)
     return ratios
@@ -109,11 +116,11 @@ def main() -> None:
     cases = CASES[platform]
     chosen = [cases[int(number)] for number in numbers] or cases
     rows = [ratios for case in chosen if (ratios := compare(case))]
-    for name in rows[0]:
-        errors = [abs(row[name] - 1) for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        errors = [abs(row[name] - 1) for row in rows if name in row]
         print(
-            f"{name:16} median error {statistics.median(errors):.2%}, "
-            f"worst {max(errors):.2%}"
+            f"{name:16} median error {statistics.median(errors):.2%}, worst "
+            f"{max(errors):.2%}, of {len(errors)}"
         )
 
 

@@ -32,13 +32,13 @@ def effort(share: Share, muon: bool, state_bytes: int, kept_bytes: int) -> Work:
 
 
 def _products(share: Share) -> float:
-    """Forward one, backward two; logits of tiles and with `full` layers again."""
+    """Forward one, backward two; with `full` the layers again."""
     sizes = {w.name: w.size for w in share.weights if w.is_matrix and w.in_layers}
     tokens = share.tokens * share.microbatches
     multiplied = 3 * sum(sizes.values())
     if share.how.remat == Remat.full:  # nothing needs the result of the last product
         multiplied += sum(sizes.values()) - sizes["layers.mlp.down.weight"]
-    multiplied += (3 if share.tile == share.length else 4) * share.head.size
+    multiplied += 3 * share.head.size
     return 2.0 * multiplied * tokens
 
 
@@ -81,16 +81,17 @@ def _moved(share: Share, state_bytes: int, kept_bytes: int) -> int:
     # gradient is written, and read by the optimizer.
     again = share.how.remat == Remat.full
     weights = used * ((5 + again) * share.how.compute_dtype.itemsize + 2 * 4)
-    # Each value of a layer, and its cotangent, is written once and read twice.
+    # Each value of a layer, and its cotangent, is written once and read twice: those of
+    # heads and MLP, and six of features (norms, products and sums).
     heads = 2 * (model.num_heads + model.kv_heads) * model.head_size
     mlp = (2 + (model.activation == "swiglu")) * model.mlp_size
-    values = share.tokens * (heads + mlp + 3 * model.embed_dim) * width
+    values = share.tokens * (heads + mlp + 6 * model.embed_dim) * width
     layers = model.num_layers * 3 * values * (3 if share.how.remat != Remat.none else 2)
-    # Logits, float32, are written and read by the sum over the vocabulary, twice; their
-    # cotangent is written and read by two products. Each tile reads the head thrice
-    # and adds to its gradient.
+    # Logits, float32, are written and read by their maximum, their sum and their
+    # cotangent, which two products read. Each tile reads the head twice and adds to its
+    # gradient.
     tiles = share.length // share.tile
     logits = share.tokens * (model.vocab_size or 0) * (4 * 4 + 3 * width)
-    head = tiles * share.head.size * (3 * width + 2 * 4)
+    head = tiles * share.head.size * (2 * width + 2 * 4)
     each = weights + layers + logits + head + 3 * kept_bytes
     return int(share.microbatches * each + 2 * state_bytes)

@@ -139,13 +139,13 @@ def _of_embedding(share: Share) -> Iterator[Exchange]:
 
 
 def _of_loss(share: Share) -> Iterator[Exchange]:
-    """A cut vocabulary: its largest logit, its sums, and the features' cotangent."""
+    """A cut vocabulary: its largest logit, two sums, and the features' cotangent."""
     tiles = share.length // share.tile * share.microbatches
     positions = share.tokens * share.microbatches * FLOAT32
     vocab, batch = share.cut("vocab"), share.cut("batch")
     cotangent = positions * share.model.embed_dim
     yield Exchange(vocab, "all-reduce", tiles, cotangent, "head")
-    yield Exchange(vocab, "all-reduce", 5 * tiles, 5 * positions, "head")
+    yield Exchange(vocab, "all-reduce", 3 * tiles, 3 * positions, "head")
     yield Exchange(batch, "all-reduce", _SCALARS, _SCALARS * FLOAT32, "scalars")
 
 
@@ -161,7 +161,7 @@ def _of_muon(share: Share, weight: Weight) -> Iterator[Exchange]:
         whole = shard * FLOAT32
         yield Exchange(copied, "all-gather", 1, whole, "muon")
     if kept:
-        whole = shard * share.ways(kept)
+        whole = shard * share.ways(kept) / share.ways(copied)
         width = share.how.compute_dtype.itemsize
         payload = whole * (10 * width + FLOAT32)
         yield Exchange(kept, "all-gather", 11, payload, "muon")

@@ -4,11 +4,10 @@ Three moments are weighed; the one that needs most gives the items.
 
 - `loss`: a tile's logits in float32 and their cotangent, the gathered head, its
   gradient before it is scattered.
-- `layers`: the gradients of the layers, and the backward pass of one of them: the
-  weights that it gathers (and the next one's, which travel meanwhile), their gradients
-  before they are scattered, what recomputing it makes (as much as it would have kept)
-  and two cotangents.
-- `update`: the gradients of everything, and Muon's matrices.
+- `layers`: all gradients, and the backward pass of one layer: the weights that it
+  gathers (and the next one's, which travel meanwhile), their gradients before they are
+  scattered, and what its products read and write (`_one_layer`).
+- `update`: the gradients, and Muon's matrices.
 
 At the first two lives what the layers kept (train/residuals.py), the features, and the
 sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all

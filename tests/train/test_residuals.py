@@ -73,6 +73,6 @@ def loops(jaxpr, length):
     """Give what each loop of so many trips puts together, in order."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan" and equation.params["length"] == length:
-            yield equation.outvars[equation.params["num_carry"] :]
+            yield [v for v in equation.outvars if v.aval.shape[:1] == (length,)]
         for inner in jaxprs_in_params(equation.params):
             yield from loops(inner, length)

@@ -59,10 +59,12 @@ def test_only_tpus_round_all_layers_at_once(share):
 
 
 def test_muon_holds_whole_matrices_of_its_layers(share):
-    shape = ("mesh=fsdp", "mesh.data=4", "train.remat=full", "data.batch_size=8")
-    cut = share(*shape, "model.mlp_dim=16384", "data.sequence_length=8")
+    shape = ("mesh=ddp", "model.num_layers=8", "train.remat=full")
+    cut = share(
+        *shape, "model.mlp_dim=16384", "data.sequence_length=8", "data.batch_size=8"
+    )
     items = temporaries(cut, "gpu", muon=True)
-    assert cut.spread == ("data",)  # one of four layers
+    assert cut.spread == ("data",)  # each device one layer
     assert items["Muon's matrices"] == (2 * F32 + BF16) * D * 16384 + (
         (F32 + BF16) * D * D
     )
