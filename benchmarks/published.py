@@ -1,10 +1,10 @@
 """Predictions beside published runs.
 
-    python -m benchmarks.published [--rows a,b] [--fresh] [--json file]
+    python -m benchmarks.published [--rows a,b] [--fresh | --kept] [--json file]
 
 Each row is expressed by keys of `python -m train.plan` as nearly as they can (`differs`
 says what they cannot), compiled for its machine by the real compiler, and predicted;
-nothing is tuned to any of them. What was compiled is kept in ~/.cache/longhaul/published;
+nothing is tuned to any of them. What was compiled lies in ~/.cache/longhaul/published;
 rows whose compiler is neither installed nor was ever needed are left out, loudly.
 MFU is in this project's convention (train/flops.py), whatever the source's own.
 """
@@ -38,13 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", help="parts of names, with commas between")
     parser.add_argument("--fresh", action="store_true", help="compile again")
+    parser.add_argument("--kept", action="store_true", help="compile nothing")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wanted = (options.rows or "").lower().split(",")
     results = []
     for row in ROWS:
         if any(part in row.name.lower() for part in wanted):
-            prediction = predicted(row, options.fresh)
+            prediction = predicted(row, options.fresh, options.kept)
             if prediction:
                 results.append(compare(row, prediction))
     report(results)
@@ -52,7 +53,9 @@ def main() -> None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def predicted(row: Row, fresh: bool = False) -> Prediction | None:
+def predicted(
+    row: Row, fresh: bool = False, only_kept: bool = False
+) -> Prediction | None:
     """Predict a row; None, and said on stderr, if its program cannot be had."""
     overrides = (*row.overrides, "optimizer=adamw", "tracker=none")
     config = compose(overrides, "plan", PlanConfig)
@@ -65,7 +68,7 @@ def predicted(row: Row, fresh: bool = False) -> Prediction | None:
     if kept.exists() and not fresh:
         execution = from_json(json.loads(kept.read_text()))
     else:
-        missing = missing_compiler(target)
+        missing = "not compiled yet" if only_kept else missing_compiler(target)
         found = missing or execution_of(program)
         if isinstance(found, str):
             print(f"left out: {row.name}: {found}", file=sys.stderr)
