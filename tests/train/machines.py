@@ -11,7 +11,8 @@ from train.chips import Chip
 from train.config import Config
 from train.execution import Execution
 from train.mesh import make_mesh
-from train.roofline import Prediction, predict
+from train.prediction import Prediction
+from train.roofline import predict
 from train.targets import parse_target
 from train.traffic import Total
 from train.work import Work

@@ -48,6 +48,13 @@ CASES = [
     ("v5e-256", ("mesh=fsdp", BATCH), step(), "bound by computing", ""),
     (
         "v5e-256",
+        ("mesh=fsdp_tensor", "mesh.tensor=16", BATCH),
+        step(tensor=0.3),
+        "bound by computing: .* most of them tensor over ICI",
+        "mesh.tensor=8 mesh.fsdp=-1",
+    ),
+    (
+        "v5e-256",
         ("mesh=fsdp", BATCH),
         step(memory=3.0),
         "bound by main memory",

@@ -40,7 +40,7 @@ ORDER = [
     ),
     *("watcher", "watchdog"),
     *("achievable", "links"),
-    *("describe", "ledger", "execution", "roofline", "scaling", "advice"),
+    *("describe", "ledger", "execution", "prediction", "roofline", "scaling", "advice"),
     *("summary", "trained", "window", "loop"),
 ]
 DOORS = {

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.machines import execution, machine, total
-from train.roofline import Lane, _step, matrix_fill
+from train.prediction import Lane
+from train.roofline import _step, matrix_fill
 
 TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
 
