@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from benchmarks.published_rows import ROWS, Row
@@ -101,7 +102,10 @@ def execution_of(program: Program) -> Execution | str:
         needed, there = compiled.needed_bytes / 2**30, compiled.available_bytes / 2**30
         return f"it does not fit: {needed:.1f} of {there:.1f} GiB"
     print(f"compiled in {cost.seconds:.0f} s", file=sys.stderr)
-    execution = read_execution(program, compiled)
+    try:
+        execution = read_execution(program, compiled)
+    except jax.errors.JaxRuntimeError as error:
+        return f"XLA cannot print the program: {str(error).splitlines()[0]}"
     assert execution is not None
     return execution
 
