@@ -38,6 +38,7 @@ class Row:
 
     flops: model FLOPs a second and chip, or tokens: tokens a second and chip.
     differs: what the keys cannot say.
+    kept: numbers of slices, and the speed a chip kept of that in a single slice.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     flops: float | None = None
     tokens: float | None = None
     differs: str = _OWN_FLAGS
+    kept: tuple[tuple[int, float], ...] = ()
 
 
 ROWS = (
@@ -69,6 +71,10 @@ ROWS = (
             *("train.remat=full", "data.batch_size=3072", "target=v5e-256x2"),
         ),
         flops=117e12,
+        kept=tuple(
+            (n, mfu / 61.10)
+            for n, mfu in ((2, 59.37), (4, 59.14), (8, 58.27), (16, 56.56), (32, 54.65))
+        ),
     ),
     Row(
         "MaxText 32B, v5e-256",

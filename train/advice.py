@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from train.config import Config, Remat
+from train.prediction import Lane, Prediction, Range
 from train.progress import (
     format_bytes,
     format_count,
     format_seconds,
     print_table,
 )
-from train.roofline import Lane, Prediction, Range
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
+_MUCH_EXPOSED = 0.1  # of the step
 _NARROW = 0.9  # part of the matrix units that is used
 
 
@@ -43,45 +44,51 @@ def advise(
         mesh: its devices.
         spare_bytes: of a device's memory, if known; None: not known.
     """
-    lane = prediction.lanes[0] if prediction.lanes else None
+    lane = max(prediction.lanes, key=lambda lane: lane.seconds, default=None)
     busiest = max(prediction.products, prediction.memory)
     if lane and lane.seconds > busiest:
-        return _for_lane(lane, prediction, config, mesh)
+        bound = (
+            f"bound by the network: {lane.name} at {lane.bandwidth / 1e9:,.1f} GB/s a "
+            f"device takes {_of(lane.seconds, prediction.step_s)} of the step"
+        )
+        return Advice(bound, *_less_traffic(lane, config, mesh))
     if prediction.memory > prediction.products:
         return _for_memory(prediction, config)
-    return _for_products(prediction, config, spare_bytes, lane)
+    return _for_products(prediction, config, mesh, spare_bytes)
 
 
 def _for_products(
-    prediction: Prediction, config: Config, spare: int | None, lane: Lane | None
+    prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
 ) -> Advice:
-    time, step = prediction.products, prediction.step_s
-    remat, ratio = config.train.remat, prediction.recomputed
-    much = remat is not Remat.none and ratio > _MUCH_RECOMPUTED
-    what = f"bound by computing: matrix products take {_of(time, step)} of the step"
-    if much:
-        what += f", {ratio:.2f} x what the model needs"
-    exposed = sum(lane.seconds - lane.hidden for lane in prediction.lanes)
-    if lane and exposed > 0.1 * step.middle:
+    remat, step = config.train.remat, prediction.step_s
+    again = remat is not Remat.none and prediction.recomputed > _MUCH_RECOMPUTED
+    what = (
+        "bound by computing: matrix products take "
+        f"{_of(prediction.products, step)} of the step"
+    )
+    if again:
+        what += f", {prediction.recomputed:.2f} x what the model needs"
+    if prediction.fill < _NARROW:
+        what += f"; the model's dims fill {prediction.fill:.0%} of the matrix units"
+    lane = max(prediction.lanes, key=lambda lane: lane.exposed, default=None)
+    exposed = sum(lane.exposed for lane in prediction.lanes)
+    waits = exposed > _MUCH_EXPOSED * step.middle
+    if lane and waits:
         what += (
             f"; collectives that nothing is scheduled beside take "
             f"{_of(exposed, step)}, most of them {lane.name}"
         )
-    if much:
+    if again:
         less = Remat.dots if remat is Remat.full else Remat.none
         room = "if its activations fit"
         if spare is not None:
             room += f" into the {format_bytes(max(0, spare))} that are left"
-        return Advice(
-            what,
-            f"recompute less, {room}",
-            f"train.remat={less.value}",
-        )
+        return Advice(what, f"recompute less, {room}", f"train.remat={less.value}")
+    if lane and waits:
+        return Advice(what, *_less_traffic(lane, config, mesh))
     if prediction.fill < _NARROW:
         return Advice(
-            f"{what}, and the dims of the model fill {prediction.fill:.0%} of the "
-            "matrix units",
-            "make the model's dims, those of a head first, multiples of a unit's",
+            what, "make dims, those of a head first, multiples of a unit's rows"
         )
     return Advice(
         what, "little is left to gain on these chips: only more or faster ones help"
@@ -108,51 +115,42 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
     )
 
 
-def _for_lane(lane: Lane, prediction: Prediction, config: Config, mesh: Mesh) -> Advice:
-    what = (
-        f"bound by the network: {lane.name} at {lane.bandwidth / 1e9:,.1f} GB/s a "
-        f"device takes {_of(lane.seconds, prediction.step_s)} of the step"
-    )
-    far = lane.network in ("DCN", "network")
-    if far and "tensor" in lane.axes and config.mesh.dcn.tensor > 1:
-        return Advice(
-            what,
+def _less_traffic(lane: Lane, config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Say what makes a network less busy, and what to type for it."""
+    far, dcn = lane.network in ("DCN", "network"), config.mesh.dcn
+    microbatches = config.train.accumulation_steps
+    if far and "tensor" in lane.axes and dcn.tensor > 1:
+        return (
             "keep tensor inside a slice or node, and let copies cross",
-            f"mesh.dcn.tensor=1 mesh.dcn.data={config.mesh.dcn.tensor}",
+            f"mesh.dcn.tensor=1 mesh.dcn.data={dcn.tensor} mesh.data={dcn.tensor} "
+            f"mesh.tensor={mesh.shape['tensor'] // dcn.tensor}",
         )
-    if far and "fsdp" in lane.axes and config.mesh.dcn.fsdp > 1:
-        return Advice(
-            what,
+    if far and "fsdp" in lane.axes and dcn.fsdp > 1:
+        return (
             "shard parameters inside a slice or node only, and let copies cross",
-            f"mesh.dcn.fsdp=1 mesh.dcn.data={config.mesh.dcn.fsdp} "
-            f"mesh.data={config.mesh.dcn.fsdp} "
-            f"mesh.fsdp={mesh.shape['fsdp'] // config.mesh.dcn.fsdp}",
+            f"mesh.dcn.fsdp=1 mesh.dcn.data={dcn.fsdp} mesh.data={dcn.fsdp} "
+            f"mesh.fsdp={mesh.shape['fsdp'] // dcn.fsdp}",
         )
     if "tensor" in lane.axes:
-        return Advice(
-            what,
-            "cut layers into fewer parts, if the rest fits: activations travel twice a "
-            "layer and pass",
+        return (
+            "cut layers into fewer parts, if the rest fits: activations travel in "
+            "every layer",
             f"mesh.tensor={mesh.shape['tensor'] // 2} mesh.fsdp=-1",
         )
-    if config.train.accumulation_steps > 1 and not far:
-        return Advice(
-            what,
+    if microbatches > 1 and not far:
+        return (
             "have fewer, larger microbatches, if their activations fit: parameters "
             "are gathered in each",
-            f"train.accumulation_steps={config.train.accumulation_steps // 2}",
+            f"train.accumulation_steps={microbatches // 2}",
         )
     batch = f"data.batch_size={2 * config.data.batch_size}"
     if far:
-        microbatches = 2 * config.train.accumulation_steps
-        return Advice(
-            what,
+        return (
             "let a step have more tokens, in more microbatches: gradients travel once "
             "a step",
-            f"{batch} train.accumulation_steps={microbatches}",
+            f"{batch} train.accumulation_steps={2 * microbatches}",
         )
-    return Advice(
-        what,
+    return (
         "give each chip more tokens, if they fit: parameters and gradients travel as "
         "often whatever the batch",
         batch,

@@ -38,11 +38,11 @@ def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
 
 
 # TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state ICI
-# for a chip, both directions, all links together (v5e 400 GB/s, v5p 1200, v6e 800), and
-# DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all); tpu7x's page also has
-# FP8 of v5p and v6e. v4's links: arXiv:2304.01433. matrix_unit: v6e's page says 256, of
-# the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available HBM" in
-# the out-of-memory errors of libtpu 0.0.52.
+# for a chip, both directions, all links together (v5e 400 GB/s, v6e 800, v5p and
+# tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all). FP8
+# and DCN of v5p and v6e: tpu7x's page. v4's links: arXiv:2304.01433. matrix_unit: v6e's
+# page; of the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available
+# HBM" in the out-of-memory errors of libtpu 0.0.52.
 # GPUs, SXM. Sources: NVIDIA's datasheets, halved where they count sparsity. A100: 312
 # TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
 # 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200: 2250 (FP8

@@ -3,8 +3,11 @@
 Compiled where the devices' compiler is at hand, else estimated from shapes.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import jax
 
 from train.advice import Advice, advise
 from train.aot import Cost, OutOfMemory, measure_compile
@@ -14,8 +17,9 @@ from train.execution import Execution, read_execution
 from train.hlo import Module
 from train.ledger import Ledger, Room, make_ledger
 from train.loops import read
+from train.prediction import Prediction
 from train.program import Program
-from train.roofline import Prediction, predict
+from train.roofline import predict
 from train.scaling import Scaled, num_slices, weak_scaling
 
 
@@ -74,15 +78,18 @@ def estimate(program: Program) -> Outlook:
 def compile_and_read(program: Program) -> Outlook:
     """Look ahead by compiling the step, and reading what came of it.
 
-    What does not fit leaves no program: its work and speed are estimated.
+    What does not fit, or is too large for XLA to print, leaves nothing to read: work
+    and speed are estimated.
     """
     result, cost = measure_compile(program)
     ledger, module = make_ledger(program, result), None
     ledger = replace(ledger, parts=ledger.parts | estimate_items(program))
-    if isinstance(result, OutOfMemory):
+    if not isinstance(result, OutOfMemory):
+        with suppress(jax.errors.JaxRuntimeError):
+            module = read(result.as_text() or "")
+    if module is None:
         execution = estimate_execution(program)
     else:
-        module = read(result.as_text() or "")
         execution = read_execution(program, module)
     return Outlook(ledger, execution, _predict(program, execution), module, cost)
 

@@ -13,8 +13,9 @@ from model.config import ModelConfig
 from train.chips import Chip
 from train.execution import Execution
 from train.mesh import Device
+from train.prediction import Prediction, Range
 from train.progress import format_bytes, format_count, print_table
-from train.roofline import Prediction, Range, predict
+from train.roofline import predict
 from train.traffic import Total
 
 DCN = ("DCN", "network")

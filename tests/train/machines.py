@@ -1,0 +1,58 @@
+"""Meshes on machines that are not there, without compilers, and steps on them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+from jax.sharding import Mesh
+
+from train import topology
+from train.chips import Chip
+from train.config import Config
+from train.execution import Execution
+from train.mesh import make_mesh
+from train.prediction import Prediction
+from train.roofline import predict
+from train.targets import parse_target
+from train.traffic import Total
+from train.work import Work
+
+# A model that fills every matrix unit.
+FULL = (
+    *("model=llama3_8b", "model.num_heads=16", "model.num_kv_heads=16"),
+    *("model.vocab_size=131072", "tracker=none"),
+)
+
+
+class Machine(NamedTuple):
+    config: Config
+    mesh: Mesh
+    chip: Chip
+
+    def predict(self, execution: Execution) -> Prediction:
+        """Of the config's batch."""
+        data = self.config.data
+        tokens = data.batch_size * data.sequence_length
+        return predict(execution, self.mesh, self.chip, self.config.model, tokens)
+
+
+def machine(composed: Callable[..., Config], name: str, *overrides: str) -> Machine:
+    """Lay a config out on stand-ins for the devices of a target."""
+    target, config = parse_target(name), composed(*FULL, *overrides)
+    with mock.patch.object(topology.importlib.util, "find_spec", return_value=None):
+        devices = topology.fake_devices(target)
+    return Machine(config, make_mesh(config.mesh, devices), target.chip)
+
+
+def execution(
+    products: float, memory: int, *sent: Total, beside: int = 0, needed: float = 0.0
+) -> Execution:
+    """A step with these FLOPs and bytes; it needs as many FLOPs unless told."""
+    work = Work(products, 0.0, 0.0, memory, (), beside)
+    return Execution(needed or products, work, list(sent), [])
+
+
+def total(axes: str, network: str, sent: float, overlapped: float = 0.0) -> Total:
+    """Gathers along axes."""
+    names = tuple(axes.split())
+    return Total(names, network, "all-gather", 1, int(sent), sent, overlapped)
