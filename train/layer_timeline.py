@@ -150,7 +150,7 @@ def layer_loops(module: Module) -> dict[str, Loop]:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an instruction does. `copied`: it only starts a copy, awaited by that one."""
+    """What an instruction does. `copied`: who awaits the copy that it only starts."""
 
     kind: str
     seconds: float

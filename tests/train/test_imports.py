@@ -27,6 +27,7 @@ ORDER = [
         "goodput",
         "timeline",
         "charts",
+        "page",
         "report",
         "tracker",
         "preflight",
@@ -40,6 +41,7 @@ ORDER = [
     ),
     *("watcher", "watchdog"),
     *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
+    *("layer_timeline", "lanes", "layout", "memory_bar", "picture"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

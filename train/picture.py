@@ -1,0 +1,223 @@
+"""The picture of a plan: `plan.html`, one file that needs no network.
+
+Memory against what there is, one layer on the clock, where arrays lie, and what the step
+computes and sends; each figure with how it is known.
+"""
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import jax
+from etils import epath
+
+from train import lanes, layout, memory_bar
+from train.execution import Execution
+from train.hlo import Module
+from train.layer_timeline import Rates, layer_timelines, stated_rates
+from train.ledger import Ledger, Room
+from train.page import figures, page, write_page
+from train.program import Program
+from train.progress import format_bytes, format_count
+from train.schema import to_yaml
+from train.targets import Target
+from train.traffic import Total
+
+_PARTS = (memory_bar, lanes, layout)
+
+
+def write_picture(
+    path: epath.Path | Path,
+    program: Program,
+    ledger: Ledger,
+    room: Room,
+    executed: Execution | None,
+    module: Module | None,
+    target: Target | None,
+    rows: Sequence[tuple[str, str]] = (),
+    command: Sequence[str] = (),
+    rates: Rates | None = None,
+) -> None:
+    """Write the picture of a plan atomically.
+
+    Args:
+        path: of the HTML file, local or remote.
+        program: on the devices in question.
+        ledger: of its memory.
+        room: of a device.
+        executed: what its step does; None: that is not known.
+        module: the compiled step; None: nothing was compiled.
+        target: the machine; None: this one.
+        rows: further figures: name, and value with how it is known.
+        command: the arguments that make this plan.
+        rates: of a device; default: what its vendor states.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+    machine = target.name if target else "this machine"
+    title = f"Plan: {format_count(count)} parameters on {machine}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _command(command),
+        _figures(program, ledger, room, target),
+        _rows(rows),
+        memory_bar.memory_section(ledger, room),
+        _timelines(program, module, target, rates),
+        layout.layout_section(program),
+        _computes(executed),
+        _config(program),
+    ]
+    text = page(
+        title,
+        "\n".join(filter(None, body)),
+        light="\n".join(part.LIGHT for part in _PARTS),
+        dark="\n".join(part.DARK for part in _PARTS),
+        style="\n".join([_STYLE, *(part.STYLE for part in _PARTS)]),
+        js=lanes.SCRIPT + layout.SCRIPT,
+    )
+    write_page(path, text)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    if not arguments:
+        return ""
+    line = shlex.join(["python", "-m", "train.plan", *arguments])
+    return f'<pre class="command">{escape(line)}</pre>'
+
+
+def _figures(
+    program: Program, ledger: Ledger, room: Room, target: Target | None
+) -> str:
+    devices, needed = program.mesh.devices, ledger.needed
+    answer = {True: "yes", False: "no", None: "not known"}[ledger.fits(room)]
+    spare = room.available - needed.bytes if needed else 0
+    note = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    sizes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
+    hosts = len({device.process_index for device in devices.flat})
+    kind = escape(devices.flat[0].device_kind)
+    slices = f", {target.slices:,} slices" if target and target.slices > 1 else ""
+    rows, length = program.config.data.batch_size, program.config.data.sequence_length
+    return figures(
+        [
+            ("Fits", answer, f"{note}, {needed.how}" if needed else "not compiled"),
+            ("Devices", f"{devices.size:,}", f"{kind}, {hosts:,} hosts{slices}"),
+            ("Mesh", " x ".join(sizes) or "one device", "computed"),
+            ("Tokens a step", f"{program.tokens_per_step:,}", f"{rows:,} x {length:,}"),
+            (
+                "Model FLOPs a step",
+                format_count(program.flops_per_step),
+                "computed: 6 N + 12 L C T a token",
+            ),
+        ]
+    )
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    if not rows:
+        return ""
+    cells = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
+        for name, text in rows
+    )
+    return f'<section><h2>Prediction</h2><table class="text">{cells}</table></section>'
+
+
+def _timelines(
+    program: Program, module: Module | None, target: Target | None, rates: Rates | None
+) -> str:
+    heading = "<h2>One layer on the clock</h2>"
+    if module is None:
+        why = "Nothing was compiled, so there is no schedule to show."
+    elif target is None and rates is None:
+        why = "What this machine's devices do in a second is not known."
+    else:
+        assert target or rates
+        try:
+            rates = rates or stated_rates(target.chip)  # type: ignore[union-attr]
+            timelines = layer_timelines(module, program.mesh, rates)
+        except ValueError as error:
+            why = f"Not drawn: {error}."
+        else:
+            if timelines:
+                return (
+                    f"<section>{heading}<p>{_MODEL}</p>"
+                    f"{lanes.timeline_figures(timelines)}</section>"
+                )
+            why = "The compiled step has no loop over layers."
+    return f'<section>{heading}<p class="hint">{escape(why)}</p></section>'
+
+
+def _computes(executed: Execution | None) -> str:
+    if executed is None:
+        return (
+            "<section><h2>What a step computes and sends</h2>"
+            '<p class="hint">Not known: nothing was compiled.</p></section>'
+        )
+    work, how = executed.work, executed.how
+    attention = "attention kernels, without the blocks that causality skips"
+    rows = [
+        ("Model FLOPs", f"{format_count(executed.model_flops)}FLOPs", "computed"),
+        ("Executed", f"{format_count(work.flops)}FLOPs", how),
+        ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
+        ("of these products", f"{format_count(work.products)}FLOPs", how),
+        (f"of these {attention}", f"{format_count(work.attention)}FLOPs", how),
+        ("To and from memory, at most", format_bytes(work.memory_bytes), how),
+    ]
+    rows += [("Kernels without a count", name, how) for name in work.unknown]
+    if executed.unread:
+        rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
+    headers = ["Axes", "Network", "Kind", "Times", "Payload", "Sent", "Beside products"]
+    return (
+        "<section><h2>What a device computes in a step</h2>"
+        f"{_table(['', 'Figure', 'Known by'], rows)}</section>"
+        "<section><h2>What a device sends in a step</h2>"
+        '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
+        f"scheduled so that products can hide it. All {how}.</p>"
+        f"{_table(headers, map(_total, executed.sent))}</section>"
+        "<section><h2>Of these outside the layers</h2>"
+        f"{_table(['For', *headers], map(_outside, executed.outside_layers))}</section>"
+    )
+
+
+def _total(total: Total) -> Sequence[str]:
+    return [
+        " ".join(total.axes) or "none",
+        total.network,
+        total.kind,
+        f"{total.count:,}",
+        format_bytes(total.payload),
+        format_bytes(total.sent),
+        f"{total.overlapped:.0%}",
+    ]
+
+
+def _outside(total: Total) -> Sequence[str]:
+    return [total.serves, *_total(total)]
+
+
+def _table(headers: Sequence[str], rows) -> str:
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    head = "".join(f"<th>{header}</th>" for header in headers)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _config(program: Program) -> str:
+    text = escape(to_yaml(program.config))
+    return f"<details><summary>Config</summary><pre>{text}</pre></details>"
+
+
+_MODEL = (
+    "One trip of the compiled step's loop over layers, in XLA's order, at the rates that "
+    "vendors state: the shortest times that this schedule allows. Hover or tap for names, "
+    "bytes and FLOPs."
+)
+_STYLE = """.command { margin: -8px 0 24px; white-space: pre-wrap;
+  overflow-wrap: anywhere; color: var(--soft); }
+.figures { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+.figures dd { white-space: normal; overflow-wrap: anywhere; }
+.text td { text-align: left; white-space: normal; }
+p { max-width: 75ch; }
+"""
