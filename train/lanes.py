@@ -56,7 +56,8 @@ STYLE = """.lanes { position: relative; min-width: 640px; padding-bottom: 24px; 
   transform: translateX(-50%); white-space: nowrap; }
 .axis span:first-child { transform: none; }
 .lanes output { z-index: 1; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; margin: 10px 0; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 10px 0;
+  font-size: 13px; }
 .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 7px;
   border-radius: 3px; }
 h3 { font-size: 14px; font-weight: 600; margin: 22px 0 2px; }
@@ -84,7 +85,7 @@ def timeline_figures(timelines: Sequence[Timeline]) -> str:
     """Draw timelines, each with a legend and what takes longest."""
     kinds = {_kind(span) for timeline in timelines for span in timeline.spans}
     legend = "".join(
-        f'<span><i class="{kind}" style="background:var(--k-{kind})"></i>{title}</span>'
+        f'<span><i style="background:var(--k-{kind})"></i>{title}</span>'
         for kind, title in {**_KINDS, _OTHER: "other collectives"}.items()
         if kind in kinds
     )
@@ -94,6 +95,8 @@ def timeline_figures(timelines: Sequence[Timeline]) -> str:
 
 def format_time(seconds: float) -> str:
     """Return a short time: `245.8 µs`, `9.49 ms`."""
+    if not seconds:
+        return "0"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} µs"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
@@ -174,8 +177,9 @@ def _span(span: Span, total: float) -> str:
     tip = "\n".join(filter(None, (span.label, span.detail, when)))
     label = escape(span.label) if width > 100 * _LABEL else ""
     kind = _kind(span)
+    waits = ' class="wait"' if kind == WAIT else ""
     return (
-        f'<i class="{kind}" style="left:{left:.2f}%;width:{width:.2f}%;'
+        f'<i{waits} style="left:{left:.2f}%;width:{width:.2f}%;'
         f'background-color:var(--k-{kind})" data-tip="{escape(tip)}">{label}</i>'
     )
 

@@ -17,15 +17,13 @@ So these are the shortest times that the schedule allows; no instruction has ove
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.chips import Chip
-from train.groups import Group
 from train.hlo import BODY, Executed, Instruction, Loop, Module
 from train.progress import format_bytes, format_count
+from train.rates import Rates
 from train.serves import scope, use_of
 from train.traffic import KINDS, Collective, started
 from train.work import flops_between, kernel_flops, memory_bytes, parts, product_flops
@@ -33,20 +31,6 @@ from train.work import flops_between, kernel_flops, memory_bytes, parts, product
 COMPUTE, COPIES = "compute", "copies between memories"  # lanes beside the networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
 _HOST = ("send", "recv", "send-done", "recv-done")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one JAX device does in a second.
-
-    flops: of matrix products.
-    memory: bytes from and to main memory.
-    send: bytes to a group.
-    """
-
-    flops: float
-    memory: float
-    send: Callable[[Group], float]
 
 
 @dataclass(frozen=True)
@@ -82,36 +66,6 @@ class Timeline:
     def busy(self, *kinds: str) -> float:
         """Add up the seconds of some kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
-
-
-def stated_rates(chip: Chip) -> Rates:
-    """Take the vendor's figures.
-
-    One link of a TPU carries a ring, all those of a GPU do; between slices and nodes
-    it is the device's share of the network cards.
-
-    Raises:
-        ValueError: if the vendor does not state a figure, also when it is asked for.
-    """
-
-    def stated(name: str) -> float:
-        value = getattr(chip, name)
-        if value is None:
-            raise ValueError(f"the vendor of {chip.kind} does not state {name}")
-        return value
-
-    def send(group: Group) -> float:
-        if group.network == "ICI":
-            return stated("link_bandwidth")
-        if group.network == "NVLink":
-            return stated("link_bandwidth") * stated("links")
-        return stated("dcn_bandwidth") / chip.devices
-
-    return Rates(
-        flops=chip.flops["bfloat16"] / chip.devices,
-        memory=stated("hbm_bandwidth") / chip.devices,
-        send=send,
-    )
 
 
 def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:

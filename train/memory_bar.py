@@ -12,8 +12,8 @@ _NAMES = (*HELD, _PADDING, _GRADIENTS, _REST, "outputs", "code", _OTHER)
 LIGHT = """--m0: #2f6fb3; --m1: #8468b0; --m2: #4aa3b5; --m3: #a3abb5; --m4: #d0762b;
   --m5: #4f9d78; --m6: #c4b46a; --m7: #b5546a; --m8: #7d8794;"""
 DARK = """--m0: #5a95d0; --m1: #9a80c8; --m3: #656e7b;"""
-STYLE = """.memory { position: relative; margin: 30px 0 34px; }
-.memory .bar { height: 30px; background: var(--rule); }
+STYLE = """.room { position: relative; margin: 30px 0 34px; }
+.room .bar { height: 30px; background: var(--rule); }
 .limit { position: absolute; top: -5px; bottom: -5px; width: 0;
   border-left: 2px solid var(--ink); }
 .limit span { position: absolute; font-size: 12px; line-height: 1.2;
@@ -28,8 +28,9 @@ def memory_section(ledger: Ledger, room: Room) -> str:
     used = sum(figure.bytes for figure in pieces.values())
     scale = max(room.total, used) * 1.01
     bar = "".join(
-        f'<i style="flex-grow:{figure.bytes / scale:.6f};background:var(--m{_color(n)})"'
-        f' title="{escape(n)}: {format_bytes(figure.bytes)}"></i>'
+        f'<i style="flex-grow:{figure.bytes / scale:.6f};'
+        f'background:var(--m{_color(n)})" '
+        f'title="{escape(n)}: {format_bytes(figure.bytes)}"></i>'
         for n, figure in pieces.items()
     )
     free = f'<i style="flex-grow:{max(0.0, 1 - used / scale):.6f}"></i>'
@@ -40,8 +41,8 @@ def memory_section(ledger: Ledger, room: Room) -> str:
     if room.available == room.program:
         limits = [("bottom", room.program, "a program has, with the margin")]
     lines = "".join(
-        f'<i class="limit {side}{" start" if at < scale / 3 else ""}" '
-        f'style="left:{100 * at / scale:.2f}%"><span>{format_bytes(at)} {what}</span></i>'
+        f'<div class="limit {side}{" start" if at < scale / 3 else ""}" style="left:'
+        f'{100 * at / scale:.2f}%"><span>{format_bytes(at)} {what}</span></div>'
         for side, at, what in limits
     )
     rows = "".join(
@@ -52,7 +53,7 @@ def memory_section(ledger: Ledger, room: Room) -> str:
     )
     return (
         f"<section><h2>Memory of a device</h2><p>{verdict(ledger, room)}</p>"
-        f'<div class="memory"><div class="bar">{bar}{free}</div>{lines}</div>'
+        f'<div class="room"><div class="bar">{bar}{free}</div>{lines}</div>'
         "<table><tr><th></th><th>Bytes</th><th>Of all memory</th><th>Known by</th></tr>"
         f"{rows}</table>{_notes(ledger, room)}</section>"
     )
@@ -94,12 +95,9 @@ def verdict(ledger: Ledger, room: Room) -> str:
         return f"It does not fit: state and batch alone exceed {available}."
     spare = room.available - needed.bytes
     amount = f"{format_bytes(needed.bytes)} a device"
-    if fits:
-        return f"It fits: {amount} are needed, {format_bytes(spare)} less than {available}."
-    return (
-        f"It does not fit: {amount} are needed, {format_bytes(-spare)} more than "
-        f"{available}."
-    )
+    answer = "It fits" if fits else "It does not fit"
+    than = f"{format_bytes(abs(spare))} {'less' if fits else 'more'} than {available}"
+    return f"{answer}: {amount} are needed, {than}."
 
 
 def _notes(ledger: Ledger, room: Room) -> str:

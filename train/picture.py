@@ -1,30 +1,31 @@
 """The picture of a plan: `plan.html`, one file that needs no network.
 
-Memory against what there is, one layer on the clock, where arrays lie, and what the step
-computes and sends; each figure with how it is known.
+Memory against what there is, one layer on the clock, where arrays lie, and what the
+step computes and sends; each figure with how it is known.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 import jax
 from etils import epath
 
-from train import lanes, layout, memory_bar
+from train import lanes, layout_grid, memory_bar
 from train.execution import Execution
 from train.hlo import Module
-from train.layer_timeline import Rates, layer_timelines, stated_rates
+from train.layer_timeline import layer_timelines
 from train.ledger import Ledger, Room
 from train.page import figures, page, write_page
 from train.program import Program
 from train.progress import format_bytes, format_count
+from train.rates import Rates, stated_rates
 from train.schema import to_yaml
 from train.targets import Target
 from train.traffic import Total
 
-_PARTS = (memory_bar, lanes, layout)
+_PARTS = (memory_bar, lanes, layout_grid)
 
 
 def write_picture(
@@ -63,7 +64,7 @@ def write_picture(
         _rows(rows),
         memory_bar.memory_section(ledger, room),
         _timelines(program, module, target, rates),
-        layout.layout_section(program),
+        layout_grid.layout_section(program),
         _computes(executed),
         _config(program),
     ]
@@ -73,7 +74,7 @@ def write_picture(
         light="\n".join(part.LIGHT for part in _PARTS),
         dark="\n".join(part.DARK for part in _PARTS),
         style="\n".join([_STYLE, *(part.STYLE for part in _PARTS)]),
-        js=lanes.SCRIPT + layout.SCRIPT,
+        js=lanes.SCRIPT + layout_grid.SCRIPT,
     )
     write_page(path, text)
 
@@ -113,13 +114,8 @@ def _figures(
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    if not rows:
-        return ""
-    cells = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>"
-        for name, text in rows
-    )
-    return f'<section><h2>Prediction</h2><table class="text">{cells}</table></section>'
+    table = _table([], rows, num_texts=2)
+    return f"<section><h2>Prediction</h2>{table}</section>" if rows else ""
 
 
 def _timelines(
@@ -154,18 +150,22 @@ def _computes(executed: Execution | None) -> str:
             '<p class="hint">Not known: nothing was compiled.</p></section>'
         )
     work, how = executed.work, executed.how
-    attention = "attention kernels, without the blocks that causality skips"
     rows = [
         ("Model FLOPs", f"{format_count(executed.model_flops)}FLOPs", "computed"),
         ("Executed", f"{format_count(work.flops)}FLOPs", how),
         ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
         ("of these products", f"{format_count(work.products)}FLOPs", how),
-        (f"of these {attention}", f"{format_count(work.attention)}FLOPs", how),
+        (
+            "of these attention, but for the blocks it skips",
+            f"{format_count(work.attention)}FLOPs",
+            how,
+        ),
         ("To and from memory, at most", format_bytes(work.memory_bytes), how),
     ]
     rows += [("Kernels without a count", name, how) for name in work.unknown]
     if executed.unread:
         rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
+    outside = [[total.serves, *_total(total)] for total in executed.outside_layers]
     headers = ["Axes", "Network", "Kind", "Times", "Payload", "Sent", "Beside products"]
     return (
         "<section><h2>What a device computes in a step</h2>"
@@ -173,9 +173,9 @@ def _computes(executed: Execution | None) -> str:
         "<section><h2>What a device sends in a step</h2>"
         '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
         f"scheduled so that products can hide it. All {how}.</p>"
-        f"{_table(headers, map(_total, executed.sent))}</section>"
+        f"{_table(headers, map(_total, executed.sent), 3)}</section>"
         "<section><h2>Of these outside the layers</h2>"
-        f"{_table(['For', *headers], map(_outside, executed.outside_layers))}</section>"
+        f"{_table(['For', *headers], outside, 4)}</section>"
     )
 
 
@@ -191,17 +191,19 @@ def _total(total: Total) -> Sequence[str]:
     ]
 
 
-def _outside(total: Total) -> Sequence[str]:
-    return [total.serves, *_total(total)]
+def _table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1
+) -> str:
+    """Return a table whose first columns are text, the others figures."""
 
+    def row(tag: str, cells: Sequence[str]) -> str:
+        starts = [f'<{tag} class="text">'] * num_texts + [f"<{tag}>"] * len(cells)
+        pairs = zip(starts, cells, strict=False)
+        return f"<tr>{''.join(f'{a}{escape(c)}</{tag}>' for a, c in pairs)}</tr>"
 
-def _table(headers: Sequence[str], rows) -> str:
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    head = "".join(f"<th>{header}</th>" for header in headers)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    head = row("th", headers) if headers else ""
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="scroll"><table>{head}{body}</table></div>'
 
 
 def _config(program: Program) -> str:
@@ -210,14 +212,16 @@ def _config(program: Program) -> str:
 
 
 _MODEL = (
-    "One trip of the compiled step's loop over layers, in XLA's order, at the rates that "
-    "vendors state: the shortest times that this schedule allows. Hover or tap for names, "
-    "bytes and FLOPs."
+    "One trip of the compiled step's loop over layers, in XLA's order, at the rates "
+    "that vendors state: the shortest times that this schedule allows. Hover or tap "
+    "for names, bytes and FLOPs."
 )
 _STYLE = """.command { margin: -8px 0 24px; white-space: pre-wrap;
   overflow-wrap: anywhere; color: var(--soft); }
 .figures { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
-.figures dd { white-space: normal; overflow-wrap: anywhere; }
-.text td { text-align: left; white-space: normal; }
+.figures dd { font-size: 18px; white-space: normal; overflow-wrap: anywhere; }
+th.text, td.text { text-align: left; }
 p { max-width: 75ch; }
+@media (max-width: 700px) { th, td { font-size: 12px; padding: 4px 0 4px 8px; }
+  td.text { white-space: normal; } }
 """

@@ -41,7 +41,8 @@ ORDER = [
     ),
     *("watcher", "watchdog"),
     *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
-    *("layer_timeline", "lanes", "layout", "memory_bar", "picture"),
+    *("rates", "layer_timeline", "lanes", "layout", "layout_grid"),
+    *("memory_bar", "picture"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
