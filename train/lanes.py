@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 from train.charts import ticks
@@ -49,7 +50,8 @@ STYLE = """.lanes { position: relative; min-width: 640px; padding-bottom: 24px; 
   color: var(--k-text); font: 11px/26px system-ui, sans-serif; white-space: nowrap;
   text-overflow: ellipsis; box-shadow: inset 1px 0 var(--page); }
 .track i:empty { padding: 0; } .track i:hover { filter: brightness(1.15); }
-.track .wait { color: var(--ink); background-image: repeating-linear-gradient(
+.track .wait { color: var(--ink); }
+.wait { background-image: repeating-linear-gradient(
   135deg, transparent 0 5px, var(--page) 5px 6px); }
 .axis { position: absolute; left: 0; right: 0; bottom: 0; height: 18px; }
 .axis span { position: absolute; font-size: 11px; color: var(--soft);
@@ -85,7 +87,8 @@ def timeline_figures(timelines: Sequence[Timeline]) -> str:
     """Draw timelines, each with a legend and what takes longest."""
     kinds = {_kind(span) for timeline in timelines for span in timeline.spans}
     legend = "".join(
-        f'<span><i style="background:var(--k-{kind})"></i>{title}</span>'
+        f'<span><i class="{kind}" style="background-color:var(--k-{kind})"></i>'
+        f"{title}</span>"
         for kind, title in {**_KINDS, _OTHER: "other collectives"}.items()
         if kind in kinds
     )
@@ -132,43 +135,44 @@ def _timeline(timeline: Timeline) -> str:
 
 
 def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join neighbours of a kind that nobody could tell apart; drop what is too small.
+    """Join neighbours that nobody could tell apart, and drop what is too small to see.
 
     Args:
         spans: of one lane, by their starts.
         resolution_s: the shortest time that shows.
     """
-    merged = list[tuple[Span, int]]()
+    groups = list[list[Span]]()
     for span in spans:
-        if span.seconds < resolution_s / 4:
-            continue
-        last, count = merged[-1] if merged else (None, 0)
-        end = last.start_s + last.seconds if last else 0.0
-        near = span.start_s - end < resolution_s
-        if last and near and last.kind == span.kind:
-            small = min(last.seconds, span.seconds) < 4 * resolution_s
-            if small or last.label == span.label:
-                longer = max(last, span, key=lambda piece: piece.seconds)
-                seconds = span.start_s + span.seconds - last.start_s
-                merged[-1] = (
-                    Span(
-                        span.lane,
-                        span.kind,
-                        last.start_s,
-                        seconds,
-                        longer.label,
-                        longer.detail,
-                    ),
-                    count + 1,
-                )
-                continue
-        merged.append((span, 1))
-    return [span if count == 1 else _counted(span, count - 1) for span, count in merged]
+        if groups and _joins(groups[-1], span, resolution_s):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    joined = map(_join, groups)
+    return [span for span in joined if span.seconds >= resolution_s / 4]
 
 
-def _counted(span: Span, others: int) -> Span:
-    detail = ", ".join(filter(None, (span.detail, f"and {others} more")))
-    return Span(span.lane, span.kind, span.start_s, span.seconds, span.label, detail)
+def _joins(group: Sequence[Span], span: Span, resolution_s: float) -> bool:
+    last = group[-1]
+    if span.start_s - last.start_s - last.seconds > resolution_s:
+        return False
+    longest = max(last.seconds, span.seconds)
+    same = last.kind == span.kind
+    return longest < (4 if same else 1) * resolution_s or (
+        same and last.label == span.label
+    )
+
+
+def _join(group: Sequence[Span]) -> Span:
+    """Make one span of several, named like the longest."""
+    first, last = group[0], group[-1]
+    longest = max(group, key=lambda span: span.seconds)
+    more = [f"and {len(group) - 1} more"] if len(group) > 1 else []
+    return replace(
+        longest,
+        start_s=first.start_s,
+        seconds=last.start_s + last.seconds - first.start_s,
+        detail=", ".join(filter(None, [longest.detail, *more])),
+    )
 
 
 def _span(span: Span, total: float) -> str:

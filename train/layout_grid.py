@@ -53,11 +53,7 @@ def layout_section(program: Program) -> str:
     )
 
 
-SCRIPT = """
-const layout = JSON.parse(document.getElementById("layout").textContent);
-const panels = layout.runs.flatMap(([pattern, place, step, host, hostStep, count]) =>
-  Array.from({length: count}, (_, i) => ({...layout.patterns[pattern],
-    first: place + i * step, host: host + i * hostStep})));
+HELD = """
 function coordinates(place) {
   return layout.axes.map(([, size]) => size).reduceRight(([rest, at], size) =>
     [Math.floor(rest / size), [rest % size, ...at]], [place, []])[1];
@@ -77,6 +73,14 @@ function held(array, place) {
   });
   return {number, count, slice};
 }
+"""
+SCRIPT = (
+    HELD
+    + """
+const layout = JSON.parse(document.getElementById("layout").textContent);
+const panels = layout.runs.flatMap(([pattern, place, step, host, hostStep, count]) =>
+  Array.from({length: count}, (_, i) => ({...layout.patterns[pattern],
+    first: place + i * step, host: host + i * hostStep})));
 function titleOf(index) {
   const unit = Math.floor(index / layout.planes), plane = index % layout.planes;
   return `${layout.unit} ${unit}` + (layout.planes > 1 ? `, z ${plane}` : "");
@@ -145,3 +149,4 @@ document.getElementById("array").onchange = draw;
 document.getElementById("drawn").onchange = draw;
 draw();
 """
+)

@@ -48,7 +48,7 @@ def memory_section(ledger: Ledger, room: Room) -> str:
     rows = "".join(
         f'<tr><td><i style="background:var(--m{_color(name)})"></i>{escape(name)}</td>'
         f"<td>{format_bytes(figure.bytes)}</td><td>{figure.bytes / room.total:.1%}</td>"
-        f"<td>{figure.how}</td></tr>"
+        f"<td>{escape(figure.how)}</td></tr>"
         for name, figure in pieces.items()
     )
     return (

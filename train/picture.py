@@ -94,14 +94,20 @@ def _figures(
     spare = room.available - needed.bytes if needed else 0
     note = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
     sizes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
-    hosts = len({device.process_index for device in devices.flat})
     kind = escape(devices.flat[0].device_kind)
-    slices = f", {target.slices:,} slices" if target and target.slices > 1 else ""
+    count = len({device.process_index for device in devices.flat})
+    hosts = f", {count:,} hosts" if count > 1 else ""
+    tpus = target and target.platform == "tpu" and target.slices > 1
+    slices = f", {target.slices:,} slices" if target and tpus else ""
     rows, length = program.config.data.batch_size, program.config.data.sequence_length
     return figures(
         [
-            ("Fits", answer, f"{note}, {needed.how}" if needed else "not compiled"),
-            ("Devices", f"{devices.size:,}", f"{kind}, {hosts:,} hosts{slices}"),
+            (
+                "Fits",
+                answer,
+                f"{note}, {escape(needed.how)}" if needed else "not compiled",
+            ),
+            ("Devices", f"{devices.size:,}", f"{kind}{hosts}{slices}"),
             ("Mesh", " x ".join(sizes) or "one device", "computed"),
             ("Tokens a step", f"{program.tokens_per_step:,}", f"{rows:,} x {length:,}"),
             (
@@ -172,7 +178,7 @@ def _computes(executed: Execution | None) -> str:
         f"{_table(['', 'Figure', 'Known by'], rows)}</section>"
         "<section><h2>What a device sends in a step</h2>"
         '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
-        f"scheduled so that products can hide it. All {how}.</p>"
+        f"scheduled so that products can hide it. All {escape(how)}.</p>"
         f"{_table(headers, map(_total, executed.sent), 3)}</section>"
         "<section><h2>Of these outside the layers</h2>"
         f"{_table(['For', *headers], outside, 4)}</section>"
