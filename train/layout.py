@@ -63,7 +63,7 @@ def layout_data(program: Program) -> dict[str, Any]:
         "drawn": max(1, _DRAWN // len(first)),
         "patterns": patterns,
         "runs": runs,
-        "arrays": [_array(name, leaf) for name, leaf in _arrays(program)],
+        "arrays": [_array(name, leaf) for name, leaf in arrays_of(program)],
     }
 
 
@@ -80,7 +80,7 @@ def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
     runs.append([pattern, place, 0, host, 0, 1])
 
 
-def _arrays(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
     """Name parameters, fields of the batch, and what else does not lie like them."""
     params = list(named(program.state.params))
     yield from params

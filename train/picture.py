@@ -89,34 +89,33 @@ def _command(arguments: Sequence[str]) -> str:
 def _figures(
     program: Program, ledger: Ledger, room: Room, target: Target | None
 ) -> str:
-    devices, needed = program.mesh.devices, ledger.needed
     answer = {True: "yes", False: "no", None: "not known"}[ledger.fits(room)]
-    spare = room.available - needed.bytes if needed else 0
-    note = f"{format_bytes(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    note, needed = "not compiled", ledger.needed
+    if needed:
+        spare = room.available - needed.bytes
+        amount = format_bytes(abs(spare))
+        note = f"{amount} {'to spare' if spare >= 0 else 'too much'}, {needed.how}"
     sizes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
-    kind = escape(devices.flat[0].device_kind)
-    count = len({device.process_index for device in devices.flat})
-    hosts = f", {count:,} hosts" if count > 1 else ""
-    tpus = target and target.platform == "tpu" and target.slices > 1
-    slices = f", {target.slices:,} slices" if target and tpus else ""
     rows, length = program.config.data.batch_size, program.config.data.sequence_length
+    flops = format_count(program.flops_per_step)
     return figures(
         [
-            (
-                "Fits",
-                answer,
-                f"{note}, {escape(needed.how)}" if needed else "not compiled",
-            ),
-            ("Devices", f"{devices.size:,}", f"{kind}{hosts}{slices}"),
+            ("Fits", answer, escape(note)),
+            ("Devices", f"{program.mesh.size:,}", escape(_machine(program, target))),
             ("Mesh", " x ".join(sizes) or "one device", "computed"),
             ("Tokens a step", f"{program.tokens_per_step:,}", f"{rows:,} x {length:,}"),
-            (
-                "Model FLOPs a step",
-                format_count(program.flops_per_step),
-                "computed: 6 N + 12 L C T a token",
-            ),
+            ("Model FLOPs a step", flops, "computed: 6 N + 12 L C T a token"),
         ]
     )
+
+
+def _machine(program: Program, target: Target | None) -> str:
+    devices = program.mesh.devices.flat
+    hosts = len({device.process_index for device in devices})
+    counted = [f"{hosts:,} hosts"] if hosts > 1 else []
+    if target and target.platform == "tpu" and target.slices > 1:
+        counted.append(f"{target.slices:,} slices")
+    return ", ".join([devices[0].device_kind, *counted])
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:

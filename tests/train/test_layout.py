@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from train import topology
-from train.layout import layout_data
+from train.layout import arrays_of, layout_data
 from train.layout_grid import HELD
 from train.program import make_program
 from train.targets import parse_target
@@ -63,12 +63,6 @@ def slices(data, array, place) -> list[list[int]]:
     return found
 
 
-def leaves(program):
-    from train.layout import _arrays
-
-    return dict(_arrays(program))
-
-
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine[0])
 def test_every_chip_holds_what_jax_says(laid_out, machine):
     program = laid_out(*machine)
@@ -76,7 +70,7 @@ def test_every_chip_holds_what_jax_says(laid_out, machine):
     assert sorted(places(data)) == list(range(program.mesh.size))
     flat = list(program.mesh.devices.flat)
     for array in data["arrays"]:
-        leaf = leaves(program)[array["name"]]
+        leaf = dict(arrays_of(program))[array["name"]]
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
             spans = [
                 list(s.indices(n)[:2]) for s, n in zip(index, leaf.shape, strict=True)

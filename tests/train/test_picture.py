@@ -53,6 +53,8 @@ def module(compiled):
 def test_every_figure_is_there(program, compiled, module, draw):
     executed = read_execution(program, compiled)
     ledger = make_ledger(program, compiled)
+    assert executed
+    assert ledger.needed
     text = Page(draw(executed, module, rates=RATES)).text
     for name in ("parameters", "optimizer state", "batch"):
         assert f"\n{name}\n{format_bytes(ledger.parts[name].bytes)}\n" in text
@@ -73,7 +75,7 @@ def test_a_layer_has_a_lane_for_each_network(module, draw):
     assert "Backward: " in page.text
     for lane in (COMPUTE, "memory: fsdp", "memory: tensor"):
         assert f"\n{lane}, busy " in page.text
-    tips = [value for name, value in page.attributes if name == "data-tip"]
+    tips = [str(value) for name, value in page.attributes if name == "data-tip"]
     assert any("FLOPs" in tip for tip in tips)
     assert any("sent of" in tip for tip in tips)
 
