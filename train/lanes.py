@@ -62,12 +62,13 @@ STYLE = """.lanes { position: relative; min-width: 640px; padding-bottom: 24px; 
   font-size: 13px; }
 .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 7px;
   border-radius: 3px; }
-h3 { font-size: 14px; font-weight: 600; margin: 22px 0 2px; }
-.scroll { overflow-x: auto; }"""
+h3 { font-size: 14px; font-weight: 600; margin: 22px 0 2px; }"""
 SCRIPT = """
 for (const lanes of document.querySelectorAll(".lanes")) {
   const tip = lanes.querySelector("output");
-  lanes.onpointerleave = () => tip.style.display = "none";
+  lanes.onpointerleave = event => {
+    if (event.pointerType !== "touch") tip.style.display = "none";
+  };
   lanes.onpointermove = lanes.onpointerdown = event => {
     const text = event.target.dataset.tip;
     tip.style.display = text ? "block" : "none";
@@ -179,7 +180,8 @@ def _span(span: Span, total: float) -> str:
     left, width = 100 * span.start_s / total, 100 * span.seconds / total
     when = f"{format_time(span.seconds)} from {format_time(span.start_s)} on"
     tip = "\n".join(filter(None, (span.label, span.detail, when)))
-    label = escape(span.label) if width > 100 * _LABEL else ""
+    short = span.label.replace("collective-permute", "permute")
+    label = escape(short) if width > 100 * _LABEL else ""
     kind = _kind(span)
     waits = ' class="wait"' if kind == WAIT else ""
     return (

@@ -87,7 +87,8 @@ def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
     for name, leaf in named(program.batch._asdict()):
         yield f"batch.{name}", leaf
     for name, leaf in named(program.state):
-        if not any(name.endswith(known) for known, _ in params):
+        moment = any(name.endswith(n) and leaf.shape == p.shape for n, p in params)
+        if not moment:
             yield name, leaf
 
 

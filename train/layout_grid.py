@@ -46,8 +46,8 @@ def layout_section(program: Program) -> str:
         '<label id="paging">Drawn <select id="drawn"></select></label></div>'
         '<p class="hint" id="spec"></p><div class="grids" id="grids"></div>'
         '<p id="held" aria-live="polite"></p>'
-        '<p class="hint">Numbers count the slices of the array; chips with the same '
-        "number hold the same slice. Thick lines: borders of hosts. Optimizer moments "
+        '<p class="hint">Numbers count the parts of the array; chips with the same '
+        "number hold the same part. Thick lines: borders of hosts. Optimizer moments "
         "and averages lie where their parameters lie.</p>"
         f'<script type="application/json" id="layout">{text}</script></section>'
     )
@@ -100,7 +100,7 @@ function draw() {
   const kind = layout.unit + (layout.planes > 1 ? " planes" : "s");
   document.getElementById("spec").textContent =
     `[${dims.join(", ")}] ${array.type}, ${array.bytes} a device, `
-    + (count > 1 ? `cut into ${count.toLocaleString("en")} slices.` : "whole on each.")
+    + (count > 1 ? `cut into ${count.toLocaleString("en")} parts.` : "whole on each.")
     + (more ? ` And ${more.toLocaleString("en")} more ${kind} like it`
       + (same === panels.length ? ", which hold the same." : `: of all `
         + `${panels.length.toLocaleString("en")}, ${same.toLocaleString("en")} `

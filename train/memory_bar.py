@@ -7,6 +7,7 @@ from train.progress import format_bytes
 
 _GRADIENTS, _TEMPORARIES, _ARGUMENTS = "gradients", "temporaries", "arguments"
 _REST, _PADDING, _OTHER = "activations and buffers", "padding of these", "other"
+_UNTOLD = "activations, buffers, code"  # of a program that does not fit
 _NAMES = (*HELD, _PADDING, _GRADIENTS, _REST, "outputs", "code", _OTHER)
 
 LIGHT = """--m0: #2f6fb3; --m1: #8468b0; --m2: #4aa3b5; --m3: #a3abb5; --m4: #d0762b;
@@ -54,7 +55,7 @@ def memory_section(ledger: Ledger, room: Room) -> str:
     return (
         f"<section><h2>Memory of a device</h2><p>{verdict(ledger, room)}</p>"
         f'<div class="room"><div class="bar">{bar}{free}</div>{lines}</div>'
-        "<table><tr><th></th><th>Bytes</th><th>Of all memory</th><th>Known by</th></tr>"
+        "<table><tr><th></th><th>Bytes</th><th>Share</th><th>Known by</th></tr>"
         f"{rows}</table>{_notes(ledger, room)}</section>"
     )
 
@@ -77,7 +78,7 @@ def memory_pieces(ledger: Ledger) -> dict[str, Figure]:
     pieces |= parts
     if ledger.needed:
         missing = ledger.needed.bytes - sum(f.bytes for f in pieces.values())
-        name = _OTHER if temporaries else f"{_REST}, {_OTHER}"
+        name = _OTHER if temporaries else _UNTOLD
         pieces[name] = Figure(max(0, missing), ledger.needed.how)
     return {name: figure for name, figure in pieces.items() if figure.bytes}
 
@@ -113,4 +114,5 @@ def _notes(ledger: Ledger, room: Room) -> str:
 
 
 def _color(name: str) -> int:
+    name = _REST if name == _UNTOLD else name
     return _NAMES.index(name) if name in _NAMES else len(_NAMES) - 1

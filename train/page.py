@@ -1,6 +1,7 @@
 """Pages that need no network: one look in light and dark, wide and narrow."""
 
 import os
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -60,6 +61,21 @@ def figures(items: list[tuple[str, str, str]]) -> str:
     return f'<dl class="figures">{"".join(shown)}</dl>'
 
 
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1
+) -> str:
+    """Return a table whose first columns are text, the others figures."""
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        starts = [f'<{tag} class="text">'] * num_texts + [f"<{tag}>"] * len(cells)
+        pairs = zip(starts, cells, strict=False)
+        return f"<tr>{''.join(f'{a}{escape(c)}</{tag}>' for a, c in pairs)}</tr>"
+
+    head = row("th", headers) if headers else ""
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="scroll"><table>{head}{body}</table></div>'
+
+
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -94,7 +110,9 @@ table { border-collapse: collapse; margin-top: 12px; min-width: min(100%, 460px)
 th, td { padding: 5px 0 5px 12px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child { padding-left: 0; text-align: left; }
+th.text, td.text { text-align: left; }
 th, .hint { font-size: 13px; }
+.scroll { overflow-x: auto; }
 td i { display: inline-block; width: 10px; height: 10px; margin-right: 9px;
   border-radius: 3px; }
 details { margin-top: 36px; } summary { cursor: pointer; font-weight: 600; }

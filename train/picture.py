@@ -5,7 +5,7 @@ step computes and sends; each figure with how it is known.
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,16 +14,16 @@ from etils import epath
 
 from train import lanes, layout_grid, memory_bar
 from train.execution import Execution
+from train.execution_tables import execution_sections
 from train.hlo import Module
 from train.layer_timeline import layer_timelines
 from train.ledger import Ledger, Room
-from train.page import figures, page, write_page
+from train.page import figures, page, table, write_page
 from train.program import Program
 from train.progress import format_bytes, format_count
 from train.rates import Rates, stated_rates
 from train.schema import to_yaml
 from train.targets import Target
-from train.traffic import Total
 
 _PARTS = (memory_bar, lanes, layout_grid)
 
@@ -63,9 +63,9 @@ def write_picture(
         _figures(program, ledger, room, target),
         _rows(rows),
         memory_bar.memory_section(ledger, room),
-        _timelines(program, module, target, rates),
+        _clock(program, module, target, rates),
         layout_grid.layout_section(program),
-        _computes(executed),
+        execution_sections(executed),
         _config(program),
     ]
     text = page(
@@ -119,96 +119,39 @@ def _machine(program: Program, target: Target | None) -> str:
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    table = _table([], rows, num_texts=2)
-    return f"<section><h2>Prediction</h2>{table}</section>" if rows else ""
+    cells = table([], rows, num_texts=2)
+    return f"<section><h2>Prediction</h2>{cells}</section>" if rows else ""
 
 
-def _timelines(
+def _clock(
     program: Program, module: Module | None, target: Target | None, rates: Rates | None
 ) -> str:
-    heading = "<h2>One layer on the clock</h2>"
+    def section(body: str) -> str:
+        return f"<section><h2>One layer on the clock</h2>{body}</section>"
+
+    def missing(why: str) -> str:
+        return section(f'<p class="hint">{escape(why)}</p>')
+
     if module is None:
-        why = "Nothing was compiled, so there is no schedule to show."
-    elif target is None and rates is None:
-        why = "What this machine's devices do in a second is not known."
-    else:
-        assert target or rates
-        try:
-            rates = rates or stated_rates(target.chip)  # type: ignore[union-attr]
-            timelines = layer_timelines(module, program.mesh, rates)
-        except ValueError as error:
-            why = f"Not drawn: {error}."
-        else:
-            if timelines:
-                return (
-                    f"<section>{heading}<p>{_MODEL}</p>"
-                    f"{lanes.timeline_figures(timelines)}</section>"
-                )
-            why = "The compiled step has no loop over layers."
-    return f'<section>{heading}<p class="hint">{escape(why)}</p></section>'
-
-
-def _computes(executed: Execution | None) -> str:
-    if executed is None:
-        return (
-            "<section><h2>What a step computes and sends</h2>"
-            '<p class="hint">Not known: nothing was compiled.</p></section>'
-        )
-    work, how = executed.work, executed.how
-    rows = [
-        ("Model FLOPs", f"{format_count(executed.model_flops)}FLOPs", "computed"),
-        ("Executed", f"{format_count(work.flops)}FLOPs", how),
-        ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
-        ("of these products", f"{format_count(work.products)}FLOPs", how),
-        (
-            "of these attention, but for the blocks it skips",
-            f"{format_count(work.attention)}FLOPs",
-            how,
-        ),
-        ("To and from memory, at most", format_bytes(work.memory_bytes), how),
-    ]
-    rows += [("Kernels without a count", name, how) for name in work.unknown]
-    if executed.unread:
-        rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
-    outside = [[total.serves, *_total(total)] for total in executed.outside_layers]
-    headers = ["Axes", "Network", "Kind", "Times", "Payload", "Sent", "Beside products"]
-    return (
-        "<section><h2>What a device computes in a step</h2>"
-        f"{_table(['', 'Figure', 'Known by'], rows)}</section>"
-        "<section><h2>What a device sends in a step</h2>"
-        '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
-        f"scheduled so that products can hide it. All {escape(how)}.</p>"
-        f"{_table(headers, map(_total, executed.sent), 3)}</section>"
-        "<section><h2>Of these outside the layers</h2>"
-        f"{_table(['For', *headers], outside, 4)}</section>"
+        return missing("There is no compiled step whose schedule could be shown.")
+    source = ""
+    try:
+        if rates is None:
+            if target is None:
+                raise ValueError("what this machine does in a second is not known")
+            rates, source = stated_rates(target.chip), ", which the vendor states"
+        timelines = layer_timelines(module, program.mesh, rates)
+    except ValueError as error:
+        return missing(f"Not drawn: {error}.")
+    if not timelines:
+        return missing("The compiled step has no loop over layers.")
+    model = (
+        "One trip of the compiled step's loop over layers, in XLA's order. Computed "
+        f"from {rates.flops / 1e12:,.0f} TFLOP/s, {rates.memory / 1e9:,.0f} GB/s of "
+        f"main memory, and the networks' rates{source}: the shortest times that this "
+        "schedule allows. Hover or tap for names, bytes and FLOPs."
     )
-
-
-def _total(total: Total) -> Sequence[str]:
-    return [
-        " ".join(total.axes) or "none",
-        total.network,
-        total.kind,
-        f"{total.count:,}",
-        format_bytes(total.payload),
-        format_bytes(total.sent),
-        f"{total.overlapped:.0%}",
-    ]
-
-
-def _table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1
-) -> str:
-    """Return a table whose first columns are text, the others figures."""
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        starts = [f'<{tag} class="text">'] * num_texts + [f"<{tag}>"] * len(cells)
-        pairs = zip(starts, cells, strict=False)
-        return f"<tr>{''.join(f'{a}{escape(c)}</{tag}>' for a, c in pairs)}</tr>"
-
-    head = row("th", headers) if headers else ""
-    body = "".join(row("td", cells) for cells in rows)
-    return f'<div class="scroll"><table>{head}{body}</table></div>'
+    return section(f"<p>{model}</p>{lanes.timeline_figures(timelines)}")
 
 
 def _config(program: Program) -> str:
@@ -216,16 +159,10 @@ def _config(program: Program) -> str:
     return f"<details><summary>Config</summary><pre>{text}</pre></details>"
 
 
-_MODEL = (
-    "One trip of the compiled step's loop over layers, in XLA's order, at the rates "
-    "that vendors state: the shortest times that this schedule allows. Hover or tap "
-    "for names, bytes and FLOPs."
-)
 _STYLE = """.command { margin: -8px 0 24px; white-space: pre-wrap;
   overflow-wrap: anywhere; color: var(--soft); }
 .figures { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
 .figures dd { font-size: 18px; white-space: normal; overflow-wrap: anywhere; }
-th.text, td.text { text-align: left; }
 p { max-width: 75ch; }
 @media (max-width: 700px) { th, td { font-size: 12px; padding: 4px 0 4px 8px; }
   td.text { white-space: normal; } }

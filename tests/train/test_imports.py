@@ -42,7 +42,7 @@ ORDER = [
     *("watcher", "watchdog"),
     *("describe", "ledger", "execution", "summary", "trained", "window", "loop"),
     *("rates", "layer_timeline", "lanes", "layout", "layout_grid"),
-    *("memory_bar", "picture"),
+    *("memory_bar", "execution_tables", "picture"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

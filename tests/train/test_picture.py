@@ -82,14 +82,14 @@ def test_a_layer_has_a_lane_for_each_network(module, draw):
 
 def test_without_a_compiler_the_page_says_so(draw):
     text = Page(draw()).text
-    assert "nothing was compiled, so there is no schedule" in text.lower()
-    assert "not known: nothing was compiled" in text
+    assert "There is no compiled step whose schedule could be shown." in text
+    assert "Not known: there is no compiled step." in text
     assert "busy" not in text
 
 
 def test_without_rates_there_is_no_clock(module, draw):
     text = Page(draw(module=module)).text
-    assert "What this machine's devices do in a second is not known." in text
+    assert "what this machine does in a second is not known." in text
 
 
 def test_a_rate_that_no_vendor_states_is_named(module, draw):
