@@ -1,12 +1,10 @@
 """What a step computes and sends, as tables of HTML."""
 
-from collections.abc import Sequence
 from html import escape
 
-from train.execution import Execution
+from train.execution import Execution, cells
 from train.page import table
 from train.progress import format_bytes, format_count
-from train.traffic import Total
 
 
 def execution_sections(executed: Execution | None) -> str:
@@ -28,7 +26,7 @@ def execution_sections(executed: Execution | None) -> str:
     rows += [("Kernels without a count", name, how) for name in work.unknown]
     if executed.unread:
         rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
-    outside = [[total.serves, *_total(total)] for total in executed.outside_layers]
+    outside = [[total.serves, *cells(total)] for total in executed.outside_layers]
     headers = ["Axes", "Network", "Kind", "Times", "Payload", "Sent", "Beside products"]
     return (
         "<section><h2>What a device computes in a step</h2>"
@@ -36,19 +34,7 @@ def execution_sections(executed: Execution | None) -> str:
         "<section><h2>What a device sends in a step</h2>"
         '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
         f"scheduled so that products can hide it. All {escape(how)}.</p>"
-        f"{table(headers, map(_total, executed.sent), 3)}</section>"
+        f"{table(headers, map(cells, executed.sent), 3)}</section>"
         "<section><h2>Of these outside the layers</h2>"
         f"{table(['For', *headers], outside, 4)}</section>"
     )
-
-
-def _total(total: Total) -> Sequence[str]:
-    return [
-        " ".join(total.axes) or "none",
-        total.network,
-        total.kind,
-        f"{total.count:,}",
-        format_bytes(total.payload),
-        format_bytes(total.sent),
-        f"{total.overlapped:.0%}",
-    ]
