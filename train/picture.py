@@ -120,7 +120,9 @@ def _machine(program: Program, target: Target | None) -> str:
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
     cells = table([], rows, num_texts=2)
-    return f"<section><h2>Prediction</h2>{cells}</section>" if rows else ""
+    return (
+        f'<section class="prose"><h2>Prediction</h2>{cells}</section>' if rows else ""
+    )
 
 
 def _clock(
@@ -163,7 +165,7 @@ _STYLE = """.command { margin: -8px 0 24px; white-space: pre-wrap;
   overflow-wrap: anywhere; color: var(--soft); }
 .figures { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
 .figures dd { font-size: 18px; white-space: normal; overflow-wrap: anywhere; }
-p { max-width: 75ch; }
+.prose td { white-space: normal; } p { max-width: 75ch; }
 @media (max-width: 700px) { th, td { font-size: 12px; padding: 4px 0 4px 8px; }
-  td.text { white-space: normal; } }
+  td:first-child { white-space: normal; } }
 """
