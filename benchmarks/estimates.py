@@ -22,6 +22,7 @@ from train.config import PlanConfig
 from train.estimate import estimate_execution, estimate_memory
 from train.execution import read_execution
 from train.ledger import HELD, make_ledger
+from train.loops import read
 from train.program import Program, make_program, settle
 from train.progress import format_bytes
 from train.targets import parse_target
@@ -88,7 +89,7 @@ def compare(case: str) -> dict[str, float] | None:
         "temporaries": guess / fact,
     }
     try:
-        truth = read_execution(program, compiled)
+        truth = read_execution(program, read(compiled.as_text() or ""))
     except jax.errors.JaxRuntimeError as error:  # jax 0.10 on some programs for v5p
         truth = None
         print(f"    its text cannot be had: {str(error)[:70]}")

@@ -178,25 +178,35 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     ]
     headers = ["resource", "busy", "beside products", "what it does is"]
     print_table(rows, headers, "time of a step by resource (computed)")
+    for name, text in said(prediction, advice):
+        print(f"{name:<11} {text}")
+
+
+def said(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
+    """Say how fast a step is, what it waits for and what to change: names and texts."""
     step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
     speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
-    print(
-        f"predicted   {_span(step, format_seconds)} a step, estimated "
-        "(first: all overlaps that can; last: only what is scheduled to)"
-    )
-    print(
-        f"            {_span(speed, format_count)} tokens/s, "
-        f"{_span(a_chip, format_count)} a chip; middle "
-        f"{format_count(middle.tokens_per_second)} and "
-        f"{format_count(middle.tokens_per_second_per_chip)}"
-    )
-    print(
-        f"            MFU {mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} "
-        "(6N + 12LCT, causal not halved)"
-    )
-    print(f"bottleneck  {advice.bottleneck}")
     typed = f": {advice.override}" if advice.override else ""
-    print(f"to change   {advice.change}{typed}")
+    return [
+        (
+            "predicted",
+            f"{_span(step, format_seconds)} a step, estimated (first: all overlaps "
+            "that can; last: only what is scheduled to)",
+        ),
+        (
+            "tokens/s",
+            f"{_span(speed, format_count)}, {_span(a_chip, format_count)} a chip; "
+            f"middle {format_count(middle.tokens_per_second)} and "
+            f"{format_count(middle.tokens_per_second_per_chip)}",
+        ),
+        (
+            "MFU",
+            f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
+            "causal not halved)",
+        ),
+        ("bottleneck", advice.bottleneck),
+        ("to change", f"{advice.change}{typed}"),
+    ]
 
 
 def _span(of: Range, shown: Callable[[float], str]) -> str:

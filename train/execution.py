@@ -61,13 +61,13 @@ def print_execution(executed: Execution) -> None:
         print(f"            without these kernels: {', '.join(work.unknown)}")
     headers = ["axes", "network", "kind", "times", "payload", "sent", "overlapped"]
     print_table(
-        [_row(total) for total in executed.sent],
+        [cells(total) for total in executed.sent],
         headers,
         "collectives of a step (sent: by each device, in rings; overlapped: beside "
         "products)",
     )
     print_table(
-        [[*_row(total), total.serves] for total in executed.outside_layers],
+        [[*cells(total), total.serves] for total in executed.outside_layers],
         [*headers, "for"],
         "of these outside the layers",
     )
@@ -75,7 +75,8 @@ def print_execution(executed: Execution) -> None:
         print(f"not read    {len(executed.unread)} lines of the program's text")
 
 
-def _row(total: Total) -> list[str]:
+def cells(total: Total) -> list[str]:
+    """Give axes, network, kind, times, payload, sent and overlapped as text."""
     return [
         " ".join(total.axes) or "none",
         total.network,

@@ -146,6 +146,7 @@ def _write(
     plan: dict[str, Any],
 ) -> None:
     """Leave plan.json and plan.html in a folder."""
+    from train.advice import said
     from train.identity import run_name
     from train.object_store import run_folder, write_whole
     from train.picture import write_picture
@@ -153,7 +154,18 @@ def _write(
     folder = run_folder(config.output or f"plans/{run_name(config)}-{config.target}")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
-    write_picture(folder / "plan.html", program, target, outlook, room, sys.argv[1:])
+    advice, prediction = outlook.advise(program, room), outlook.prediction
+    write_picture(
+        folder / "plan.html",
+        program,
+        outlook.ledger,
+        room,
+        outlook.execution,
+        outlook.module,
+        target,
+        rows=said(prediction, advice) if prediction and advice else [],
+        command=sys.argv[1:],
+    )
     print(f"picture     {folder}/plan.html", file=sys.stderr)
 
 

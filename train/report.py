@@ -5,7 +5,6 @@ written again at any time.
 """
 
 import math
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +17,7 @@ from etils import epath
 from train.charts import Point, Series, chart, finite
 from train.goodput import Goodput, account
 from train.metrics import read_events, read_metrics
+from train.page import figures, page, write_page
 from train.progress import format_count, format_seconds
 from train.timeline import timeline
 
@@ -58,14 +58,8 @@ def write_report(run_dir: epath.Path | Path) -> epath.Path:
     if config:
         body.append(f"<details><summary>Config</summary><pre>{escape(config)}</pre>")
         body.append("</details>")
-    page = _PAGE.replace("{{title}}", escape(name)).replace("{{body}}", "\n".join(body))
     report = run_dir / "report.html"
-    if "://" in os.fspath(report):  # the upload of one object is atomic by itself
-        report.write_bytes(page.encode())
-    else:
-        new = run_dir / "report.html.tmp"
-        new.write_bytes(page.encode())
-        new.replace(report)
+    write_page(report, page(name, "\n".join(body), _LIGHT, _DARK, _STYLE, _SCRIPT))
     return report
 
 
@@ -99,70 +93,44 @@ def _restarts(events: Sequence[Row]) -> list[float]:
 
 
 def _figures(series: Series, goodput: Goodput, total: int | None) -> str:
-    figures: list[tuple[str, str, str]] = []
+    items: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
         of = f"of {total:,}" if total else ""
-        figures.append(("Steps", f"{max(steps):,.0f}", of))
+        items.append(("Steps", f"{max(steps):,.0f}", of))
     if tokens := finite(series["tokens"]):
-        figures.append(("Tokens", format_count(tokens[-1][1]), ""))
+        items.append(("Tokens", format_count(tokens[-1][1]), ""))
     if losses := finite(series["loss"]):
         bad = len(series["loss"]) - len(losses)
         note = f"{bad:,} not finite" if bad else ""
-        figures.append(("Final loss", f"{losses[-1][1]:.4f}", note))
+        items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
     if scores := finite(series["eval/loss"]):
         step, best = min(scores, key=lambda point: point[1])
         bits = dict(series["eval/bits_per_byte"]).get(step)
         note = f"{bits:.4f} bits per byte, " if bits is not None else ""
         note += f"at step {step:,.0f}"
-        figures.append(("Best validation loss", f"{best:.4f}", note))
+        items.append(("Best validation loss", f"{best:.4f}", note))
     if goodput.wall_s:
         starts = len(goodput.starts)
         note = f"{starts} starts" if starts > 1 else ""
-        figures.append(("Wall time", format_seconds(goodput.wall_s), note))
+        items.append(("Wall time", format_seconds(goodput.wall_s), note))
         note = f"{goodput.num_wasted:,} steps done again" if goodput.num_wasted else ""
-        figures.append(("Goodput", f"{goodput.fraction:.1%}", note))
+        items.append(("Goodput", f"{goodput.fraction:.1%}", note))
     if speeds := [y for _, y in finite(series["tokens_per_second"])]:
-        figures.append(("Tokens per second", format_count(median(speeds)), "median"))
+        items.append(("Tokens per second", format_count(median(speeds)), "median"))
     if mfus := [y for _, y in finite(series["mfu"])]:
-        figures.append(("MFU", f"{median(mfus):.1%}", "median"))
-    if not figures:
+        items.append(("MFU", f"{median(mfus):.1%}", "median"))
+    if not items:
         return '<p class="hint">Nothing has been logged yet.</p>'
-    items = (
-        f"<div><dt>{title}</dt><dd>{value}<small>{note}</small></dd></div>"
-        for title, value, note in figures
-    )
-    return f'<dl class="figures">{"".join(items)}</dl>'
+    return figures(items)
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{title}}</title>
-<style>
-:root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2129; --soft: #667080;
-  --rule: #e3e5e8; --s0: #2f6fb3; --s1: #d0762b; --step: #2f6fb3;
+_LIGHT = """--s0: #2f6fb3; --s1: #d0762b; --step: #2f6fb3;
   --wasted: #b5546a; --data_wait: #8468b0; --eval: #4f9d78; --save: #d0762b;
   --check: #8a9a3c; --restore: #4aa3b5; --prepare: #d9a441; --init: #c4b46a;
-  --start: #a58e74; --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5; }
-@media (prefers-color-scheme: dark) { :root { --page: #15181d; --ink: #e6e8eb;
-  --soft: #98a1ae; --rule: #2b3038; --s0: #6ea8e0; --s1: #eb9a55; --step: #5a95d0;
-  --idle: #3d444e; --other: #656e7b; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 28px 20px 48px;
-  background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
-  font-variant-numeric: tabular-nums; }
-h1 { font-size: 24px; margin: 0 0 20px; overflow-wrap: anywhere; }
-h2, figcaption { font-size: 15px; font-weight: 600; margin: 0 0 10px; }
-small, .hint, th, .plot span { color: var(--soft); font-weight: 400; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(120px, 1fr));
-  gap: 18px 24px; margin: 0 0 32px; padding: 18px 0; border: solid var(--rule);
-  border-width: 1px 0; }
-dt { color: var(--soft); font-size: 13px; }
-dd { margin: 0; font-size: 20px; font-weight: 600; line-height: 1.3;
-  white-space: nowrap; }
-dd small { display: block; font-size: 12px; line-height: 1.4; min-height: 1.4em;
-  white-space: normal; }
-.charts { display: grid; gap: 32px 36px;
+  --start: #a58e74; --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5;"""
+_DARK = """--s0: #6ea8e0; --s1: #eb9a55; --step: #5a95d0;
+  --idle: #3d444e; --other: #656e7b;"""
+_STYLE = """.charts { display: grid; gap: 32px 36px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 figure { margin: 0; min-width: 0; }
 figcaption { display: flex; gap: 16px; align-items: baseline; }
@@ -183,28 +151,11 @@ path { fill: none; vector-effect: non-scaling-stroke; }
 .plot .x { top: 100%; margin-top: 8px; transform: translateX(-50%); }
 .cursor { position: absolute; display: none; top: 0; bottom: 0; width: 1px;
   background: var(--soft); pointer-events: none; }
-output { position: absolute; display: none; top: 6px; padding: 5px 9px;
-  border: 1px solid var(--rule); border-radius: 6px; background: var(--page);
-  font-size: 12px; white-space: pre; pointer-events: none; }
-section { margin-top: 36px; overflow-x: auto; }
-.bar { display: flex; height: 22px; border-radius: 5px; overflow: hidden; gap: 1px; }
-.bar i { flex-basis: 0; }
 .starts { display: grid; grid-template-columns: max-content 1fr; gap: 5px 16px;
   align-items: center; margin-top: 28px; max-height: 480px; overflow-y: auto; }
 .starts span { font-size: 13px; } .starts small { margin-left: 8px; }
-.starts .bar { height: 12px; border-radius: 3px; gap: 0; }
-table { border-collapse: collapse; margin-top: 12px; min-width: min(100%, 460px); }
-th, td { padding: 5px 0 5px 12px; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--rule); }
-th:first-child, td:first-child { padding-left: 0; text-align: left; }
-th, .hint { font-size: 13px; }
-td i { display: inline-block; width: 10px; height: 10px; margin-right: 9px;
-  border-radius: 3px; }
-details { margin-top: 36px; } summary { cursor: pointer; font-weight: 600; }
-pre { overflow-x: auto; font-size: 13px; line-height: 1.45; }
-</style></head><body>
-{{body}}
-<script>
+.starts .bar { height: 12px; border-radius: 3px; gap: 0; }"""
+_SCRIPT = """
 for (const plot of document.querySelectorAll(".plot")) {
   const {left, right, lines} = JSON.parse(plot.nextElementSibling.textContent);
   const cursor = plot.querySelector(".cursor"), tip = plot.querySelector("output");
@@ -225,5 +176,4 @@ for (const plot of document.querySelectorAll(".plot")) {
     show(true);
   };
 }
-</script></body></html>
 """

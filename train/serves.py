@@ -79,7 +79,7 @@ def serves(
     if len(operands) == 1 and each:  # several arrays put behind each other (GPU)
         arrays = _concatenated(module, operands[0], within)
         if len(arrays) == len(each):
-            names = [_use(name) or OTHER for name in each]
+            names = [use_of(name) or OTHER for name in each]
             return [(n, a.num_bytes) for n, a in zip(names, arrays, strict=True)]
     each = each if len(each) == len(operands) else [""] * len(operands)
     for operand, name in zip(operands, each, strict=True):
@@ -89,7 +89,7 @@ def serves(
         names = list(trail(module, executed, operand, within))
         arguments = [name for name in names if "params[" in name]
         candidates = [*arguments, name, *names, own, *near(executed)]
-        use = next(filter(None, map(_use, candidates)), OTHER)
+        use = next(filter(None, map(use_of, candidates)), OTHER)
         uses.append((use, operand.num_bytes))
     return uses
 
@@ -111,7 +111,8 @@ def _items(name: str) -> list[str]:
     return [found[1] + item for item in found[2].split(":")] if found else []
 
 
-def _use(name: str) -> str:
+def use_of(name: str) -> str:
+    """Say what an instruction is for, by its name alone; "" if that does not tell."""
     argument = re.search(r"params((?:\[\\?'\w+\\?'\])+)", name)
     if argument:
         path = re.findall(r"\w+", argument[1])

@@ -12,7 +12,7 @@ or a permute. `sent`: bytes that each device puts on its links when rings are us
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -48,6 +48,7 @@ class Collective:
     is_async: bool = False
     overlap_flops: float = 0.0  # products scheduled between its start and its end
     is_ring: bool = False  # done by permutes between the parts of a product
+    until: str = ""  # the instruction that waits for its end, if it is asynchronous
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,23 @@ def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     """List the collectives of a program, in the order in which they are scheduled."""
     found, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
-        for inner, within in parts(module, executed):
-            kind = inner.opcode.removesuffix("-start")
-            if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
-                found.append(_transfer(module, executed, mesh))
-            elif kind in KINDS and not _goes_on(inner, within):
-                collective = _collective(module, executed, inner, within, kind, mesh)
-                if kind == "collective-permute":
-                    permutes.append((executed, collective))
-                else:
-                    found.append(collective)
+        by_hosts = executed.instruction.opcode == "send"
+        for collective in started(module, executed, mesh):
+            if collective.kind == "collective-permute" and not by_hosts:
+                permutes.append((executed, collective))
+            else:
+                found.append(collective)
     return found + _rings(module, permutes)
+
+
+def started(module: Module, executed: Executed, mesh: Mesh) -> Iterator[Collective]:
+    """Give the collectives that an instruction starts, each permute on its own."""
+    for inner, within in parts(module, executed):
+        kind = inner.opcode.removesuffix("-start")
+        if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
+            yield _transfer(module, executed, mesh)
+        elif kind in KINDS and not _goes_on(inner, within):
+            yield _collective(module, executed, inner, within, kind, mesh)
 
 
 def totals(collectives: Iterable[Collective], by_use: bool = False) -> list[Total]:
@@ -152,6 +159,7 @@ def _collective(
         ),
         is_async=end > start,
         overlap_flops=overlap,
+        until=_name_at(executed, end) if end > start else "",
     )
 
 
@@ -186,6 +194,12 @@ def _span(
             if later.opcode.endswith("-done") and name in later.operands:
                 return start, at
     return start, start
+
+
+def _name_at(executed: Executed, place: int) -> str:
+    """Name an instruction by its place in the schedule; "" behind the last one."""
+    names = list(executed.computation.instructions)
+    return names[place] if place < len(names) else ""
 
 
 def _rings(
@@ -271,4 +285,5 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
         ),
         is_async=True,
         overlap_flops=flops_between(module, executed.computation, start, end),
+        until=_name_at(executed, end) if end > start else "",
     )

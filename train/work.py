@@ -9,11 +9,12 @@ anything from one to the next.
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from train.hlo import BODY, Computation, Executed, Instruction, Module
+from train.hlo import BODY, Array, Computation, Executed, Instruction, Module
 
 # How many products over [T, S] a kernel computes. Splash: the backward pass is two
 # kernels, each of which makes the scores and their cotangent again. cuDNN: two of the
@@ -24,6 +25,8 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
+# TPU: a buffer without content, and slices that lie behind each other already.
+_NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 _FLOATS = ("f", "bf")
 
 
@@ -178,6 +181,8 @@ def memory_bytes(
     """
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
+    if instruction.find(r'custom_call_target="([^"]*)"') in _NOTHING_MOVES:
+        return 0
     operands = computation.operands(instruction)
     if instruction.opcode in ("fusion", "fusion-start"):
         inside = module.computations[instruction.called[0]]
@@ -196,13 +201,22 @@ def memory_bytes(
         read = min(written, read)
     elif instruction.opcode == "dynamic-update-slice":
         read = written = min(_main_bytes(operands[1]), written)
+    elif instruction.opcode == "copy-start":
+        written = _main_bytes_of(instruction.arrays[:1])
+    elif instruction.opcode == "slice-start":
+        part = instruction.arrays[len(operands)]
+        read, written = min(read, part.num_bytes), _main_bytes_of([part])
     elif instruction.opcode.endswith("-start"):
         written = 0  # the result is a tuple that names the operand too
     return read + written
 
 
 def _main_bytes(instruction: Instruction) -> int:
-    return sum(a.num_bytes for a in instruction.arrays if a.space == 0)
+    return _main_bytes_of(instruction.arrays)
+
+
+def _main_bytes_of(arrays: Iterable[Array]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space == 0)
 
 
 def _read_by_fusion(param: Instruction, inside: Computation) -> int:

@@ -149,8 +149,12 @@ def test_a_wrong_target_is_listed_with_all_that_is_wrong():
 
 
 @pytest.mark.skipif(NO_PLUGIN is None, reason="it is there")
-def test_without_the_compiler_the_state_is_shown_and_nothing_claimed():
-    out, err = plan("target=h100-8", "mesh=fsdp", "data.batch_size=8", code=1)
+def test_without_the_compiler_it_is_estimated(tmp_path):
+    small = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
+    out, err = plan("target=h100-8", *small, code=0)
     assert "pip install -e '.[plan-gpu]'" in err
-    assert "optimizer state" in out
-    assert "fits        not known" in out
+    assert "a device, estimated" in out
+    assert "fits        yes" in out
+    assert "MFU" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"]
+    assert "no compiled step" in (tmp_path / "plan.html").read_text()

@@ -23,10 +23,13 @@ ORDER = [
     *("achievable", "links", "describe", "ledger", "execution", "estimate"),
     *("prediction", "roofline", "scaling", "advice", "outlook", "layouts", "search"),
     "preflight",
-    *("appenders", "lines", "metrics", "goodput", "timeline", "charts", "report"),
+    *("appenders", "lines", "metrics", "goodput", "timeline", "charts"),
+    *("page", "report"),
     *("tracker", "owner", "lease", "rundir"),
     *("digests", "orbax_log", "orbax_s3", "checkpoint", "watcher", "watchdog"),
     *("summary", "trained", "window", "loop"),
+    *("rates", "layer_timeline", "lanes", "layout", "layout_grid"),
+    *("memory_bar", "execution_tables", "picture"),
 ]
 DOORS = {
     *("train.__main__", "train.plan", "train.evaluate", "train.sample"),

@@ -1,9 +1,9 @@
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
+from tests.train.pages import Page
 from train import charts
 from train.charts import thin
 from train.goodput import BUCKETS
@@ -19,41 +19,10 @@ def _write(run_dir, metrics=(), events=(), config=None):
     return write_report(run_dir).read_text()
 
 
-class _Page(HTMLParser):
-    """Collects text, scripts and resources, and checks that tags are balanced."""
-
-    VOID = ("meta",)
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.open, self.tags, self.text, self.scripts = [], [], "", []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(data)
-        elif "style" not in self.open:
-            self.text += data + "\n"
-
-    def lines(self) -> list[dict]:
-        """The lines of all charts, as the tooltips see them."""
-        charts = [json.loads(s) for s in self.scripts if s.startswith("{")]
-        return [line for chart in charts for line in chart["lines"]]
+def _lines(html: str) -> list[dict]:
+    """The lines of all charts, as the tooltips see them."""
+    charts = [json.loads(s) for s in Page(html).scripts if s.startswith("{")]
+    return [line for chart in charts for line in chart["lines"]]
 
 
 def _row(step: int, **more):
@@ -85,7 +54,7 @@ def test_headline_figures(tmp_path):
     rows[9] |= {"eval/loss": 2.5, "eval/bits_per_byte": 0.8}
     rows[6]["loss"] = None
     config = "run:\n  name: base-1b\ntrain:\n  num_steps: 2000\n"
-    text = _Page(_write(tmp_path, rows, EVENTS, config)).text
+    text = Page(_write(tmp_path, rows, EVENTS, config)).text
     for figure in (
         *("base-1b", "10\nof 2,000", "10K", "1.0000\n1 not finite"),
         *("2.2500\n0.7321 bits per byte, at step 5", "3 min 20 s\n2 starts"),
@@ -141,15 +110,15 @@ def test_hostile_text_stays_text(tmp_path):
     bad = "</script></pre><script>alert(1)</script><b>'\"&"
     events = [{"time": 5.0, "start": 1, "event": bad, "seconds": 1.0}]
     config = f"run:\n  name: {json.dumps(bad)}\n"
-    clean = _Page(_write(tmp_path, [_row(1)], [{**events[0], "event": "x"}], "run:\n"))
-    page = _Page(_write(tmp_path, [_row(1)], events, config))
+    clean = Page(_write(tmp_path, [_row(1)], [{**events[0], "event": "x"}], "run:\n"))
+    page = Page(_write(tmp_path, [_row(1)], events, config))
     assert page.tags == clean.tags
     assert page.text.count(bad) >= 2
 
 
 def test_nothing_is_fetched(tmp_path):
     html = _write(tmp_path, [_row(1), _row(2)], EVENTS, "run: {}\n")
-    page = _Page(html)
+    page = Page(html)
     assert not {"link", "img", "iframe"} & set(page.tags)
     assert not {"src", "href"} & {name for name, _ in page.attributes}
     for fetched in ("http:", "https:", "url(", "@import", "import(", "fetch("):
@@ -173,7 +142,7 @@ def test_nothing_is_fetched(tmp_path):
 )
 @pytest.mark.parametrize("config", [None, "", "just text", "a: [", "run: 3"])
 def test_odd_runs_still_get_a_whole_page(tmp_path, rows, config):
-    page = _Page(_write(tmp_path, rows, [], config))
+    page = Page(_write(tmp_path, rows, [], config))
     assert tmp_path.name in page.text
     assert ("Nothing has been logged" in page.text) == (
         not any("step" in row for row in rows)
@@ -198,7 +167,7 @@ def test_100k_lines_are_thinned_and_keep_their_extremes(tmp_path):
     rows = [{"step": s, "loss": 5 - s / 50_000} for s in range(100_000)]
     rows[54_321]["loss"], rows[77_777]["loss"] = 9.0, 1.0
     html = _write(tmp_path, rows)
-    (line,) = _Page(html).lines()
+    (line,) = _lines(html)
     assert len(line["points"]) < 1010
     assert [54_321, 9.0] in line["points"]
     assert [77_777, 1.0] in line["points"]
@@ -220,7 +189,7 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path):
     html = _write(tmp_path, rows)
     assert "spikes cut, up to 10K" in html
     assert ">3</span>" in html  # the axis goes to about three times the rest
-    (line,) = _Page(html).lines()
+    (line,) = _lines(html)
     assert [50, 1e4] in line["points"]
 
 

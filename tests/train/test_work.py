@@ -100,3 +100,22 @@ def test_slices_and_updates_move_what_they_touch():
     module = read(FUSED)
     index, row = 4, 4 * 64
     assert memory_bytes(module, module.entry.root, module.entry) == index + 2 * row
+
+
+@pytest.mark.parametrize(
+    ("result", "instruction", "moved"),
+    [
+        ("(f32[16,64]{0:S(1)}, f32[16,64], u32[])", "copy-start(%main)", 16),
+        ("(f32[16,64], f32[16,64]{0:S(1)}, u32[])", "copy-start(%core)", 16),
+        ("(f32[16,64], f32[4,64]{0:S(1)}, s32[])", "slice-start(%main)", 4),
+        ("f32[16,64]", 'custom-call(), custom_call_target="AllocateBuffer"', 0),
+    ],
+)
+def test_copies_between_memories_move_what_they_copy(result, instruction, moved):
+    text = in_one(
+        "  %main = f32[16,64] parameter(0)\n"
+        "  %core = f32[16,64]{0:S(1)} parameter(1)\n"
+        f"  ROOT %c = {result} {instruction}"
+    )
+    module = parse(text)
+    assert memory_bytes(module, module.entry.root, module.entry) == moved * 64 * 4
