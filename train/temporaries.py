@@ -4,9 +4,10 @@ Three moments are weighed; the one that needs most gives the items.
 
 - `loss`: a tile's logits in float32 and their cotangent, the gathered head, its
   gradient before it is scattered.
-- `layers`: all gradients, and the backward pass of one layer: the weights that it
-  gathers (and the next one's, which travel meanwhile), their gradients before they are
-  scattered, and what its products read and write (`_one_layer`).
+- `layers`: all gradients, that of the head perhaps not scattered yet, and the backward
+  pass of one layer: the weights that it gathers (and the next one's, which travel
+  meanwhile), their gradients before they are scattered, and what its products read and
+  write (`_one_layer`).
 - `update`: the gradients, and Muon's matrices.
 
 At the first two lives what the layers kept (train/residuals.py), the features, and the
@@ -106,8 +107,10 @@ def _layers(share: Share, platform: str) -> dict[str, int]:
     layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
     weights = [w for w in share.weights if w.in_layers and w.is_matrix]
     gathered = sum(w.size for w in weights if w.gathered) // layers
+    head = share.head  # its gradient is wanted by the update, and may wait until then
     return {
         "gradients": _held(share.weights, FLOAT32, platform),
+        "head's gradient": tiled(head.used, FLOAT32, platform) * bool(head.gathered),
         "gathered weights": 2 * gathered * width,
         "gradients to scatter": gathered * FLOAT32,
         "one layer": _one_layer(share, platform),
