@@ -50,7 +50,7 @@ class Outlook:
     def scaled(self, program: Program) -> list[Scaled]:
         """Predict what more slices give; [] for a single one."""
         chip = chip_of(program.mesh.devices.flat[0].device_kind)
-        several = num_slices([*program.mesh.devices.flat]) > 1
+        several = num_slices(program.mesh.devices.flat) > 1
         if chip is None or self.prediction is None or not several:
             return []
         model, tokens = program.config.model, program.tokens_per_step

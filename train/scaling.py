@@ -58,7 +58,7 @@ def weak_scaling(
         ValueError: if the program is for one slice.
         NotStated: as `predict`.
     """
-    compiled = num_slices([*mesh.devices.flat])
+    compiled = num_slices(mesh.devices.flat)
     if compiled < 2:
         raise ValueError("weak scaling starts from a program for several slices")
 

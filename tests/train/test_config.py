@@ -144,6 +144,7 @@ def test_the_name_is_of_what_makes_the_run():
     assert len(name.rpartition("-")[2]) == 8
     same = [
         replace(config, train=TrainConfig(num_steps=5, remat=Remat.full)),
+        replace(config, train=TrainConfig(accumulation_steps=2)),
         replace(config, mesh=MeshConfig(data=8)),
         replace(config, runtime=RuntimeConfig(cpu_devices=4)),
         replace(config, data=DataConfig(prefetch=9, cache_dir="x")),
@@ -155,7 +156,6 @@ def test_the_name_is_of_what_makes_the_run():
         replace(config, optimizer=OptimizerConfig(learning_rate=2e-3)),
         replace(config, data=DataConfig(batch_size=8)),
         replace(config, model=ModelConfig(num_layers=5)),
-        replace(config, train=TrainConfig(accumulation_steps=2)),
         replace(config, schedule=ScheduleConfig(warmup_steps=7)),
     ]
     assert len({name, *map(run_name, others)}) == len(others) + 1
