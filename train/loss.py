@@ -92,13 +92,17 @@ class _Tiled(NamedTuple):
         )(x_BTD, weight, targets_BT)
 
     def _sharded(self, x_BTD, weight, targets_BT, axes, spec, gradients: bool):
-        local = self._replace(how=self.how._replace(rules=self.how.rules.without(axes)))
+        others = {axis for on in self.head for axis in mesh_axes(on)} - axes
+        local = self._replace(
+            how=self.how._replace(rules=self.how.rules.without(axes)),
+            head=_only(self.head, frozenset(others)),
+        )
         dtype = weight.dtype
         weight = weight.astype(self.how.compute_dtype)
         for dim, on in enumerate(spec):
             if on:
                 weight = jax.lax.all_gather(weight, on, axis=dim, tiled=True)
-        sums, grads = local._local(x_BTD, weight, targets_BT, gradients)
+        sums, grads = local._local(x_BTD, local._pin(weight), targets_BT, gradients)
         sums = jax.lax.psum(sums, tuple(axes))
         if grads is None:
             return sums, None
@@ -131,16 +135,23 @@ class _Tiled(NamedTuple):
                 return jax.tree.map(jnp.add, total, sums(x_BCD, weight32)), None
             with_gradients = jax.value_and_grad(sums, (0, 1), has_aux=True)
             part, (dx_BCD, dweight) = with_gradients(x_BCD, weight32)
-            return jax.tree.map(jnp.add, total, (part, dweight)), dx_BCD
+            part, dweight = jax.tree.map(jnp.add, total, (part, dweight))
+            return (part, self._pin(dweight)), dx_BCD
 
         zero = jnp.zeros((), jnp.float32)
         start, xs = (zero, zero), (tiles(x_BTD), tiles(targets_BT))
         if not gradients:
             return jax.lax.scan(add, start, xs)[0], None
-        start = start, jnp.zeros(weight.shape, jnp.float32)
+        start = start, self._pin(jnp.zeros(weight.shape, jnp.float32))
         (sums, dweight), dx = jax.lax.scan(add, start, xs)
         assert dx is not None
         return sums, (jnp.moveaxis(dx, 0, 1).reshape(x_BTD.shape), dweight)
+
+    def _pin(self, weight: jax.Array) -> jax.Array:
+        """Keep a weight, or its gradient, where it lies."""
+        if not self.how.rules.pairs:
+            return weight
+        return jax.lax.with_sharding_constraint(weight, self.head)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -84,8 +84,9 @@ def weak_scaling(
     return rows
 
 
-def num_slices(devices: Sequence[Device]) -> int:
+def num_slices(devices: Iterable[Device]) -> int:
     """Count the parts that only the data center's network joins; GPUs: nodes."""
+    devices = list(devices)
     if devices[0].platform == "tpu":
         return len({getattr(device, "slice_index", 0) for device in devices})
     return len({device.process_index for device in devices})

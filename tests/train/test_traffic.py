@@ -153,6 +153,15 @@ class TestTensor:
         inside = [c for c in step.collectives if c.scope.startswith("layers")]
         assert {c.kind for c in large(inside)} == {"all-reduce"}
 
+    def test_the_head_stays_cut(self, compile_step):
+        """In tiles too each device has its part of the vocabulary, and no more."""
+        shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
+        tiles = f"train.loss_chunk_tokens={T // 4}"
+        step = compile_step(*shape, tiles, topology=V5E)
+        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        assert {c.group.axes for c in head} == {("fsdp",)}
+        assert payload(head, "head") == (BF16 + F32) * V * D // 2
+
     def test_both_axes_at_once(self, compile_step):
         shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
         step = compile_step(*shape, topology=V5E)
