@@ -62,13 +62,5 @@ class AxisRules:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
 
-    def without(self, axes: frozenset[str]) -> "AxisRules":
-        """Give the rules for where some mesh axes are taken (in a `shard_map`)."""
-        left = [
-            (name, tuple(axis for axis in mesh_axes(entry) if axis not in axes))
-            for name, entry in self.pairs
-        ]
-        return AxisRules(tuple(left))
-
 
 ANYWHERE = AxisRules()

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
 
+import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from data.batches import Batch
-from model.axes import mesh_axes
+from model.axes import ANYWHERE, mesh_axes
 from model.config import ModelConfig
 from model.gpt import GPT, project
 from model.layers import Execution
@@ -44,16 +45,10 @@ def loss_sum(
         has no gradient.
     """
     x_BTD, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
-    T = x_BTD.shape[1]
-    C = tile(T, model.config.vocab_size or 0, chunk)
-    if C == T:
-        loss, nats = _sums(
-            x_BTD, model.head_weight, batch.targets, model.config, how, z_loss
-        )
-        return loss, jax.lax.stop_gradient(nats)
+    C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
     tiled = _Tiled(C, model.config, how, z_loss, head)
     with jax.named_scope("loss"):
-        return _tiled_sums(tiled, x_BTD, model.head_weight, batch.targets)
+        return _sums(tiled, x_BTD, model.head_weight, batch.targets)
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:
@@ -63,7 +58,12 @@ def tile(T: int, V: int, chunk: int | None) -> int:
 
 
 class _Tiled(NamedTuple):
-    """A loss in tiles of C positions of a row."""
+    """The loss in tiles of C positions of a row, with its gradient by hand.
+
+    Each device gathers the weight once, rounded, but for its part of the vocabulary. It
+    adds up its own part of the weight's gradient over all tiles, in float32, before
+    devices reduce it, once.
+    """
 
     C: int
     config: ModelConfig
@@ -72,130 +72,111 @@ class _Tiled(NamedTuple):
     head: PartitionSpec
 
     def __call__(self, x_BTD, weight, targets_BT, gradients: bool):
-        """Sum over all devices: (loss, nats), and the loss' (dx, dweight) or None.
-
-        Each device gathers the weight once, rounded, and adds up its own part of the
-        gradient over all tiles in float32, before devices reduce it.
-        """
+        """Sum over all rows: (loss, nats), and the loss' (dx, dweight) or None."""
         rules = self.how.rules
         if not rules.pairs:
-            return self._local(x_BTD, weight, targets_BT, gradients)
+            return self._scan(x_BTD, weight, targets_BT, (), gradients)
         rows = rules.spec("batch")
-        axes = frozenset(mesh_axes(rows[0]))
-        spec = _only(self.head, axes)
         return jax.shard_map(
-            partial(self._sharded, axes=axes, spec=spec, gradients=gradients),
-            in_specs=(rows, spec, rows),
-            out_specs=(PartitionSpec(), (rows, spec) if gradients else None),
-            axis_names=axes,
+            partial(self._on_a_device, gradients=gradients),
+            in_specs=(rows, self.head, rows),
+            out_specs=(PartitionSpec(), (rows, self.head) if gradients else None),
             check_vma=False,
         )(x_BTD, weight, targets_BT)
 
-    def _sharded(self, x_BTD, weight, targets_BT, axes, spec, gradients: bool):
-        others = {axis for on in self.head for axis in mesh_axes(on)} - axes
-        local = self._replace(
-            how=self.how._replace(rules=self.how.rules.without(axes)),
-            head=_only(self.head, frozenset(others)),
-        )
-        dtype = weight.dtype
+    def _on_a_device(self, x_BTD, weight, targets_BT, gradients: bool):
+        vocab_dim, dtype = 0 if self.config.tied_head else 1, weight.dtype
+        batch = mesh_axes(self.how.rules.spec("batch")[0])
+        gathers = [mesh_axes(on) for on in self.head]
+        cut = gathers[vocab_dim]
+        if {*cut} & {*batch}:
+            cut = ()
+        else:
+            gathers[vocab_dim] = ()
         weight = weight.astype(self.how.compute_dtype)
-        for dim, on in enumerate(spec):
-            if on:
-                weight = jax.lax.all_gather(weight, on, axis=dim, tiled=True)
-        sums, grads = local._local(x_BTD, local._pin(weight), targets_BT, gradients)
-        sums = jax.lax.psum(sums, tuple(axes))
+        for dim, axes in enumerate(gathers):
+            if axes:
+                weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+        sums, grads = self._scan(x_BTD, weight, targets_BT, cut, gradients)
+        sums = jax.lax.psum(sums, batch)
         if grads is None:
             return sums, None
-        dx, dweight = grads
-        rest = axes - {axis for on in spec for axis in mesh_axes(on)}
-        for dim, on in enumerate(spec):
-            if on:
+        dx_BTD, dweight = grads
+        for dim, axes in enumerate(gathers):
+            if axes:
                 dweight = jax.lax.psum_scatter(
-                    dweight, on, scatter_dimension=dim, tiled=True
+                    dweight, axes, scatter_dimension=dim, tiled=True
                 )
-        if rest:
-            dweight = jax.lax.psum(dweight, tuple(rest))
-        return sums, (dx, dweight.astype(dtype))
+        rest = [axis for axis in batch if axis not in itertools.chain(*gathers)]
+        copies = [axis for axis in itertools.chain(*gathers) if axis not in batch]
+        dweight = jax.lax.psum(dweight, rest) / jax.lax.psum(1, copies)
+        return sums, (dx_BTD, dweight.astype(dtype))
 
-    def _local(self, x_BTD, weight, targets_BT, gradients: bool):
+    def _scan(self, x_BTD, weight, targets_BT, cut, gradients: bool):
         def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
             shape = x.shape[0], x.shape[1] // self.C, self.C, *x.shape[2:]
             return jnp.moveaxis(x.reshape(shape), 1, 0)
 
         def add(total, tile):
-            x_BCD, targets_BC = tile
-
-            def sums(x_BCD, weight):
-                return _sums(
-                    x_BCD, weight, targets_BC, self.config, self.how, self.z_loss
-                )
-
-            weight32 = weight.astype(jnp.float32)  # so that its gradient is, too
-            if not gradients:
-                return jax.tree.map(jnp.add, total, sums(x_BCD, weight32)), None
-            with_gradients = jax.value_and_grad(sums, (0, 1), has_aux=True)
-            part, (dx_BCD, dweight) = with_gradients(x_BCD, weight32)
-            part, dweight = jax.tree.map(jnp.add, total, (part, dweight))
-            return (part, self._pin(dweight)), dx_BCD
+            part, dx_BCD = self._tile(tile[0], weight, tile[1], cut, gradients)
+            return jax.tree.map(jnp.add, total, part), dx_BCD
 
         zero = jnp.zeros((), jnp.float32)
-        start, xs = (zero, zero), (tiles(x_BTD), tiles(targets_BT))
-        if not gradients:
-            return jax.lax.scan(add, start, xs)[0], None
-        start = start, self._pin(jnp.zeros(weight.shape, jnp.float32))
-        (sums, dweight), dx = jax.lax.scan(add, start, xs)
-        assert dx is not None
+        dweight = jnp.zeros(weight.shape, jnp.float32) if gradients else None
+        start = (zero, zero), dweight
+        (sums, dweight), dx = jax.lax.scan(
+            add, start, (tiles(x_BTD), tiles(targets_BT))
+        )
+        if dx is None:
+            return sums, None
         return sums, (jnp.moveaxis(dx, 0, 1).reshape(x_BTD.shape), dweight)
 
-    def _pin(self, weight: jax.Array) -> jax.Array:
-        """Keep a weight, or its gradient, where it lies."""
-        if not self.how.rules.pairs:
-            return weight
-        return jax.lax.with_sharding_constraint(weight, self.head)
+    def _tile(self, x_BCD, weight, targets_BC, cut, gradients: bool):
+        """Give ((loss, nats), dweight) and dx; axes of `cut` share the vocabulary."""
+        how = self.how._replace(rules=ANYWHERE)
+        logits_BCV, transpose = jax.vjp(
+            lambda x, weight: project(x, weight, self.config, how),
+            x_BCD,
+            weight.astype(jnp.float32),  # so that its gradient is, too
+        )
+        most_BC = jnp.max(logits_BCV, axis=-1)
+        most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
+        Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
+        log_z_BC = most_BC + jnp.log(jax.lax.psum(Z_BC, cut))
+        V = logits_BCV.shape[-1]
+        ids_V = jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0)
+        # A masked sum instead of a gather: no logits travel.
+        is_target_BCV = ids_V == targets_BC[..., None]
+        target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+        target_BC = jax.lax.psum(target_BC, cut)
+        counts = targets_BC >= 0
+        nats = jnp.sum(jnp.where(counts, log_z_BC - target_BC, 0.0))
+        z = jnp.sum(jnp.where(counts, jnp.square(log_z_BC), 0.0))
+        sums = nats + self.z_loss * z, nats
+        if not gradients:
+            return (sums, None), None
+        probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
+        factor_BC1 = (1 + 2 * self.z_loss * log_z_BC)[..., None]
+        dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
+        dx_BCD, dweight = transpose(jnp.where(counts[..., None], dlogits_BCV, 0.0))
+        return (sums, dweight), jax.lax.psum(dx_BCD, cut)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled_sums(tiled: _Tiled, x_BTD, weight, targets_BT):
+def _sums(tiled: _Tiled, x_BTD, weight, targets_BT):
     return tiled(x_BTD, weight, targets_BT, gradients=False)[0]
 
 
-def _tiled_forward(tiled: _Tiled, x_BTD, weight, targets_BT):
+def _forward(tiled: _Tiled, x_BTD, weight, targets_BT):
     # The loss is a sum, so its gradient is known here but for one factor: no tile's
     # logits are made twice.
     return tiled(x_BTD, weight, targets_BT, gradients=True)
 
 
-def _tiled_backward(tiled: _Tiled, gradients, cotangents):
+def _backward(tiled: _Tiled, gradients, cotangents):
     factor, _ = cotangents
     dx, dweight = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
     return dx, dweight, None
 
 
-_tiled_sums.defvjp(_tiled_forward, _tiled_backward)
-
-
-def _only(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """Keep some mesh axes of a spec."""
-    kept = [tuple(axis for axis in mesh_axes(on) if axis in axes) for on in spec]
-    return PartitionSpec(*(on or None for on in kept))
-
-
-def _sums(
-    x_BCD: jax.Array,
-    weight: jax.Array,
-    targets_BC: jax.Array,
-    config: ModelConfig,
-    how: Execution,
-    z_loss: float,
-) -> tuple[jax.Array, jax.Array]:
-    logits_BCV = project(x_BCD, weight, config, how)
-    log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    # A masked sum instead of a gather: with the vocabulary sharded each device adds up
-    # its part, and no logits travel.
-    V = logits_BCV.shape[-1]
-    is_target_BCV = jnp.arange(V) == targets_BC[..., None]
-    target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-    counts = targets_BC >= 0
-    nats = jnp.sum(jnp.where(counts, log_z_BC - target_BC, 0.0))
-    z = jnp.sum(jnp.where(counts, jnp.square(log_z_BC), 0.0))
-    return nats + z_loss * z, nats
+_sums.defvjp(_forward, _backward)

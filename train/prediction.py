@@ -73,6 +73,7 @@ class Prediction:
     tokens: of a step, all devices together.
     peak: the model's FLOPs in a second at an MFU of 1.
     how: compiled or estimated, what all this was computed from.
+    platform: tpu or gpu.
     """
 
     products: float
@@ -88,6 +89,7 @@ class Prediction:
     model_flops: float
     peak: float
     how: str
+    platform: str
 
     def at(self, step_s: float) -> Speed:
         """Give the speed of steps of this many seconds (MFU: train/flops.py)."""

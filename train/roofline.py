@@ -51,7 +51,8 @@ def predict(
     """
     if chip.hbm_bandwidth is None:
         raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
-    part = achievable(mesh.devices.flat[0].platform)
+    platform = mesh.devices.flat[0].platform
+    part = achievable(platform)
     work, peak = execution.work, chip.flops["bfloat16"] / chip.devices
     fill, attention_fill = matrix_fill(model, mesh.shape["tensor"], chip.matrix_unit)
     filled = work.products / fill + work.attention / attention_fill
@@ -73,6 +74,7 @@ def predict(
         model_flops=execution.model_flops,
         peak=peak,
         how=execution.how,
+        platform="tpu" if platform == "tpu" else "gpu",
     )
 
 

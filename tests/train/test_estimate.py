@@ -46,7 +46,7 @@ def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
 
 
 def test_there_is_a_verdict_without_a_compiler(laid_out, capsys):
-    room = room_of(parse_target("v5e-8"), 8, margin=0.05)
+    room = room_of(parse_target("v5e-8").chip, margin=0.05)
     fits = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp"))
     large = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp", "data.batch_size=256"))
     assert (fits.fits(room), large.fits(room)) == (True, False)

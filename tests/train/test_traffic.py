@@ -159,8 +159,12 @@ class TestTensor:
         tiles = f"train.loss_chunk_tokens={T // 4}"
         step = compile_step(*shape, tiles, topology=V5E)
         head = [c for c in step.collectives if "head" in dict(c.serves)]
-        assert {c.group.axes for c in head} == {("fsdp",)}
-        assert payload(head, "head") == (BF16 + F32) * V * D // 2
+        reduced, weight = (
+            [c for c in head if c.group.axes == (axis,)] for axis in ("tensor", "fsdp")
+        )
+        assert payload(weight, "head") == (BF16 + F32) * V * D // 2
+        # Activations' gradient; and sums and maxima, one of each a position.
+        assert payload(reduced, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
 
     def test_both_axes_at_once(self, compile_step):
         shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
