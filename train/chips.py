@@ -43,7 +43,7 @@ def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
 # and DCN of v5p and v6e: tpu7x's page. v4's links: arXiv:2304.01433. matrix_unit: v6e's
 # page; of the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available
 # HBM" in the out-of-memory errors of libtpu 0.0.52.
-# GPUs, SXM. NVIDIA's figures, halved where they count sparsity, as stas00/ml-engineering,
+# GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as stas00/ml-engineering,
 # torchtitan and MLPerf's system files give them, not read off its datasheets. A100: 312
 # TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
 # 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200: 2250 (FP8
