@@ -16,6 +16,7 @@ from train.estimate import estimate_execution, estimate_items, estimate_memory
 from train.execution import Execution, read_execution
 from train.hlo import Module
 from train.ledger import Ledger, Room, make_ledger
+from train.links import NotStated
 from train.loops import read
 from train.prediction import Prediction
 from train.program import Program
@@ -27,7 +28,8 @@ from train.scaling import Scaled, num_slices, weak_scaling
 class Outlook:
     """Of one step of one device.
 
-    prediction: None where nobody says how fast the device is (any CPU).
+    prediction: None where nobody says how fast the machine is (any CPU).
+    unpredicted: why there is none.
     module: the compiled program; None: it was not compiled, or found to be too large.
     cost: of compiling.
     """
@@ -37,6 +39,7 @@ class Outlook:
     prediction: Prediction | None
     module: Module | None = None
     cost: Cost | None = None
+    unpredicted: str = ""
 
     def advise(self, program: Program, room: Room) -> Advice | None:
         """Name the bottleneck of a step, and a remedy."""
@@ -71,32 +74,37 @@ class Outlook:
 
 def estimate(program: Program) -> Outlook:
     """Look ahead by shapes alone, in milliseconds."""
-    execution = estimate_execution(program)
-    return Outlook(estimate_memory(program), execution, _predict(program, execution))
+    return _outlook(program, estimate_memory(program), estimate_execution(program))
 
 
 def compile_and_read(program: Program) -> Outlook:
     """Look ahead by compiling the step, and reading what came of it.
 
-    What does not fit, or is too large for XLA to print, leaves nothing to read: work
-    and speed are estimated.
+    What does not fit, or cannot be printed by XLA, leaves nothing to read: work and
+    speed are estimated.
     """
     result, cost = measure_compile(program)
     ledger, module = make_ledger(program, result), None
     ledger = replace(ledger, parts=ledger.parts | estimate_items(program))
     if not isinstance(result, OutOfMemory):
+        # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             module = read(result.as_text() or "")
     if module is None:
         execution = estimate_execution(program)
     else:
         execution = read_execution(program, module)
-    return Outlook(ledger, execution, _predict(program, execution), module, cost)
+    return replace(_outlook(program, ledger, execution), module=module, cost=cost)
 
 
-def _predict(program: Program, execution: Execution) -> Prediction | None:
-    chip = chip_of(program.mesh.devices.flat[0].device_kind)
+def _outlook(program: Program, ledger: Ledger, execution: Execution) -> Outlook:
+    kind = program.mesh.devices.flat[0].device_kind
+    chip = chip_of(kind)
     if chip is None:
-        return None
+        return Outlook(ledger, execution, None, unpredicted=f"nothing states {kind}")
     model, tokens = program.config.model, program.tokens_per_step
-    return predict(execution, program.mesh, chip, model, tokens)
+    try:
+        prediction = predict(execution, program.mesh, chip, model, tokens)
+    except NotStated as error:
+        return Outlook(ledger, execution, None, unpredicted=str(error))
+    return Outlook(ledger, execution, prediction)

@@ -103,6 +103,8 @@ def _print(program: "Program", outlook: "Outlook", room: "Room") -> None:
     advice = outlook.advise(program, room)
     if outlook.prediction and advice:
         print_prediction(outlook.prediction, advice)
+    else:
+        print(f"predicted   not: {outlook.unpredicted}")
     if scaled := outlook.scaled(program):
         print_weak_scaling(scaled)
 
@@ -177,6 +179,9 @@ def mistakes(config: PlanConfig) -> list[Mistake]:
             parse_target(config.target)
         except ConfigError as error:
             found += error.mistakes
+    elif config.search:
+        rule = "needs a machine to search for, say target=v5e-256"
+        found.append(Mistake("search", True, rule))
     return found
 
 

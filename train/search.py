@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from train.chips import chip_of
-from train.config import Config, ConfigError, PlanConfig
+from train.config import Config, ConfigError, Mistake, PlanConfig
 from train.exits import DOES_NOT_FIT, Exit
 from train.identity import HARMLESS, covered, flatten
 from train.layouts import Layout, layout_of, layouts, variants
@@ -127,7 +127,7 @@ def search(
         minutes: after which no more are compiled.
 
     Raises:
-        NotStated: if the vendor does not say how fast the devices are.
+        ConfigError: if nobody states how fast the devices are.
     """
     given, file = layout_of(config, len(devices)), _cached(config, devices, room)
     if file.exists():
@@ -280,7 +280,9 @@ def _variant(program: Program, layout: Layout) -> Program:
 def _weighed(layout: Layout, outlook: Outlook, room: Room) -> Weighed:
     needed, prediction = outlook.ledger.needed, outlook.prediction
     assert needed is not None
-    assert prediction is not None
+    if prediction is None:
+        rule = f"cannot compare layouts: {outlook.unpredicted}"
+        raise ConfigError([Mistake("search", True, rule)])
     middle = prediction.middle
     return Weighed(
         layout=layout,

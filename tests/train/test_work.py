@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.compiled import DOWN, MATRICES, B, D, L, T, V, needs_tpu_compiler
+from tests.train.compiled import DOWN, MATRICES, B, D, F, L, T, V, needs_tpu_compiler
 from train.hlo import parse
 from train.loops import read
 from train.work import memory_bytes, product_flops, work
@@ -17,27 +17,51 @@ def in_one(instruction: str) -> str:
     return "\n".join([*lines, "}"])
 
 
-@needs_tpu_compiler
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_executed_flops_are_those_derived_by_hand(compile_step, remat):
-    """Recomputed: attention, and with `full` all of a layer but its last product.
+# By model: overrides, parameters of a layer's matrices.
+MODELS = {
+    "llama": ((), MATRICES),
+    "shared keys and values": (("model.num_kv_heads=2",), MATRICES - D * D),
+    "gpt2": (
+        ("model=gpt2_124m", "model.tied_head=true", f"model.mlp_dim={F}"),
+        4 * D * D + 2 * D * F,
+    ),
+}
 
-    The result of mlp.down is only added: the backward pass does not need it.
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("model", "remat", "ratio"),
+    [
+        ("llama", "none", 1.079),
+        ("llama", "dots", 1.132),
+        ("llama", "full", 1.342),
+        ("shared keys and values", "none", 1.087),
+        ("shared keys and values", "full", 1.350),
+        ("gpt2", "none", 1.091),
+        ("gpt2", "full", 1.342),
+    ],
+)
+def test_executed_flops_are_those_derived_by_hand(compile_step, model, remat, ratio):
+    """The embedding is looked up, for nothing; the head multiplies, tied or not.
+
+    Recomputed: attention, and with `full` all of a layer but its last product, whose
+    result is only added: the backward pass does not need it.
     """
-    overrides = ("mesh=ddp", f"train.remat={remat}")
-    step = compile_step(*overrides, topology="v5e:2x2")
+    overrides, matrices = MODELS[model]
+    remat_ = f"train.remat={remat}"
+    step = compile_step(*overrides, "mesh=ddp", remat_, topology="v5e:2x2")
     done, chips = work(step.module), 4
-    products = 6 * (L * MATRICES + V * D) * TOKENS
-    products += 2 * L * (MATRICES - DOWN) * TOKENS if remat == "full" else 0
+    products = 6 * (L * matrices + V * D) * TOKENS
+    products += 2 * L * (matrices - DOWN) * TOKENS if remat == "full" else 0
     assert done.products * chips == products
     kernels = BACKWARD + FORWARD * (1 if remat == "none" else 2)
     assert done.whole_attention * chips == kernels * ATTENTION
     assert done.attention == done.whole_attention  # a single block has no other above
-    model = 6 * (L * MATRICES + V * D) * TOKENS + 6 * ATTENTION
-    assert step.program.flops_per_step == model
-    assert done.flops * chips / model == pytest.approx(
-        {"none": 1.079, "dots": 1.132, "full": 1.342}[remat], abs=0.001
-    )
+    model_flops = 6 * (L * matrices + V * D) * TOKENS + 6 * ATTENTION
+    assert step.program.flops_per_step == model_flops
+    by_hand = (products + kernels * ATTENTION) / model_flops
+    assert done.flops * chips / model_flops == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(ratio, abs=0.001)
     assert done.unknown == ()
 
 
