@@ -81,8 +81,9 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
             f"{name:17s} {median:.3f} s median, {worst:.3f} s worst of {saves}: "
             f"{median / step_median:.1%} and {worst / step_median:.1%} of a step"
         )
-    print(f"resident memory   {rss[0] / 1e9:.2f} GB after the first save, "
-          f"{rss[-1] / 1e9:.2f} after the last")  # fmt: skip
+    some = [n for n in (1, 2, 5, 10, 20, 50, 100, 200) if n <= saves]
+    shown = ", ".join(f"{rss[n - 1] / 1e9:.2f} GB" for n in some)
+    print(f"resident memory   {shown} after save {', '.join(map(str, some))}")
     began = time.perf_counter()
     assert damage(epath.Path(last)) is None
     print(f"hashing           {time.perf_counter() - began:.2f} s, from memory")
