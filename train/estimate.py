@@ -4,6 +4,7 @@ Milliseconds for each candidate of a search; the compilers' own figures are
 `read_execution` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -15,7 +16,7 @@ from train.effort import effort
 from train.exchanges import Exchange, exchanges
 from train.execution import Execution
 from train.groups import along
-from train.ledger import ESTIMATED, Figure, Ledger, make_ledger
+from train.ledger import ESTIMATED, HELD, Figure, Ledger, make_ledger
 from train.program import Program
 from train.share import Share, share_of
 from train.temporaries import saved_bytes, temporaries
@@ -49,23 +50,21 @@ def estimate_execution(program: Program) -> Execution:
 def estimate_memory(program: Program) -> Ledger:
     """Estimate what one device needs: the state exactly, temporaries itemised."""
     known = make_ledger(program)
-    items = estimate_temporaries(program)
-    state = [known.parts[name] for name in ("parameters", "optimizer state", "batch")]
-    needed = sum(figure.bytes for figure in state) + sum(items.values())
-    temporaries = {"temporaries": Figure(sum(items.values()), ESTIMATED)}
-    parts = known.parts | temporaries | estimate_items(program)
-    return Ledger(parts, Figure(needed, ESTIMATED), known.host_save, known.checkpoint)
+    items = estimate_items(program)
+    size = sum(figure.bytes for figure in items.values())
+    needed = size + sum(known.parts[name].bytes for name in HELD)
+    return dataclasses.replace(
+        known,
+        parts=known.parts | {"temporaries": Figure(size, ESTIMATED)},
+        needed=Figure(needed, ESTIMATED),
+        temporaries=items,
+    )
 
 
 def estimate_items(program: Program) -> dict[str, Figure]:
-    """Estimate what the temporaries of a step hold, as parts of a ledger."""
-    items = estimate_temporaries(program)
-    return {f"- {name}": Figure(size, ESTIMATED) for name, size in items.items()}
-
-
-def estimate_temporaries(program: Program) -> dict[str, int]:
-    """Estimate what a step needs besides its arguments, by what holds it."""
-    return temporaries(*_facts(program))
+    """Estimate what the temporaries of a step hold."""
+    items = temporaries(*_facts(program))
+    return {name: Figure(size, ESTIMATED) for name, size in items.items()}
 
 
 def _facts(program: Program) -> tuple[Share, str, bool]:

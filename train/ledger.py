@@ -8,7 +8,7 @@ activations: `gradients` says how much gradients are where all exist at once.
 import dataclasses
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -59,12 +59,14 @@ class Ledger:
     needed: of one device, all in all; None if nothing was compiled.
     host_save: of one host, at most, while an asynchronous save copies from it.
     checkpoint: on disk, before compression.
+    temporaries: what those of one device hold.
     """
 
     parts: dict[str, Figure]
     needed: Figure | None
     host_save: Figure
     checkpoint: Figure
+    temporaries: dict[str, Figure] = field(default_factory=dict)
 
     def fits(self, room: Room) -> bool | None:
         """Say whether the step fits; None: the state does, more is not known."""
@@ -144,6 +146,9 @@ def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
     rows = [
         [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
         for name, figure in ledger.parts.items()
+    ] + [
+        [f"- {name}", format_bytes(figure.bytes), figure.how, "of the temporaries"]
+        for name, figure in ledger.temporaries.items()
     ]
     print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
     if cost:

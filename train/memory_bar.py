@@ -51,6 +51,11 @@ def memory_section(ledger: Ledger, room: Room) -> str:
         f"<td>{format_bytes(figure.bytes)}</td><td>{figure.bytes / room.total:.1%}</td>"
         f"<td>{escape(figure.how)}</td></tr>"
         for name, figure in pieces.items()
+    ) + "".join(
+        f'<tr class="hint"><td>of these: {escape(name)}</td>'
+        f"<td>{format_bytes(figure.bytes)}</td><td>{figure.bytes / room.total:.1%}</td>"
+        f"<td>{escape(figure.how)}</td></tr>"
+        for name, figure in ledger.temporaries.items()
     )
     return (
         f"<section><h2>Memory of a device</h2><p>{verdict(ledger, room)}</p>"

@@ -85,7 +85,7 @@ def compile_and_read(program: Program) -> Outlook:
     """
     result, cost = measure_compile(program)
     ledger, module = make_ledger(program, result), None
-    ledger = replace(ledger, parts=ledger.parts | estimate_items(program))
+    ledger = replace(ledger, temporaries=estimate_items(program))
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
