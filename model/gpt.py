@@ -109,7 +109,9 @@ class GPT(nnx.Module):
                 (params, cache),
                 unroll=True if unroll == -1 else unroll,
             )
-        return self.norm(x_BTD), cache
+        # Else XLA may lay the norm out as its scale lies.
+        x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
+        return x_BTD, cache
 
     @property
     def head_weight(self) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from data.batches import Batch
-from model.axes import ANYWHERE, mesh_axes
+from model.axes import ANYWHERE, MeshAxes, mesh_axes
 from model.config import ModelConfig
 from model.gpt import GPT, project
 from model.layers import Execution
@@ -86,8 +86,8 @@ class _Tiled(NamedTuple):
 
     def _on_a_device(self, x_BTD, weight, targets_BT, gradients: bool):
         vocab_dim, dtype = 0 if self.config.tied_head else 1, weight.dtype
-        batch = mesh_axes(self.how.rules.spec("batch")[0])
-        gathers = [mesh_axes(on) for on in self.head]
+        batch = _wide(self.how.rules.spec("batch")[0])
+        gathers = [_wide(on) for on in self.head]
         cut = gathers[vocab_dim]
         if {*cut} & {*batch}:
             cut = ()
@@ -160,6 +160,11 @@ class _Tiled(NamedTuple):
         dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
         dx_BCD, dweight = transpose(jnp.where(counts[..., None], dlogits_BCV, 0.0))
         return (sums, dweight), jax.lax.psum(dx_BCD, cut)
+
+
+def _wide(entry: MeshAxes) -> tuple[str, ...]:
+    """Give the mesh axes of a dim that are more than one device wide."""
+    return tuple(axis for axis in mesh_axes(entry) if jax.lax.psum(1, axis) > 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -93,7 +93,7 @@ CASES = [
         SLICES,
         step(dcn=3.0, along="data"),
         "data over DCN at 1.0 GB/s",
-        "data.batch_size=1024 train.accumulation_steps=2",
+        "data.batch_size=1024",
     ),
     (
         "v5e-256x2",

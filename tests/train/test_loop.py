@@ -282,13 +282,13 @@ def test_a_run_goes_on_on_another_mesh(door, copy, longer):
 
 def test_a_planned_mesh_is_written_out(folder, door):
     path = folder / "planned"
-    steps = "train.num_steps=2", "checkpoint.save_interval_steps=null"
-    result = door(path, "mesh=planned", *steps)
+    steps = "train.num_steps=2"
+    result = door(path, "mesh=planned", steps)
     assert result.returncode == 0, result.stderr
     assert "mesh=planned: nobody says how fast these devices are" in result.stderr
     mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
-    again = door(path, "mesh=planned", *steps)  # the same command
+    again = door(path, "mesh=planned", steps)  # the same command
     assert again.returncode == 0, again.stderr
 
 
