@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from train.advice import Advice, advise
+from train.advice import Advice, advise, make_room
 from train.aot import Cost, OutOfMemory, measure_compile
 from train.chips import chip_of
 from train.estimate import estimate_execution, estimate_items, estimate_memory
 from train.execution import Execution, read_execution
 from train.hlo import Module
-from train.ledger import Ledger, Room, make_ledger
+from train.ledger import HELD, Ledger, Room, make_ledger
 from train.links import NotStated
 from train.loops import read
 from train.prediction import Prediction
@@ -42,13 +42,17 @@ class Outlook:
     unpredicted: str = ""
 
     def advise(self, program: Program, room: Room) -> Advice | None:
-        """Name the bottleneck of a step, and a remedy."""
-        if self.prediction is None:
+        """Name the bottleneck of a step, memory if it does not fit, and a remedy."""
+        if self.prediction is None or self.ledger.needed is None:
             return None
-        spare = None
-        if self.ledger.needed is not None:
-            spare = max(0, room.available - self.ledger.needed.bytes)
-        return advise(self.prediction, program.config, program.mesh, spare)
+        needed, (config, mesh) = (
+            self.ledger.needed.bytes,
+            (program.config, program.mesh),
+        )
+        if needed > room.available:
+            held = sum(self.ledger.parts[name].bytes for name in HELD)
+            return make_room(config, mesh, held, needed, room)
+        return advise(self.prediction, config, mesh, room.available - needed)
 
     def scaled(self, program: Program) -> list[Scaled]:
         """Predict what more slices give; [] for a single one."""
