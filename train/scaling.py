@@ -107,8 +107,8 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
             for row in rows
         ],
         ["slices", "chips", "DCN a chip", "seconds a step", "tokens/s", "kept"],
-        "more slices (computed from the program for "
-        "several: what a chip sends between them in a step, and the speed kept)",
+        "more slices (from the bytes that rings send between them, which is not all: a "
+        "public run on v5e kept 97 % on 2 and 89 % on 32)",
     )
 
 
