@@ -20,8 +20,8 @@ _MUCH_EXPOSED = 0.1  # of the step
 _NARROW = 0.9  # part of the matrix units that is used
 # Of public runs, by platform (benchmarks/results/*_published.json).
 _SEEN = {
-    "tpu": "five public runs took as long, the middle being off by 1 to 9 %",
-    "gpu": "six public runs took 1.5 to 2.1 times as long as the middle: a bound, no more",
+    "tpu": "five public runs (16 to 32 B) lay in the range, 1 to 9 % off the middle",
+    "gpu": "a lower bound: six public runs took 1.5 to 2.1 times the middle",
 }
 
 
@@ -228,8 +228,8 @@ def said(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     return [
         (
             "predicted",
-            f"{_span(step, format_seconds)} a step, estimated (first: all overlaps "
-            "that can; last: only what is scheduled to)",
+            f"{_span(step, format_seconds)} a step, estimated (low: all that can "
+            "overlap does; high: only what is scheduled to)",
         ),
         (
             "tokens/s",

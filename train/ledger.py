@@ -135,8 +135,8 @@ def make_ledger(
     )
 
 
-def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
-    """Print every figure with how it is known, then the verdict."""
+def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
+    """Print every figure with how it is known, then the verdict if there is a room."""
     meanings = {
         "arguments": "state and batch, as they lie in memory",
         "temporaries": "activations, gradients, buffers",
@@ -158,6 +158,8 @@ def print_ledger(ledger: Ledger, room: Room, cost: Cost | None) -> None:
         )
     print(f"host        {format_bytes(ledger.host_save.bytes)} at most during a save")
     print(f"checkpoint  {format_bytes(ledger.checkpoint.bytes)} before compression")
+    if room is None:
+        return
     print(
         f"memory      {format_bytes(room.total)} a device, of which a program has "
         f"{format_bytes(room.program)}; {format_bytes(room.available)} with the margin"

@@ -140,7 +140,7 @@ def train(config: Config, command: str) -> int:
                 if not run.finished:
                     code = _start(prepared, run, cluster, requests, watchdog)
         if code == 0 and cluster.first:
-            print_results(read_results(run.path), command, config.schedule, run.path)
+            print_results(read_results(run.path), command, config, run.path)
         return code
 
 

@@ -12,6 +12,7 @@ import jax
 from train.advice import Advice, advise, make_room
 from train.aot import Cost, OutOfMemory, measure_compile
 from train.chips import chip_of
+from train.config import Remat
 from train.estimate import estimate_execution, estimate_items, estimate_memory
 from train.execution import Execution, read_execution
 from train.hlo import Module
@@ -52,7 +53,12 @@ class Outlook:
         if needed > room.available:
             held = sum(self.ledger.parts[name].bytes for name in HELD)
             return make_room(config, mesh, held, needed, room)
-        return advise(self.prediction, config, mesh, room.available - needed)
+        advice = advise(self.prediction, config, mesh, room.available - needed)
+        key, _, remat = advice.override.partition("=")
+        if key == "train.remat" and not _fits_with(program, remat, room):
+            change = "recomputing less does not fit, but with other meshes may"
+            return replace(advice, change=change, override="search=true")
+        return advice
 
     def scaled(self, program: Program) -> list[Scaled]:
         """Predict what more slices give; [] for a single one."""
@@ -74,6 +80,14 @@ class Outlook:
             "advice": advice and asdict(advice),
             "weak_scaling": [asdict(row) for row in self.scaled(program)],
         }
+
+
+def _fits_with(program: Program, remat: str, room: Room) -> bool:
+    """Estimate whether another policy of recomputation fits."""
+    train = replace(program.config.train, remat=Remat(remat))
+    config = replace(program.config, train=train)
+    other = replace(program, config=config, how=program.how._replace(remat=remat))
+    return estimate_memory(other).fits(room) is True
 
 
 def estimate(program: Program) -> Outlook:
@@ -105,7 +119,9 @@ def _outlook(program: Program, ledger: Ledger, execution: Execution) -> Outlook:
     kind = program.mesh.devices.flat[0].device_kind
     chip = chip_of(kind)
     if chip is None:
-        return Outlook(ledger, execution, None, unpredicted=f"nothing states {kind}")
+        return Outlook(
+            ledger, execution, None, unpredicted=f"the speed of {kind} is not known"
+        )
     model, tokens = program.config.model, program.tokens_per_step
     try:
         prediction = predict(execution, program.mesh, chip, model, tokens)

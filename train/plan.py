@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from train.command import run_command
-from train.config import ConfigError, Mistake, PlanConfig, Platform
+from train.config import Config, ConfigError, Mistake, PlanConfig, Platform
 from train.exits import DOES_NOT_FIT, FINISHED
 from train.rules import validate
 from train.targets import CPU, Target, parse_target
@@ -61,7 +61,7 @@ def main(config: PlanConfig) -> int:
     if config.json:
         print(json.dumps(plan))
     else:
-        _print(program, outlook, room)
+        _print(program, outlook, room if config.target else None)
     if config.target is None:
         return FINISHED
     _write(config, program, target, outlook, room, plan)
@@ -92,7 +92,7 @@ def _prepare(
     return settled, fake_devices(target) if target else jax.devices()
 
 
-def _print(program: "Program", outlook: "Outlook", room: "Room") -> None:
+def _print(program: "Program", outlook: "Outlook", room: "Room | None") -> None:
     from train.advice import print_prediction
     from train.execution import print_execution
     from train.ledger import print_ledger
@@ -100,11 +100,11 @@ def _print(program: "Program", outlook: "Outlook", room: "Room") -> None:
 
     print_execution(outlook.execution)
     print_ledger(outlook.ledger, room, outlook.cost)
-    advice = outlook.advise(program, room)
+    advice = room and outlook.advise(program, room)
     if outlook.prediction and advice:
         print_prediction(outlook.prediction, advice)
     else:
-        print(f"predicted   not: {outlook.unpredicted}")
+        print(f"no prediction: {outlook.unpredicted}")
     if scaled := outlook.scaled(program):
         print_weak_scaling(scaled)
 
@@ -153,7 +153,9 @@ def _write(
     from train.object_store import run_folder, write_whole
     from train.picture import write_picture
 
-    folder = run_folder(config.output or f"plans/{run_name(config)}-{config.target}")
+    keys = [field.name for field in dataclasses.fields(Config)]
+    own = Config(**{key: getattr(config, key) for key in keys})
+    folder = run_folder(config.output or f"plans/{run_name(own)}-{config.target}")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
     advice, prediction = outlook.advise(program, room), outlook.prediction

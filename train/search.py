@@ -138,8 +138,7 @@ def search(
     start = time.monotonic()
     weighed, excluded = _weigh_all(config, devices, room, given)
     ranked = sorted(weighed.values(), key=_rank)
-    first = [weighed[given]] if given in weighed else []
-    queue = [*first, *(w for w in ranked if w.fits and w.layout != given)]
+    queue = _queue(ranked, given)
     compiled = list[Weighed]()
     while queue and compiles and time.monotonic() < start + 60 * minutes:
         layout = queue.pop(0).layout
@@ -157,6 +156,21 @@ def search(
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(epath.Path(file), json.dumps(dataclasses.asdict(found)))
     return found
+
+
+def _queue(ranked: list[Weighed], given: Layout | None) -> list[Weighed]:
+    """Order what to compile: the given one, the best of each remat policy, the rest.
+
+    Estimates compare meshes better than they compare what is recomputed.
+    """
+    fitting = [one for one in ranked if one.fits]
+    best = {one.layout.remat: one for one in reversed(fitting)}.values()
+    first = [one for one in ranked if one.layout == given]
+    return list(
+        {
+            one.layout: one for one in (*first, *sorted(best, key=_rank), *fitting)
+        }.values()
+    )
 
 
 def choose(

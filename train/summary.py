@@ -1,5 +1,6 @@
 """What a finished run has to show: its score beside common compressors, a sample."""
 
+import shlex
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from data.sources import Sources
 from data.store import compression_bits_per_byte
 from data.tokenizer import decode, encode
 from model.config import Position
-from train.config import ConfigError, Mistake, Schedule, ScheduleConfig
+from train.config import Config, ConfigError, Mistake, Schedule
 from train.evaluation import Score
 from train.generate import Sampling, generate
 from train.goodput import account
@@ -83,13 +84,20 @@ def results(program: Program, params: Any, sources: Sources, step: int, score: S
 
 
 def print_results(
-    found: dict[str, Any], command: str, schedule: ScheduleConfig, run_dir: epath.Path
+    found: dict[str, Any], command: str, config: Config, run_dir: epath.Path
 ) -> None:
     """Print results, goodput, and how to go on, at a rate that is not 0."""
-    step = found["step"]
+    step, schedule = found["step"], config.schedule
+    more = [f"train.num_steps={2 * step}"]
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
-        command += f" {key}=0.1 'run.allow_change=[{key}]'"
+        # The key is a part of the run's name, unless that is given.
+        name = config.run.name or config.run.dir
+        more = [f"run.name={run_dir.name}"] * (not name) + [
+            f"{key}=0.1",
+            f"run.allow_change=[{key}]",
+            *more,
+        ]
     others = ", ".join(f"{k} -9 {v:.3f}" for k, v in found["compressed"].items())
     print()
     print(f"finished    {step:,} steps")
@@ -101,4 +109,11 @@ def print_results(
     print(f"goodput     {goodput}")
     print("sample")
     print("\n".join(f"  | {line}" for line in found["sample"].split("\n")))
-    print(f"to go on    {command} train.num_steps={2 * step}", flush=True)
+    print(f"to go on    {_changed(command, more)}", flush=True)
+
+
+def _changed(command: str, overrides: list[str]) -> str:
+    """Give a command line other values of some keys."""
+    keys = {override.partition("=")[0] for override in overrides}
+    kept = [w for w in shlex.split(command) if w.partition("=")[0] not in keys]
+    return shlex.join([*kept, *overrides])

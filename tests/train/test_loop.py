@@ -209,6 +209,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
     (hint,) = [x for x in result.stdout.splitlines() if x.startswith("to go on")]
     assert "python -m train " in hint
     assert hint.endswith("train.num_steps=40")
+    assert hint.count("train.num_steps") == 1
     # Nothing is laid out, restored or compiled.
     assert "mesh  " not in result.stdout
     assert "from step" not in result.stdout

@@ -97,6 +97,15 @@ def test_the_best_and_the_one_given_are_compiled(config, devices, room, monkeypa
     assert choose(config, devices) == found.best.layout
 
 
+def test_of_each_way_to_recompute_the_best_is_compiled_first(config, devices, room):
+    found = search(config, devices, room)
+    queue = [one.layout for one in searching._queue(found.weighed, found.given)]
+    assert queue[0] == found.given
+    assert {layout.remat for layout in queue[1:4]} == {"none", "dots", "full"}
+    fitting = [one.layout for one in found.weighed if one.fits]
+    assert len(queue) == len(set(queue)) == len({*fitting, found.given})
+
+
 def test_no_more_are_compiled_when_the_time_is_up(config, devices, room, monkeypatch):
     monkeypatch.setattr(searching, "compile_and_read", OutOfMemory)
     assert search(config, devices, room, compiles=2, minutes=0).compiled == []
