@@ -192,7 +192,8 @@ def _crashed(
     place = cluster.process, exit_code(error), requests.step
     crash = Crash(*place, said[:1000], known)
     if cluster.processes > 1:
-        if str(error) or not known:  # else process 0 says it
+        # Without words of its own process 0 says it.
+        if not requests.leaving and (str(error) or not known):
             log.error("%s", said, exc_info=None if known else error)
         requests.crashed(crash)
     if run.judge(crash) == CRASHES_AGAIN:

@@ -65,6 +65,7 @@ class Requests:
         self._stop: int | None = None  # the code, once agreed on
         self._heard: int | None = None  # ... once this process was told to
         self._held = False  # until `connect`
+        self.leaving = False  # all are: what fails from now on fails because of that
         self._told = threading.Condition()
         self._listener: threading.Thread | None = None
         reading, writing = socket.socketpair()
@@ -226,6 +227,7 @@ class Requests:
 
     def _leave(self, code: int) -> None:
         """End this process from any thread, once the others are about to."""
+        self.leaving = True
         self._cluster.wait("leave", _PATIENCE_S)
         try:
             self.last_words(code)

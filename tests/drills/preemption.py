@@ -155,7 +155,6 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
     the results are there -> both end within 15 s, with 42 before the results and with
     0, 42 or (in Python's own end) 143 after them; the next start ends with 0."""
     seen = []
-    ground.traceback = True  # of process 0, whose peer leaves in mid-evaluation
     for number, delay_s in enumerate((None, 0, 0.03, 0.1, 0.4)):
         run = ground.half(2, name=f"run-{number}")
         (run.path / "results.json").unlink()
