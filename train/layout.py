@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.axes import mesh_axes
 from model.params import named
 from train.describe import bytes_per_device
 from train.mesh import Device
@@ -106,7 +107,7 @@ def _array(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
 
 def _dims(spec: PartitionSpec, names: list[str], rank: int) -> list[list[int]]:
     entries = [*spec, *[None] * rank][:rank]
-    dims = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+    dims = [mesh_axes(entry) for entry in entries]
     return [[names.index(axis) for axis in dim] for dim in dims]
 
 

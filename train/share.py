@@ -9,7 +9,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from model.axes import MeshAxes
+from model.axes import MeshAxes, mesh_axes
 from model.config import ModelConfig
 from model.layers import Execution
 from model.params import STACKED, Kind, ParamInfo, named
@@ -198,5 +198,4 @@ def _cut(program: Program, shape: tuple[int, ...], axes: list[Axes]) -> tuple[in
 
 def _wide(program: Program, entry: MeshAxes) -> Axes:
     """Give the mesh axes of a rule that are more than one device wide."""
-    axes = (entry,) if isinstance(entry, str) else entry or ()
-    return tuple(axis for axis in axes if program.mesh.shape[axis] > 1)
+    return tuple(axis for axis in mesh_axes(entry) if program.mesh.shape[axis] > 1)

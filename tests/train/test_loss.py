@@ -43,7 +43,7 @@ def value_and_grads(program, params, batch, chunk):
         model = bind(program.model, params)
         return loss_sum(model, batch, program.how, 0.1, chunk, program.head)
 
-    key = (program.mesh, program.config.model, chunk)
+    key = (program.mesh, program.head, program.config.model, chunk)
     JITTED.setdefault(key, jax.jit(jax.value_and_grad(loss, has_aux=True)))
     with jax.set_mesh(program.mesh):
         params = jax.device_put(params, program.shardings.params)
@@ -76,6 +76,21 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
     program = programs("model.num_layers=1", *shape, devices=8)
     assert program.head == PartitionSpec("fsdp", "tensor")
     close(value_and_grads(program, params, batch, chunk), whole)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ("mesh.params.vocab=[fsdp,tensor]", "mesh.params.embed=null"),
+        ("mesh.params.vocab=null", "mesh.params.embed=[fsdp,tensor]"),
+        ("mesh.params.vocab=null", "mesh.params.embed=null"),
+    ],
+)
+def test_other_rules_for_the_weight(programs, params, batch, whole, rules):
+    """Also those by which devices that share no rows share the weight."""
+    shape = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    program = programs("model.num_layers=1", *shape, *rules, devices=8)
+    close(value_and_grads(program, params, batch, 8), whole)
 
 
 def test_a_tied_table_in_tiles(programs, batch):
