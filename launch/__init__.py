@@ -1,0 +1,1 @@
+"""Takes the command line of training to a cluster, and keeps it running there."""

@@ -1,0 +1,176 @@
+"""`python -m launch cluster=...`: the command line of training, on a cluster.
+
+It takes all keys of `python -m train`, and its own: `action=`, `cluster=`, `force=`;
+what is not its own travels, word for word. Exit codes: those of the run where it is
+kept going from here (local, ssh, tpu_vm), else 0 once it is submitted; 4, 65 and 78 if
+the plan says that it is of no use.
+"""
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import local
+from launch.backend import Backend
+from launch.config import Action, LaunchConfig, kind_in, kind_of, schema_of
+from launch.doors import ROOT, run_door
+from launch.gate import see_first
+from launch.job import (
+    Job,
+    Rendered,
+    environment_mistakes,
+    hydra_text,
+    job_name,
+    shell,
+    unfit,
+)
+from launch.records import Record, keep, newest, next_number
+from train.command import compose, run_command, to_yaml
+from train.config import Config, ConfigError, Mistake
+from train.exits import FINISHED
+from train.flags import parse_flags
+from train.identity import run_dir, run_name
+from train.object_store import run_folder
+from train.rules import validate
+
+log = logging.getLogger(__name__)
+
+BACKENDS: Mapping[str, Backend] = {"local": local}
+OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
+    f.name for f in dataclasses.fields(Config)
+}
+
+
+def main(config: Any) -> int:
+    """Do what `action` says."""
+    if config.action in (Action.submit, Action.render):
+        flags = parse_flags(sys.argv[1:])
+        if flags.config_dir or flags.config_name:
+            rule = "stays here: presets that travel lie in configs/, or are keys"
+            raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
+        return _submit(config, flags.overrides)
+    record = newest(_directory(config))
+    if config.action is Action.resume:
+        return _resume(record, config.force)
+    backend = BACKENDS[record.kind]
+    if config.action is Action.logs:
+        return backend.logs(record, config.follow)
+    if config.action is Action.stop:
+        return backend.stop(record)
+    return _status(record)
+
+
+def mistakes(config: Any) -> list[Mistake]:
+    """List what is wrong, with the keys of training too."""
+    found = validate(config)
+    if config.cluster.max_restarts < 0:
+        rule = "must not be negative; 0 is never again"
+        found.append(Mistake("cluster.max_restarts", config.cluster.max_restarts, rule))
+    if config.cluster.backoff_s < 0:
+        rule = "must not be negative"
+        found.append(Mistake("cluster.backoff_s", config.cluster.backoff_s, rule))
+    if config.follow and config.action is not Action.logs:
+        found.append(Mistake("follow", True, "goes with action=logs only"))
+    if config.output and config.action is not Action.render:
+        found.append(Mistake("output", config.output, "goes with action=render only"))
+    if config.action in (Action.submit, Action.render):
+        backend = BACKENDS[kind_of(config.cluster)]
+        variables = config.cluster.environment
+        found += environment_mistakes(variables, backend.WHERE_SECRETS_GO)
+        found += backend.mistakes(config.cluster, _directory(config))
+    return found
+
+
+def _submit(config: Any, arguments: Sequence[str]) -> int:
+    """Check, render, show the plan, keep what was submitted, submit."""
+    if wrong := unfit(arguments):
+        raise ConfigError(wrong)
+    kind, cluster, directory = kind_in(arguments), config.cluster, _directory(config)
+    backend = BACKENDS[kind]
+    number = next_number(directory)
+    job = Job(
+        name=job_name(run_name(_of_training(config)), directory),
+        run_dir=directory,
+        folder=f"{directory}/launch/{number}",
+        overrides=_for_training(arguments, directory),
+        root=str(ROOT),
+        workdir=str(Path.cwd()),
+        environment=cluster.environment,
+    )
+    rendered = backend.render(job, cluster)
+    if config.action is Action.render:
+        return _show(rendered, config.output)
+    if config.plan_first:
+        see_first(job.overrides, backend.machine(cluster), config.force)
+    record = Record(directory, number, kind, job.name, tuple(arguments), time="")
+    record = keep(record, {**rendered.files, "config.yaml": to_yaml(config)}, ROOT)
+    log.info("%s: kept in %s", job.name, record.folder)
+    return backend.submit(job, cluster, rendered, record)
+
+
+def _resume(record: Record, force: bool) -> int:
+    """Submit again what was submitted, unless it still runs."""
+    if BACKENDS[record.kind].alive(record):
+        rule = "runs, or waits to; action=stop first, or action=logs follow=true"
+        raise ConfigError([Mistake("run.dir", record.run_dir, rule)])
+    config = compose(record.arguments, "launch", schema_of(record.kind))
+    again = Action.submit, force or config.force
+    config = dataclasses.replace(config, action=again[0], force=again[1])
+    if wrong := mistakes(config):
+        raise ConfigError(wrong)
+    return _submit(config, record.arguments)
+
+
+def _status(record: Record) -> int:
+    """Print what the cluster knows of the job, and what the run knows of itself."""
+    print(f"{record.name}   submitted {record.time} to {record.kind}")
+    for line in BACKENDS[record.kind].status(record):
+        print(line)
+    sys.stdout.flush()
+    if (record.folder.parent.parent / "config.yaml").exists():
+        return run_door(
+            "train.status", [hydra_text("run.dir", record.run_dir)]
+        ).returncode
+    print("the run has not begun yet")
+    return FINISHED
+
+
+def _show(rendered: Rendered, output: str | None) -> int:
+    """Write what would be submitted into a folder, or print it; and the command."""
+    for name, text in rendered.files.items():
+        if output is None:
+            print(f"# ---- {name}\n{text}")
+        else:
+            folder = Path(output)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    print(shell(rendered.command))
+    return FINISHED
+
+
+def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
+    """Leave out what is ours; name the run's directory from the root on."""
+
+    def key(argument: str) -> str:
+        return argument.lstrip("+~").partition("=")[0]
+
+    passed = [a for a in arguments if key(a) != "run.dir"]
+    passed = [a for a in passed if key(a).partition(".")[0] not in OWN]
+    return (*passed, hydra_text("run.dir", directory))
+
+
+def _directory(config: Any) -> str:
+    return os.fspath(run_folder(run_dir(_of_training(config))))
+
+
+def _of_training(config: Any) -> Config:
+    names = [field.name for field in dataclasses.fields(Config)]
+    return Config(**{name: getattr(config, name) for name in names})
+
+
+if __name__ == "__main__":
+    run_command(main, "launch", schema_of(kind_in(sys.argv[1:])), mistakes)

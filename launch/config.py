@@ -1,0 +1,203 @@
+"""What `python -m launch` can be told: the keys of training, and its own.
+
+Each kind of cluster has a dataclass, whose preset is `configs/cluster/<kind>.yaml`. A
+key of one kind is unknown to the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from train.config import Config
+
+
+class Action(StrEnum):
+    """What to do; all but `submit` and `render` speak of a run that was submitted."""
+
+    submit = "submit"
+    render = "render"
+    status = "status"
+    logs = "logs"
+    stop = "stop"
+    resume = "resume"
+
+
+class Code(StrEnum):
+    """How this program gets there: a folder that all see, an archive, an image."""
+
+    shared = "shared"
+    archive = "archive"
+    image = "image"
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What all kinds have."""
+
+    max_restarts: int = 10  # after crashes; preemptions and lost nodes do not count
+    backoff_s: float = 10.0  # after a crash; doubles with each, up to 10 minutes
+    environment: dict[str, str] = field(default_factory=dict)  # more of it; no secrets
+
+
+@dataclass(frozen=True)
+class LocalCluster(ClusterConfig):
+    """Processes of this machine."""
+
+    processes: int = 1
+    detach: bool = False  # go on in the background
+
+
+@dataclass(frozen=True)
+class SshCluster(ClusterConfig):
+    """Machines that ssh reaches, with the run's folder on all of them."""
+
+    hosts: list[str] = field(default_factory=list)  # [user@]host; the first leads
+    processes_per_node: int = 1
+    port: int | None = None  # of process 0's coordinator; null: from the run's name
+    options: list[str] = field(default_factory=list)  # of ssh
+    python: str | None = None  # there; null: as here
+    code: Code = Code.shared
+    workdir: str | None = None  # there; null: as here
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class SlurmCluster(ClusterConfig):
+    """One sbatch job that puts itself in the queue again."""
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    gpu: str | None = None  # their kind, to plan for: a100, h100, h200, b200
+    processes_per_node: int = 1
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None  # [days-]hours:minutes:seconds
+    cpus_per_task: int | None = None
+    memory: str | None = None  # of a node
+    signal_s: int = 120  # before the time limit, to save
+    container_image: str | None = None  # of pyxis
+    options: dict[str, Any] = field(default_factory=dict)  # more of sbatch
+    setup: list[str] = field(default_factory=list)  # lines of shell, before
+    python: str | None = None  # there; null: as here
+    code: Code = Code.shared
+    workdir: str | None = None  # there; null: as here
+
+
+@dataclass(frozen=True)
+class KubernetesCluster(ClusterConfig):
+    """What both kinds of GKE have: a JobSet."""
+
+    namespace: str = "default"
+    context: str | None = None  # of kubectl; null: the present one
+    queue: str | None = None  # Kueue's local queue
+    priority_class: str | None = None
+    service_account: str | None = None  # with leave to read and write the bucket
+    image: str | None = None  # required
+    spot: bool = False
+    grace_period_s: int = 120  # to save, from SIGTERM on
+    # Variable: secret/key, of Kubernetes Secrets, say {WANDB_API_KEY: wandb/api-key}.
+    secrets: dict[str, str] = field(default_factory=dict)
+    merge: dict[str, Any] = field(default_factory=dict)  # into the JobSet
+    code: Code = Code.image
+
+
+@dataclass(frozen=True)
+class GkeTpuCluster(KubernetesCluster):
+    """TPU slices of GKE."""
+
+    target: str | None = None  # v5e-256x2: two slices (names as in train.plan)
+
+
+@dataclass(frozen=True)
+class GkeGpuCluster(KubernetesCluster):
+    """GPU nodes of GKE, or of any Kubernetes with JobSet."""
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    gpu: str | None = None  # a100, h100, h200, b200
+    processes_per_node: int = 1
+
+
+@dataclass(frozen=True)
+class TpuVmCluster(ClusterConfig):
+    """Queued resources of Cloud TPU VMs, watched from here."""
+
+    target: str | None = None  # v6e-8, v5p-512x4: four slices
+    project: str | None = None  # null: gcloud's own
+    zone: str | None = None  # required
+    runtime_version: str | None = None  # null: the one for the chip
+    spot: bool = False
+    reserved: bool = False
+    valid_until: str | None = None  # wait for it so long, say 6h
+    network: str | None = None
+    subnetwork: str | None = None
+    service_account: str | None = None
+    options: list[str] = field(default_factory=list)  # more of create
+    setup: list[str] = field(default_factory=list)  # lines of shell, on each VM
+    python: str = "python3"
+    image: str | None = None  # to run in docker there
+    secrets: dict[str, str] = field(default_factory=dict)  # variable: of Secret Manager
+    code: Code = Code.archive
+    poll_s: float = 30.0
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class SkypilotCluster(ClusterConfig):
+    """A managed job of SkyPilot's."""
+
+    nodes: int = 1
+    accelerators: str | None = None  # H100:8
+    cloud: str | None = None
+    region: str | None = None
+    spot: bool = False
+    image: str | None = None
+    setup: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)  # names, from the environment here
+    merge: dict[str, Any] = field(default_factory=dict)  # into the task
+    code: Code = Code.archive
+
+
+KINDS: dict[str, type[ClusterConfig]] = {
+    "local": LocalCluster,
+    "ssh": SshCluster,
+    "slurm": SlurmCluster,
+    "gke_tpu": GkeTpuCluster,
+    "gke_gpu": GkeGpuCluster,
+    "tpu_vm": TpuVmCluster,
+    "skypilot": SkypilotCluster,
+}
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Config):
+    """Keys of `python -m launch`: those of training, and its own."""
+
+    action: Action = Action.submit
+    cluster: ClusterConfig = field(default_factory=LocalCluster)
+    follow: bool = False  # logs: go on until the run ends
+    force: bool = False  # submit what the plan says is of no use
+    plan_first: bool = True
+    output: str | None = None  # folder that `render` writes to; null: print
+
+
+def kind_in(arguments: Sequence[str]) -> str:
+    """Find the kind of cluster in a command line; `local` if none, or none we know."""
+    chosen = [a.partition("=")[2] for a in arguments if a.startswith("cluster=")]
+    return chosen[-1] if chosen and chosen[-1] in KINDS else "local"
+
+
+def kind_of(cluster: ClusterConfig) -> str:
+    """Give the kind that has these keys."""
+    return next(kind for kind, keys in KINDS.items() if keys is type(cluster))
+
+
+def schema_of(kind: str) -> type:
+    """Give the dataclass of all keys of `python -m launch`, with this kind's own."""
+    own: Any = field(default_factory=KINDS[kind])
+    cluster = ("cluster", KINDS[kind], own)
+    return dataclasses.make_dataclass(
+        "LaunchConfig", [cluster], bases=(LaunchConfig,), frozen=True
+    )

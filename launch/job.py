@@ -1,0 +1,124 @@
+"""What is to run, in the words that every kind of cluster is told it in.
+
+Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and what
+holds a character that no quoting carries is refused (`unfit`).
+"""
+
+import hashlib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from train.config import Mistake
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command line of training, bound for a cluster.
+
+    name: of the job: lower-case letters, digits and hyphens, at most 40; one run has
+        always the same, other runs others.
+    run_dir: absolute, or s3:// or gs://.
+    folder: of this submission, in the run's directory.
+    overrides: of `python -m train`, verbatim.
+    root: where this program's packages lie, here.
+    workdir: where this command was typed.
+    """
+
+    name: str
+    run_dir: str
+    folder: str
+    overrides: tuple[str, ...]
+    root: str
+    workdir: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, python: str) -> list[str]:
+        """Give the words of `python -m train <overrides>`.
+
+        -P leaves the working directory out of the path: PYTHONPATH says which code.
+        """
+        return [python, "-P", "-m", "train", *self.overrides]
+
+    @property
+    def status_arguments(self) -> tuple[str, ...]:
+        """Arguments of `python -m train.status` that print it as one JSON object."""
+        return hydra_text("run.dir", self.run_dir), "json=true"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What would be submitted.
+
+    files: what lies in the submission's folder, by name.
+    command: what is typed then.
+    """
+
+    files: Mapping[str, str]
+    command: Sequence[str]
+
+
+def job_name(run_name: str, run_dir: str) -> str:
+    """Give a name that Slurm, Kubernetes and Google Cloud all take."""
+    plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:31].strip("-")
+    digits = hashlib.sha256(run_dir.encode()).hexdigest()[:8]
+    start = plain if plain[:1].isalpha() else f"run-{plain}"[:31].strip("-")
+    return f"{start}-{digits}"
+
+
+def port_of(name: str) -> int:
+    """Give a port for process 0: the same on all hosts, another for another run.
+
+    Below those that systems hand out at will (from 32,768 on Linux).
+    """
+    return 20_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12_000
+
+
+def shell(words: Sequence[str]) -> str:
+    """Give a line of shell that means these words."""
+    return shlex.join(words)
+
+
+def exports(environment: Mapping[str, str]) -> list[str]:
+    """Give lines of shell that set these variables."""
+    return [f"export {name}={shlex.quote(v)}" for name, v in environment.items()]
+
+
+def hydra_text(key: str, value: str) -> str:
+    """Give an override of a text key that Hydra's grammar cannot misread."""
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f'{key}="{escaped}"'
+
+
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+
+
+def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
+    """List what is no name of a variable, and secrets: these end up in files.
+
+    Args:
+        environment: `cluster.environment`.
+        remedy: where a secret belongs, on this kind of cluster.
+    """
+    found = []
+    for name, value in environment.items():
+        key = f"cluster.environment.{name}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            rule = "must be a variable's name: letters, digits and underscores"
+            found.append(Mistake(key, value, rule))
+        elif _SECRET.search(name) and not name.endswith("_FILE"):
+            rule = f"looks like a secret, and would be written into files; {remedy}"
+            found.append(Mistake(key, "(not shown)", rule))
+    return found
+
+
+def unfit(words: Sequence[str]) -> list[Mistake]:
+    """List the words that cannot travel: those with characters that end a line."""
+    rule = "must not hold line breaks or control characters, such as no cluster keeps"
+    return [
+        Mistake("command line", repr(word), rule)
+        for word in words
+        if any(ord(c) < 32 or ord(c) == 127 for c in word)
+    ]

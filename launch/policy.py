@@ -1,0 +1,62 @@
+"""What the end of an attempt means: over, again, or a crash that is counted.
+
+The exit codes are those of train/exits.py. The job script of Slurm and the policies of
+JobSet say the same in their own words; tests hold them to this.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from train.exits import (
+    ABORTED,
+    CRASHES_AGAIN,
+    DIVERGED,
+    DOES_NOT_FIT,
+    FINISHED,
+    OWNED,
+    PREEMPTED,
+    STOPPED,
+    WRONG_CONFIG,
+    WRONG_DATA,
+)
+
+# Another start would end in the same way, or is not wanted; the first found counts.
+NEVER_AGAIN = (
+    *(STOPPED, WRONG_CONFIG, DOES_NOT_FIT, WRONG_DATA, DIVERGED),
+    CRASHES_AGAIN,
+)
+AGAIN = (PREEMPTED, ABORTED, OWNED)  # not counted
+SAME_STEP = 3  # crashes at one step: another start would be of no use
+LONGEST_BACKOFF_S = 600.0
+
+
+class Verdict(StrEnum):
+    """What to do after an attempt."""
+
+    done = "done"
+    stop = "stop"
+    again = "again"
+    crashed = "crashed"  # again, if there were not too many
+
+
+def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
+    """Say what the exit codes of all processes mean, and which of them says it.
+
+    Args:
+        codes: as a shell sees them, 137 for kill -9; None: its host was lost.
+    """
+    for code in NEVER_AGAIN:
+        if code in codes:
+            return Verdict.stop, code
+    crashes = [c for c in codes if c not in (None, FINISHED, *AGAIN)]
+    if crashes:
+        return Verdict.crashed, crashes[0] or 0
+    rest = [code for code in codes if code]
+    if rest or None in codes:
+        return Verdict.again, rest[0] if rest else ABORTED
+    return Verdict.done, FINISHED
+
+
+def backoff(crashes: int, first_s: float) -> float:
+    """Give the seconds to wait after so many crashes."""
+    return min(first_s * 2 ** (crashes - 1), LONGEST_BACKOFF_S)

@@ -1,0 +1,128 @@
+"""What was submitted, kept in the run's directory: `<run.dir>/launch/<n>/`.
+
+    record.json           kind, time, command line, job, git commit
+    config.yaml           all keys, resolved, the cluster's too
+    uncommitted.patch     what git did not have yet, if anything
+    ...                   what was rendered
+
+No secret is written: the configuration holds names of secrets only.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from train.config import ConfigError, Mistake
+
+_FOLDER, _FILE = "launch", "record.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A submission.
+
+    number: counts the run's submissions from 1 on.
+    name: of the job.
+    arguments: of `python -m launch`.
+    handle: how the cluster knows the job: an id, a name.
+    """
+
+    run_dir: str
+    number: int
+    kind: str
+    name: str
+    arguments: tuple[str, ...]
+    time: str
+    git: Mapping[str, Any] = field(default_factory=dict)
+    handle: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> epath.Path:
+        """Where it is kept."""
+        return epath.Path(self.run_dir) / _FOLDER / str(self.number)
+
+    def write(self) -> None:
+        """Keep it."""
+        kept = {k: v for k, v in asdict(self).items() if k != "run_dir"}
+        (self.folder / _FILE).write_text(json.dumps(kept, indent=1) + "\n")
+
+    def with_handle(self, **handle: Any) -> "Record":
+        """Keep how the cluster knows the job."""
+        known = replace(self, handle={**self.handle, **handle})
+        known.write()
+        return known
+
+    def local_folder(self) -> Path:
+        """Give a folder of this machine: the record's own, unless that is remote."""
+        if "://" not in self.run_dir:
+            return Path(self.folder)
+        folder = Path.home() / f".local/state/longhaul/{self.name}/{self.number}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def next_number(run_dir: str) -> int:
+    """Give the number of the submission to come."""
+    return max(_numbers(run_dir), default=0) + 1
+
+
+def newest(run_dir: str) -> Record:
+    """Read the run's last submission.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    numbers = _numbers(run_dir)
+    if not numbers:
+        rule = f"was never submitted: there is no {run_dir}/{_FOLDER}. Name a run that "
+        rule += "was, with run.name, run.dir or the keys that it was submitted with"
+        raise ConfigError([Mistake("run.dir", run_dir, rule)])
+    folder = epath.Path(run_dir) / _FOLDER / str(max(numbers))
+    kept = json.loads((folder / _FILE).read_text())
+    return Record(run_dir, **{**kept, "arguments": tuple(kept["arguments"])})
+
+
+def _numbers(run_dir: str) -> list[int]:
+    folder = epath.Path(run_dir) / _FOLDER
+    if not folder.exists():
+        return []
+    kept = [f for f in folder.iterdir() if f.name.isdigit() and (f / _FILE).exists()]
+    return [int(file.name) for file in kept]
+
+
+def keep(record: Record, files: Mapping[str, str], root: Path) -> Record:
+    """Write a submission down, with the state of the code in git."""
+    record.folder.mkdir(parents=True, exist_ok=True)
+    commit, patch = _git(root)
+    for name, text in {
+        **files,
+        **({"uncommitted.patch": patch} if patch else {}),
+    }.items():
+        (record.folder / name).write_text(text)
+    record = replace(record, git=commit, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    record.write()
+    return record
+
+
+def _git(root: Path) -> tuple[dict[str, Any], str]:
+    """Give the commit, and what differs from it; nothing where there is no git."""
+
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
+
+    try:
+        commit = ask("rev-parse", "HEAD").strip()
+        patch = ask("diff", "--binary", "HEAD", "--", ".")
+        unknown = ask("ls-files", "--others", "--exclude-standard", "--", ".")
+    except (OSError, subprocess.CalledProcessError):
+        return {}, ""
+    return {"commit": commit, "untracked": unknown.split("\n")[:-1]}, patch
