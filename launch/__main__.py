@@ -92,21 +92,23 @@ def _submit(config: Any, arguments: Sequence[str]) -> int:
     kind, cluster, directory = kind_in(arguments), config.cluster, _directory(config)
     backend = BACKENDS[kind]
     number = next_number(directory)
+    record = Record(directory, number, kind, "", tuple(arguments), time="")
+    rendering = config.action is Action.render
     job = Job(
         name=job_name(run_name(_of_training(config)), directory),
         run_dir=directory,
-        folder=f"{directory}/launch/{number}",
+        folder=(config.output or ".") if rendering else os.fspath(record.folder),
         overrides=_for_training(arguments, directory),
         root=str(ROOT),
         workdir=str(Path.cwd()),
         environment=cluster.environment,
     )
     rendered = backend.render(job, cluster)
-    if config.action is Action.render:
+    if rendering:
         return _show(rendered, config.output)
     if config.plan_first:
         see_first(job.overrides, backend.machine(cluster), config.force)
-    record = Record(directory, number, kind, job.name, tuple(arguments), time="")
+    record = dataclasses.replace(record, name=job.name)
     record = keep(record, {**rendered.files, "config.yaml": to_yaml(config)}, ROOT)
     log.info("%s: kept in %s", job.name, record.folder)
     return backend.submit(job, cluster, rendered, record)

@@ -4,6 +4,7 @@ Each kind of cluster has a dataclass, whose preset is `configs/cluster/<kind>.ya
 key of one kind is unknown to the others.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
