@@ -10,7 +10,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launch.config import Code
 from train.config import Mistake
+
+
+ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,23 @@ class Job:
     workdir: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, python: str) -> list[str]:
-        """Give the words of `python -m train <overrides>`.
+    def command(self, python: str, code: Code = Code.shared) -> list[str]:
+        """Give the words that train there.
 
-        -P leaves the working directory out of the path: PYTHONPATH says which code.
+        -P leaves the working directory out of the path: `variables` say which code.
         """
-        return [python, "-P", "-m", "train", *self.overrides]
+        train = [python, "-P", "-m", "train", *self.overrides]
+        if code is not Code.archive:
+            return train
+        # An object store holds no program that could be run from there.
+        remote = "://" in self.folder
+        unpack = ["-m", "launch.unpack"] if remote else [f"{self.folder}/{UNPACK}"]
+        return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *train]
+
+    def variables(self, code: Code = Code.shared) -> dict[str, str]:
+        """Give the environment that goes with the command."""
+        found = {"PYTHONPATH": self.root} if code is Code.shared else {}
+        return {**found, **self.environment}
 
     @property
     def status_arguments(self) -> tuple[str, ...]:

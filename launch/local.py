@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from launch.background import end_of, go_to_background, is_alive, who_am_i
 from launch.config import LocalCluster
@@ -45,8 +45,8 @@ def machine(cluster: LocalCluster) -> Machine:
 def render(job: Job, cluster: LocalCluster) -> Rendered:
     """Give a script that starts all processes once."""
     command = shell(job.command(sys.executable))
-    lines = ["#!/usr/bin/env bash", *exports({"PYTHONPATH": job.root})]
-    lines += [f"cd {shell([job.workdir])}", *exports(job.environment)]
+    lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
+    lines += exports(job.variables())
     for process in range(cluster.processes):
         place = _place(process, cluster.processes, port=29500)
         both = [f"{name}={value}" for name, value in place.items()]
@@ -118,8 +118,8 @@ class _Processes:
             self._files.append(file)
             alone = show and process == 0
             command = job.command(sys.executable)
-            env: dict[str, Any] = {**os.environ, "PYTHONPATH": job.root}
-            env |= {**job.environment, **_place(process, cluster.processes, port)}
+            env = {**os.environ, **job.variables()}
+            env |= _place(process, cluster.processes, port)
             self._processes.append(
                 subprocess.Popen(
                     command,
