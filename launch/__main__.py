@@ -52,7 +52,7 @@ def main(config: Any) -> int:
         if flags.config_dir or flags.config_name:
             rule = "stays here: presets that travel lie in configs/, or are keys"
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
-        return _submit(config, flags.overrides)
+        return _submit(config, flags.overrides, str(Path.cwd()))
     record = newest(_directory(config))
     if config.action is Action.resume:
         return _resume(record, config.force)
@@ -85,14 +85,20 @@ def mistakes(config: Any) -> list[Mistake]:
     return found
 
 
-def _submit(config: Any, arguments: Sequence[str]) -> int:
-    """Check, render, show the plan, keep what was submitted, submit."""
+def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
+    """Check, render, show the plan, keep what was submitted, submit.
+
+    Args:
+        config: of `python -m launch`.
+        arguments: that it was composed of.
+        workdir: where they were typed: relative paths begin there.
+    """
     if wrong := unfit(arguments):
         raise ConfigError(wrong)
     kind, cluster, directory = kind_in(arguments), config.cluster, _directory(config)
     backend = BACKENDS[kind]
     number = next_number(directory)
-    record = Record(directory, number, kind, "", tuple(arguments), time="")
+    record = Record(directory, number, kind, "", tuple(arguments), workdir)
     rendering = config.action is Action.render
     job = Job(
         name=job_name(run_name(_of_training(config)), directory),
@@ -100,14 +106,15 @@ def _submit(config: Any, arguments: Sequence[str]) -> int:
         folder=(config.output or ".") if rendering else os.fspath(record.folder),
         overrides=_for_training(arguments, directory),
         root=str(ROOT),
-        workdir=str(Path.cwd()),
+        workdir=workdir,
         environment=cluster.environment,
     )
     rendered = backend.render(job, cluster)
     if rendering:
         return _show(rendered, config.output)
+    _refuse_twice(directory)
     if config.plan_first:
-        see_first(job.overrides, backend.machine(cluster), config.force)
+        see_first(job, backend.machine(cluster), config.force)
     record = dataclasses.replace(record, name=job.name)
     record = keep(record, {**rendered.files, "config.yaml": to_yaml(config)}, ROOT)
     log.info("%s: kept in %s", job.name, record.folder)
@@ -115,16 +122,32 @@ def _submit(config: Any, arguments: Sequence[str]) -> int:
 
 
 def _resume(record: Record, force: bool) -> int:
-    """Submit again what was submitted, unless it still runs."""
-    if BACKENDS[record.kind].alive(record):
-        rule = "runs, or waits to; action=stop first, or action=logs follow=true"
-        raise ConfigError([Mistake("run.dir", record.run_dir, rule)])
+    """Submit again what was submitted."""
     config = compose(record.arguments, "launch", schema_of(record.kind))
-    again = Action.submit, force or config.force
-    config = dataclasses.replace(config, action=again[0], force=again[1])
+    config = dataclasses.replace(
+        config,
+        action=Action.submit,
+        force=force or config.force,
+        run=dataclasses.replace(config.run, dir=record.run_dir),
+    )
     if wrong := mistakes(config):
         raise ConfigError(wrong)
-    return _submit(config, record.arguments)
+    return _submit(config, record.arguments, record.workdir)
+
+
+def _refuse_twice(directory: str) -> None:
+    """Refuse to submit what was submitted and is not over.
+
+    Raises:
+        ConfigError: saying what to do instead.
+    """
+    if next_number(directory) == 1:
+        return
+    record = newest(directory)
+    if BACKENDS[record.kind].alive(record):
+        rule = f"runs, or waits to run, on {record.kind} as {record.name}: "
+        rule += "action=logs follow=true shows it, action=stop ends it"
+        raise ConfigError([Mistake("run.dir", directory, rule)])
 
 
 def _status(record: Record) -> int:

@@ -7,10 +7,10 @@ the arrays out on as many virtual devices.
 
 import logging
 import sys
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from launch.doors import run_door
+from launch.job import Job
 from train.config import Mistake
 from train.exits import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit
 
@@ -35,11 +35,11 @@ _REFUSED = {
 }
 
 
-def see_first(overrides: Sequence[str], machine: Machine, force: bool) -> None:
+def see_first(job: Job, machine: Machine, force: bool) -> None:
     """Show the plan; refuse what is of no use to submit.
 
     Args:
-        overrides: of `python -m train`.
+        job: what is to run.
         machine: what it is to run on.
         force: submit all the same.
 
@@ -48,12 +48,13 @@ def see_first(overrides: Sequence[str], machine: Machine, force: bool) -> None:
     """
     if machine == Machine():
         return
-    arguments = [*overrides, "runtime.platform=cpu"]
+    arguments = [*job.overrides, "runtime.platform=cpu"]
     if machine.target is not None:
         arguments.append(f"target={machine.target}")
     else:
         arguments.append(f"runtime.cpu_devices={machine.devices}")
-    code = run_door("train.plan", arguments, stdout=sys.stderr).returncode
+    how = {"stdout": sys.stderr, "cwd": job.workdir}
+    code = run_door("train.plan", arguments, **how).returncode
     if code == FINISHED:
         return
     if code not in _REFUSED:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from launch.config import Code
 from train.config import Mistake
 
-
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
 
 

@@ -30,6 +30,7 @@ class Record:
     number: counts the run's submissions from 1 on.
     name: of the job.
     arguments: of `python -m launch`.
+    workdir: where that was typed.
     handle: how the cluster knows the job: an id, a name.
     """
 
@@ -38,7 +39,8 @@ class Record:
     kind: str
     name: str
     arguments: tuple[str, ...]
-    time: str
+    workdir: str
+    time: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
     handle: Mapping[str, Any] = field(default_factory=dict)
 
