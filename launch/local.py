@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from launch.background import end_of, go_to_background, is_alive, who_am_i
 from launch.config import LocalCluster
@@ -88,7 +87,7 @@ def alive(record: Record) -> bool:
 
 def logs(record: Record, follow: bool) -> int:
     """Print what process 0 says."""
-    file = Path(record.handle["folder"]) / "process-0.log"
+    file = _log(Path(record.handle["folder"]), 0)
     with file.open(errors="replace") as text:
         while True:
             over = not (follow and is_alive(record.handle))
@@ -107,53 +106,38 @@ def stop(record: Record) -> int:
 
 
 class _Processes:
-    """One start of all processes."""
+    """One start of all processes; each writes to a file, and outlives us if need be."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
         port = _free_port()
-        self._files: list[IO[bytes]] = []
+        self._said = _log(folder, 0).open("ab+") if show else None
         self._processes: list[subprocess.Popen[bytes]] = []
         for process in range(cluster.processes):
-            file = (folder / f"process-{process}.log").open("ab")
-            self._files.append(file)
-            alone = show and process == 0
-            command = job.command(sys.executable)
-            env = {**os.environ, **job.variables()}
-            env |= _place(process, cluster.processes, port)
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    cwd=job.workdir,
-                    stdout=subprocess.PIPE if alone else file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C comes to us alone
+            place = _place(process, cluster.processes, port)
+            with _log(folder, process).open("ab") as file:
+                self._processes.append(
+                    subprocess.Popen(
+                        job.command(sys.executable),
+                        env={**os.environ, **job.variables(), **place},
+                        cwd=job.workdir,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C comes to us alone
+                    )
                 )
-            )
-        self._show = show
 
     def wait(self) -> Sequence[int | None]:
         """Wait for all; once one has ended the others have some time."""
-        first = self._processes[0]
-        if self._show:
-            assert first.stdout is not None
-            for line in first.stdout:
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
-                self._files[0].write(line)
-                self._files[0].flush()
-        while all(process.poll() is None for process in self._processes):
+        deadline = None
+        while any(process.poll() is None for process in self._processes):
+            self._show()
+            if any(process.poll() is not None for process in self._processes):
+                deadline = deadline or time.monotonic() + _OTHERS_S
+                if time.monotonic() > deadline:
+                    log.warning("some do not end after another has: killed")
+                    self.stop(signal.SIGKILL)
             time.sleep(0.05)
-        deadline = time.monotonic() + _OTHERS_S
-        for number, process in enumerate(self._processes):
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                log.warning("process %d does not end: killed", number)
-                process.kill()
-                process.wait()
-        for file in self._files:
-            file.close()
+        self._show()
         return [_as_shell(process.returncode) for process in self._processes]
 
     def stop(self, number: int) -> None:
@@ -161,6 +145,16 @@ class _Processes:
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
+
+    def _show(self) -> None:
+        """Print what process 0 has said since."""
+        if self._said is not None:
+            sys.stderr.buffer.write(self._said.read())
+            sys.stderr.flush()
+
+
+def _log(folder: Path, process: int) -> Path:
+    return folder / f"process-{process}.log"
 
 
 def _place(process: int, processes: int, port: int) -> dict[str, str]:

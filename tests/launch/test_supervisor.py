@@ -31,7 +31,7 @@ class Played:
 
 @pytest.fixture
 def play(tmp_path):
-    """play(*codes of each attempt, steps=...) -> exit code, number of attempts."""
+    """Play attempts that end with these codes; give exit code and their number."""
 
     def play(*attempts, steps=(), max_restarts=10):
         left, at = list(attempts), list(steps)
