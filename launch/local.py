@@ -26,6 +26,7 @@ from train.config import Mistake
 log = logging.getLogger(__name__)
 
 WHERE_SECRETS_GO = "set it in the environment that you type this command in"
+_LOOK_S = 0.05
 _OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
 
 
@@ -58,9 +59,7 @@ def submit(job: Job, cluster: LocalCluster, rendered: Rendered, record: Record) 
     """Start the processes, and keep them going to the end."""
     folder = record.local_folder()
     if cluster.detach and not go_to_background(folder / "launch.log"):
-        print(
-            f"in the background; action=logs follow=true shows {folder}/process-0.log"
-        )
+        print(f"in the background: action=logs shows {_log(folder, 0)}")
         return 0
     record = record.with_handle(**who_am_i(), folder=str(folder))
     show = not cluster.detach
@@ -128,15 +127,15 @@ class _Processes:
 
     def wait(self) -> Sequence[int | None]:
         """Wait for all; once one has ended the others have some time."""
-        deadline = None
-        while any(process.poll() is None for process in self._processes):
+        patience_s = _OTHERS_S
+        while None in (codes := [process.poll() for process in self._processes]):
             self._show()
-            if any(process.poll() is not None for process in self._processes):
-                deadline = deadline or time.monotonic() + _OTHERS_S
-                if time.monotonic() > deadline:
+            if any(code is not None for code in codes):
+                patience_s -= _LOOK_S
+                if patience_s < 0:
                     log.warning("some do not end after another has: killed")
                     self.stop(signal.SIGKILL)
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
         self._show()
         return [_as_shell(process.returncode) for process in self._processes]
 

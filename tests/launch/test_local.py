@@ -131,7 +131,9 @@ def test_killed_preempted_stopped_and_resumed(straight, tmp_path):
 
     other = tmp_path / "elsewhere"
     other.mkdir()
-    said = says(other, "action=resume", f"run.dir={training.run.path}")
+    only = f"run.dir={training.run.path}"
+    says(other, "action=resume", only)
+    said = says(other, "action=logs", "follow=true", only)  # until it ends
     assert f"from step {stopped}\n" in said
     check_equal(training.run, straight, STEPS)
     kept = {file.name for file in training.record(2).iterdir()}
