@@ -102,10 +102,10 @@ def print_found(found: Found) -> None:
         f"compiled, in {found.seconds:.0f} s"
     )
     for one in found.excluded.values():
-        print(f"excluded    {one.meshes} meshes; the first, since {one.why}")
+        print(f"excluded    {one.meshes} meshes, the first since {one.why}")
     known = {w.layout for w in found.compiled}
-    frontier = [w for w in _frontier(found.weighed) if w.layout not in known]
-    rows = [*found.compiled, *frontier[:_SHOWN]]
+    kept = [w for w in frontier(found.weighed) if w.layout not in known]
+    rows = [*found.compiled, *kept[:_SHOWN]]
     if found.best is None and found.closest not in rows:
         rows.append(found.closest)
     print_table(
@@ -129,32 +129,29 @@ def print_found(found: Found) -> None:
 
 
 def none_fits(found: Found) -> str:
-    """Say by how much the layout that needs the least does not fit, and what helps."""
+    """Say by how much the layout that needs the least does not fit, and what helps.
+
+    A smaller batch is not named: microbatches of a single row were weighed too.
+    """
     least = found.closest
     if least.fits:
         return (
             "none that was compiled fits, but by the estimate others do; to compile "
             "more raise search_minutes"
         )
-    helps = "take more or larger chips"
+    helps = "take more or larger chips, shorter rows (data.sequence_length), or"
     if least.held > least.available:
-        helps = (
-            f"its state and batch alone take {format_bytes(least.held)}: {helps}, or a "
-            "smaller model"
-        )
-    else:
-        helps += (
-            ", fewer rows (data.batch_size), or shorter ones (data.sequence_length)"
-        )
+        held = format_bytes(least.held)
+        helps = f"its state and batch alone take {held}: take more or larger chips, or"
     return (
         f"none fits; the least is needed by {least.layout.overrides}: "
         f"{format_bytes(least.needed)} a device, {least.how}, of which there are "
         f"{format_bytes(least.available)}, so {format_bytes(-least.spare)} too much; "
-        f"{helps}"
+        f"{helps} a smaller model"
     )
 
 
-def _frontier(ranked: Iterable[Weighed]) -> list[Weighed]:
+def frontier(ranked: Iterable[Weighed]) -> list[Weighed]:
     """Keep the fastest that fits, and each that leaves more memory than all faster."""
     kept = list[Weighed]()
     for one in ranked:
