@@ -102,7 +102,8 @@ def print_found(found: Found) -> None:
         f"compiled, in {found.seconds:.0f} s"
     )
     for one in found.excluded.values():
-        print(f"excluded    {one.meshes} meshes, the first since {one.why}")
+        meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
+        print(f"excluded    {meshes}, the first since {one.why}")
     known = {w.layout for w in found.compiled}
     kept = [w for w in frontier(found.weighed) if w.layout not in known]
     rows = [*found.compiled, *kept[:_SHOWN]]

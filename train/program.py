@@ -132,7 +132,8 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     Args:
         config: as composed.
         vocab_size: the tokenizer's, padded to a multiple of 128.
-        num_tokens: the tokenizer's own, which the model's vocabulary must hold.
+        num_tokens: the tokenizer's own, which the model's vocabulary must hold; 0
+            leaves that unchecked.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
