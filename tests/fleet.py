@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import yaml
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A model of seconds; what is drilled does not depend on its size.
@@ -22,6 +24,18 @@ TINY = (
     *("eval.final_num_batches=2", "distributed.init_timeout_s=60"),
     *("distributed.heartbeat_timeout_s=10", "distributed.barrier_timeout_s=60"),
 )
+
+
+def write_text(folder: Path) -> Path:
+    """Put a text to train on into a folder."""
+    source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
+    (folder / "text.txt").write_text(source)
+    return folder
+
+
+def of_text(folder: Path) -> tuple[str, str]:
+    """Give the overrides that name that text."""
+    return f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache"
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from train.config import Config, Remat
-from train.ledger import Room
 from train.prediction import Lane, Prediction, Range
 from train.progress import (
     format_bytes,
@@ -61,44 +60,6 @@ def advise(
     if prediction.memory > prediction.products:
         return _for_memory(prediction, config)
     return _for_products(prediction, config, mesh, spare_bytes)
-
-
-def make_room(config: Config, mesh: Mesh, held: int, needed: int, room: Room) -> Advice:
-    """Say what a step that does not fit needs less of.
-
-    Args:
-        config: of the step.
-        mesh: its devices.
-        held: bytes of state and batch on a device.
-        needed: bytes all in all.
-        room: a device's memory.
-    """
-    what = (
-        f"memory: {format_bytes(needed)} a device are needed, "
-        f"{format_bytes(needed - room.available)} more than there are; state and batch "
-        f"take {format_bytes(held)}"
-    )
-    copies, rows = mesh.shape["data"], config.data.batch_size
-    if 2 * held > room.available and copies > 1:
-        inner = copies // config.mesh.dcn.data
-        if inner > 1:
-            shards = mesh.shape["fsdp"] * inner
-            return Advice(
-                what,
-                "shard the state over more devices instead of copying it",
-                f"mesh.data={config.mesh.dcn.data} mesh.fsdp={shards}",
-            )
-    if config.train.remat is not Remat.full:
-        return Advice(what, "recompute all of a layer", "train.remat=full")
-    steps = config.train.accumulation_steps
-    if held < room.available and rows > copies * mesh.shape["fsdp"] * steps:
-        steps = f"train.accumulation_steps={2 * steps}"
-        return Advice(what, "cut the batch into smaller microbatches", steps)
-    return Advice(
-        what,
-        "take more or larger chips, or cut layers into more parts; this finds out",
-        "search=true",
-    )
 
 
 def _for_products(

@@ -303,10 +303,6 @@ class StatusConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     json: bool = False  # print one JSON object, for programs
-    output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
-    search: bool = False  # for the fastest layout that fits
-    search_compiles: int = 4  # how many of the best to compile, at least; 0: none
-    search_minutes: float = 15.0  # after which no more are compiled
 
 
 class Mistake(NamedTuple):

@@ -1,6 +1,7 @@
 """Say what will happen before it does: devices, layout, cost of a step."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from model.params import ParamInfo, named
 from train.chips import peak_flops
 from train.config import ConfigError, Mistake
 from train.program import Program
-from train.progress import format_bytes, format_count, print_table
+from train.progress import format_bytes, format_count, format_flops, print_table
 from train.sharding import num_shards
 
 
@@ -22,9 +23,9 @@ def describe(program: Program) -> None:
     sizes = " x ".join(f"{k} {v}" for k, v in program.mesh.shape.items() if v > 1)
     first = devices.flat[0]
     peak = peak_flops(first.device_kind)
-    known = (
-        f"peak {format_count(peak)}FLOP/s each" if peak else "peak not known: no MFU"
-    )
+    known = "peak not known: no MFU"
+    if peak:
+        known = f"peak {format_flops(peak, 'FLOP/s')} each"
     print(
         f"devices     {devices.size} x {first.device_kind} ({first.platform}), {known}"
     )
@@ -42,8 +43,8 @@ def describe(program: Program) -> None:
     print(f"attention   {how.attention}, products in {how.compute_dtype}")
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
-    flops = format_count(program.flops_per_step)
-    print(f"            {flops} model FLOPs (6 N + 12 L C T per token)")
+    flops = format_flops(program.flops_per_step, "model FLOPs")
+    print(f"            {flops} (6 N + 12 L C T per token)")
     print(f"steps       {config.train.num_steps:,}", flush=True)
 
 
@@ -52,7 +53,8 @@ def describe_data(order: Order, num_steps: int) -> None:
     used = order.epochs(num_steps)
     for number, (name, rows) in enumerate(zip(order.names, order.rows, strict=True)):
         title = "" if number else "data"
-        print(f"{title:<11} {name}: {len(rows):,} rows, used {used[name]:.2f} times")
+        times = f"used {format_count(used[name])} times" if used[name] else "never used"
+        print(f"{title:<11} {name}: {len(rows):,} rows, {times}")
 
 
 def _rows(program: Program) -> list[list[str]]:
@@ -75,7 +77,7 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
-    parts = math.prod(num_shards(sharding.mesh, entry) for entry in sharding.spec)
+    parts = math.prod(num_shards(sharding.mesh.shape, entry) for entry in sharding.spec)
     return leaf.size * leaf.dtype.itemsize // parts
 
 
@@ -85,33 +87,60 @@ def describe_array(program: Program, wanted: str) -> None:
     Raises:
         ConfigError: if there is no such parameter.
     """
-    arrays = dict(named(program.state.params))
-    if wanted not in arrays:
-        rule = "must be one of: " + ", ".join(arrays)
-        raise ConfigError([Mistake("plan.array", wanted, rule)])
-    leaf = arrays[wanted]
-    places = {device: index for index, device in np.ndenumerate(program.mesh.devices)}
+    found, sizes = array_slices(program, wanted), program.mesh.shape
     rows = [
         [
-            str(device),
-            " ".join(
-                f"{axis}={at}"
-                for axis, at in zip(
-                    program.mesh.axis_names, places[device], strict=True
-                )
-                if program.mesh.shape[axis] > 1
-            ),
-            "["
-            + ", ".join(_span(s, n) for s, n in zip(index, leaf.shape, strict=True))
-            + "]",
+            held["device"],
+            " ".join(f"{k}={v}" for k, v in held["position"].items() if sizes[k] > 1),
+            f"[{', '.join(f'{start}:{stop}' for start, stop in held['slice'])}]",
         ]
-        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+        for held in found["held"]
     ]
-    shape = "x".join(map(str, leaf.shape))
-    title = f"{wanted} {shape} {leaf.dtype}, {tuple(leaf.sharding.spec)}"
+    shape = "x".join(map(str, found["shape"]))
+    title = f"{wanted} {shape} {found['dtype']}, {tuple(found['spec'])}"
     print_table(rows, ["device", "mesh position", "holds"], title)
 
 
-def _span(part: slice, size: int) -> str:
-    start, stop, _ = part.indices(size)
-    return f"{start}:{stop}"
+def array_slices(program: Program, wanted: str) -> dict[str, Any]:
+    """Give which device holds which slice of a parameter, as plain values.
+
+    Returns:
+        name, shape, dtype and spec; held: of each device its name, its position on the
+        mesh by axis, and where it starts and stops in each dim.
+
+    Raises:
+        ConfigError: if there is no such parameter.
+    """
+    leaf, mesh = find_array(program.state.params, wanted), program.mesh
+    places = {device: index for index, device in np.ndenumerate(mesh.devices)}
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    return {
+        "name": wanted,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": list(leaf.sharding.spec),
+        "held": [
+            {
+                "device": str(device),
+                "position": dict(zip(mesh.axis_names, places[device], strict=True)),
+                "slice": [
+                    part.indices(size)[:2]
+                    for part, size in zip(index, leaf.shape, strict=True)
+                ],
+            }
+            for device, index in indices.items()
+        ],
+    }
+
+
+def find_array(params: Any, wanted: str) -> Any:
+    """Find a parameter by its name.
+
+    Raises:
+        ConfigError: if there is none; lists those there are.
+    """
+    arrays = dict(named(params))
+    if wanted not in arrays:
+        rule = "must be one of: " + ", ".join(arrays)
+        raise ConfigError([Mistake("plan.array", wanted, rule)])
+    return arrays[wanted]

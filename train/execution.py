@@ -7,7 +7,7 @@ from typing import Any
 from train.hlo import Module
 from train.ledger import COMPILED
 from train.program import Program
-from train.progress import format_bytes, format_count, print_table
+from train.progress import format_bytes, format_flops, print_table
 from train.traffic import Total, ledger, outside_layers, totals
 from train.work import Work, work
 
@@ -54,7 +54,7 @@ def print_execution(executed: Execution) -> None:
     work = executed.work
     ratio = work.flops / executed.model_flops
     print(
-        f"computes    {format_count(work.flops)}FLOPs a device and step, {ratio:.2f} x "
+        f"computes    {format_flops(work.flops)} a device and step, {ratio:.2f} x "
         f"the model's; {format_bytes(work.memory_bytes)} to and from memory at most"
     )
     if work.unknown:

@@ -4,7 +4,7 @@ from html import escape
 
 from train.execution import Execution, cells
 from train.page import table
-from train.progress import format_bytes, format_count
+from train.progress import format_bytes, format_flops
 
 
 def execution_sections(executed: Execution | None) -> str:
@@ -16,11 +16,11 @@ def execution_sections(executed: Execution | None) -> str:
         )
     work, how = executed.work, executed.how
     rows = [
-        ("Model FLOPs", f"{format_count(executed.model_flops)}FLOPs", "computed"),
-        ("Executed", f"{format_count(work.flops)}FLOPs", how),
+        ("Model FLOPs", format_flops(executed.model_flops), "computed"),
+        ("Executed", format_flops(work.flops), how),
         ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
-        ("of these products", f"{format_count(work.products)}FLOPs", how),
-        ("of these attention kernels", f"{format_count(work.attention)}FLOPs", how),
+        ("of these products", format_flops(work.products), how),
+        ("of these attention kernels", format_flops(work.attention), how),
         ("To and from memory, at most", format_bytes(work.memory_bytes), how),
     ]
     rows += [("Kernels without a count", name, how) for name in work.unknown]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from train.hlo import BODY, Executed, Instruction, Loop, Module
-from train.progress import format_bytes, format_count
+from train.progress import format_bytes, format_flops
 from train.rates import Rates
 from train.serves import scope, use_of
 from train.traffic import KINDS, Collective, started
@@ -212,7 +212,7 @@ class _Device:
         users = within.users.get(instruction.name, ())
         done = [user.name for user in users if user.opcode.endswith("-done")]
         copied = done[0] if opcode.endswith("-start") and seconds and done else ""
-        work = f"{format_count(flops)}FLOPs, " if flops else ""
+        work = f"{format_flops(flops)}, " if flops else ""
         detail = f"{instruction.name}: {work}{format_bytes(moved)}"
         label = "attention" if attention else _label(instruction)
         return _Cost(kind, seconds, label, detail, sent, copied)

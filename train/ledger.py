@@ -25,6 +25,7 @@ from train.progress import format_bytes, format_seconds, print_table
 from train.state import as_saved
 
 COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
+_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
 
 
@@ -35,11 +36,13 @@ class Room:
     total: all of it.
     program: what a program can have; the rest is the system's.
     available: the least of that, and of all but the margin.
+    note: why a program has no more, and what changes that; "" if nothing does.
     """
 
     total: int
     program: int
     available: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,20 @@ class Ledger:
 
 def room_of(chip: Chip | None, margin: float, num_devices: int = 1) -> Room:
     """Give the memory of a device; chip None: of one of this machine's virtual ones."""
+    note = ""
     if chip is None or chip.hbm_bytes is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
         program = total
+    elif chip.program_bytes:
+        total, program = chip.hbm_bytes // chip.devices, chip.program_bytes
     else:
-        total = chip.hbm_bytes // chip.devices
-        program = chip.program_bytes or int(memory_fraction() * total)
-    return Room(total, program, min(program, int((1 - margin) * total)))
+        total, part = chip.hbm_bytes // chip.devices, memory_fraction()
+        program = int(part * total)
+        note = (
+            f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
+            f"{_FRACTION[0]}=0.92, say, in the environment"
+        )
+    return Room(total, program, min(program, int((1 - margin) * total)), note)
 
 
 def memory_fraction() -> float:
@@ -97,8 +107,7 @@ def memory_fraction() -> float:
 
     Source: docs.jax.dev, GPU memory allocation.
     """
-    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
+    return float(next(filter(None, map(os.environ.get, _FRACTION)), 0.75))
 
 
 def make_ledger(
@@ -146,9 +155,11 @@ def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
     rows = [
         [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
         for name, figure in ledger.parts.items()
+        if figure.bytes
     ] + [
         [f"- {name}", format_bytes(figure.bytes), figure.how, "of the temporaries"]
         for name, figure in ledger.temporaries.items()
+        if figure.bytes
     ]
     print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
     if cost:
@@ -164,6 +175,8 @@ def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
         f"memory      {format_bytes(room.total)} a device, of which a program has "
         f"{format_bytes(room.program)}; {format_bytes(room.available)} with the margin"
     )
+    if room.note:
+        print(f"            {room.note}")
     fits = ledger.fits(room)
     if ledger.needed is None:
         print("fits        " + ("not known: not compiled" if fits is None else "no"))

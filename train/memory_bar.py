@@ -56,6 +56,7 @@ def memory_section(ledger: Ledger, room: Room) -> str:
         f"<td>{format_bytes(figure.bytes)}</td><td>{figure.bytes / room.total:.1%}</td>"
         f"<td>{escape(figure.how)}</td></tr>"
         for name, figure in ledger.temporaries.items()
+        if figure.bytes
     )
     return (
         f"<section><h2>Memory of a device</h2><p>{verdict(ledger, room)}</p>"
@@ -110,6 +111,7 @@ def _notes(ledger: Ledger, room: Room) -> str:
     gradients = ledger.parts[_GRADIENTS].bytes
     notes = [
         f"All memory is {format_bytes(room.total)}.",
+        *([f"{escape(room.note)}."] if room.note else []),
         f"Gradients take {format_bytes(gradients)} if all exist at once.",
         f"A host needs {format_bytes(ledger.host_save.bytes)} at most during a save, "
         f"a checkpoint {format_bytes(ledger.checkpoint.bytes)} before compression "

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from train.config import ConfigError, MeshConfig, Mistake
+from train.config import ConfigError, MeshConfig, Mistake, check_all
 
 Device = Any  # jax.Device, which its stubs have as a variable
 
@@ -19,19 +19,27 @@ Device = Any  # jax.Device, which its stubs have as a variable
 MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
+def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Give every axis its size, -1 replaced by what is left, or 1 if that is no number.
+
+    What these do not divide no mesh of this config divides: rules about them can be
+    checked even if they do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    left = 1 if num_devices % fixed else num_devices // fixed
+    return {axis: left if size == -1 else size for axis, size in sizes.items()}
+
+
 def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     """Give every axis its size, -1 replaced by what is left.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices.
     """
-    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if free and num_devices % fixed == 0:
-        sizes[free[0]] = num_devices // fixed
+    sizes = least_sizes(config, num_devices)
     if math.prod(sizes.values()) != num_devices:
-        text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
         rule = (
             f"must multiply to the {num_devices} devices there are; change a size, set "
             "one axis to -1 (what is left), or runtime.cpu_devices on a CPU"
@@ -47,15 +55,36 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     or else equal blocks of devices, to try a layout on one machine).
 
     Raises:
-        ConfigError: if sizes and devices do not fit together.
+        ConfigError: if sizes and devices do not fit together, with all that do not.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = axis_sizes(config, len(devices))
+    sizes, granules = check_all(
+        lambda: axis_sizes(config, len(devices)), lambda: _crossed(config, devices)
+    )
+    dcn = [getattr(config.dcn, axis) for axis in MESH_AXES]
+    inner = [sizes[axis] // dcn[i] for i, axis in enumerate(MESH_AXES)]
+    blocks = [_lay(inner, granule) for granule in granules]
+    grid = np.array(blocks).reshape(*dcn, *inner)
+    rank = len(MESH_AXES)
+    order = [i for axis in range(rank) for i in (axis, axis + rank)]
+    grid = grid.transpose(order).reshape(*sizes.values())
+    # Auto: shardings are hints to XLA's partitioner, not part of every array's type.
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
+
+
+def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
+    """Group devices into the slices or hosts that `mesh.dcn` crosses.
+
+    Raises:
+        ConfigError: if its factors do not fit the axes, or what there is to cross.
+    """
+    sizes = least_sizes(config, len(devices))
+    known = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
     mistakes = [
         Mistake(f"mesh.dcn.{axis}", dcn[axis], f"must divide mesh.{axis}={size}")
         for axis, size in sizes.items()
-        if size % dcn[axis]
+        if size % dcn[axis] and (known or getattr(config, axis) != -1)
     ]
     granules = _granules(devices, math.prod(dcn.values()))
     if len(granules) != math.prod(dcn.values()):
@@ -68,14 +97,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
         mistakes.append(Mistake("mesh.dcn", shown, rule))
     if mistakes:
         raise ConfigError(mistakes)
-    inner = [sizes[axis] // dcn[axis] for axis in MESH_AXES]
-    blocks = [_lay(inner, granule) for granule in granules]
-    grid = np.array(blocks).reshape(*dcn.values(), *inner)
-    rank = len(MESH_AXES)
-    order = [i for axis in range(rank) for i in (axis, axis + rank)]
-    grid = grid.transpose(order).reshape(*sizes.values())
-    # Auto: shardings are hints to XLA's partitioner, not part of every array's type.
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
+    return granules
 
 
 def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:

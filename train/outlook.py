@@ -9,18 +9,19 @@ from typing import Any
 
 import jax
 
-from train.advice import Advice, advise, make_room
+from train.advice import Advice, advise
 from train.aot import Cost, OutOfMemory, measure_compile
 from train.chips import chip_of
 from train.config import Remat
 from train.estimate import estimate_execution, estimate_items, estimate_memory
 from train.execution import Execution, read_execution
 from train.hlo import Module
-from train.ledger import HELD, Ledger, Room, make_ledger
+from train.ledger import Ledger, Room, make_ledger
 from train.links import NotStated
 from train.loops import read
 from train.prediction import Prediction
 from train.program import Program
+from train.relief import make_room
 from train.roofline import predict
 from train.scaling import Scaled, num_slices, weak_scaling
 
@@ -46,14 +47,10 @@ class Outlook:
         """Name the bottleneck of a step, memory if it does not fit, and a remedy."""
         if self.prediction is None or self.ledger.needed is None:
             return None
-        needed, (config, mesh) = (
-            self.ledger.needed.bytes,
-            (program.config, program.mesh),
-        )
-        if needed > room.available:
-            held = sum(self.ledger.parts[name].bytes for name in HELD)
-            return make_room(config, mesh, held, needed, room)
-        advice = advise(self.prediction, config, mesh, room.available - needed)
+        spare = room.available - self.ledger.needed.bytes
+        if spare < 0:
+            return make_room(program, self.ledger, room)
+        advice = advise(self.prediction, program.config, program.mesh, spare)
         key, _, remat = advice.override.partition("=")
         if key == "train.remat" and not _fits_with(program, remat, room):
             change = "recomputing less does not fit, but with other meshes may"
@@ -84,9 +81,7 @@ class Outlook:
 
 def _fits_with(program: Program, remat: str, room: Room) -> bool:
     """Estimate whether another policy of recomputation fits."""
-    train = replace(program.config.train, remat=Remat(remat))
-    config = replace(program.config, train=train)
-    other = replace(program, config=config, how=program.how._replace(remat=remat))
+    other = program.trained(replace(program.config.train, remat=Remat(remat)))
     return estimate_memory(other).fits(room) is True
 
 

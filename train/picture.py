@@ -20,7 +20,7 @@ from train.layer_timeline import layer_timelines
 from train.ledger import Ledger, Room
 from train.page import figures, page, table, write_page
 from train.program import Program
-from train.progress import format_bytes, format_count
+from train.progress import format_bytes, format_count, format_flops
 from train.rates import Rates, rates_of
 from train.schema import to_yaml
 from train.targets import Target
@@ -97,7 +97,7 @@ def _figures(
         note = f"{amount} {'to spare' if spare >= 0 else 'too much'}, {needed.how}"
     sizes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
     rows, length = program.config.data.batch_size, program.config.data.sequence_length
-    flops = format_count(program.flops_per_step)
+    flops = format_flops(program.flops_per_step)
     return figures(
         [
             ("Fits", answer, escape(note)),

@@ -8,10 +8,19 @@ estimates. Exit codes: 0 it fits, 4 it does not.
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.command import run_command
-from train.config import Config, ConfigError, Mistake, PlanConfig, Platform
+from train.config import (
+    Config,
+    ConfigError,
+    Mistake,
+    PlanConfig,
+    Platform,
+    check_all,
+)
 from train.exits import DOES_NOT_FIT, FINISHED
 from train.rules import validate
 from train.targets import CPU, Target, parse_target
@@ -26,21 +35,23 @@ if TYPE_CHECKING:
 def main(config: PlanConfig) -> int:
     """Print layout and cost; with a target, what a step needs and how fast it is."""
     from train.describe import describe, describe_array
+    from train.found import print_found
     from train.ledger import room_of
     from train.outlook import compile_and_read, estimate
-    from train.program import make_program
-    from train.search import choose, print_found, search
+    from train.search import choose, search
     from train.topology import missing_compiler
 
     named = config.target not in (None, CPU)
     target = parse_target(config.target) if named and config.target else None
-    config, devices = _prepare(config, target)
+    config, devices, check_vocab = _prepare(config, target)
     room = room_of(target and target.chip, config.margin, len(devices))
     missing = target and missing_compiler(target)
     if missing:
         print(f"estimated, not compiled: {missing}", file=sys.stderr)
     compiler = not missing and config.target is not None
     compiles = config.search_compiles if compiler else 0
+    if config.search or config.mesh.planned:
+        check_vocab()  # no layout is worth looking for
     if config.search:
         found = search(config, devices, room, compiles, config.search_minutes)
         if config.json:
@@ -51,7 +62,7 @@ def main(config: PlanConfig) -> int:
     if config.mesh.planned:
         how = config.margin, compiles, config.search_minutes
         config = choose(config, devices, *how).applied(config)
-    program = make_program(config, devices)
+    program = _lay_out(config, devices, check_vocab)
     if not config.json:
         describe(program)
         if config.plan.array is not None:
@@ -70,8 +81,11 @@ def main(config: PlanConfig) -> int:
 
 def _prepare(
     config: PlanConfig, target: Target | None
-) -> "tuple[PlanConfig, list[Device]]":
-    """Settle the config, and find the target's devices, or those that are here."""
+) -> "tuple[PlanConfig, list[Device], Callable[[], Any]]":
+    """Settle the config, and find the target's devices, or those that are here.
+
+    Last comes what checks that the model's vocabulary holds the tokenizer's.
+    """
     import jax
 
     from data.sources import encoding_of
@@ -88,8 +102,24 @@ def _prepare(
         prepare()
     encoding = encoding_of(config.data)
     vocab = padded_vocab_size(encoding), encoding.n_vocab
-    settled: Any = settle(config, *vocab)
-    return settled, fake_devices(target) if target else jax.devices()
+    settled: Any = settle(config, vocab[0])
+    devices = fake_devices(target) if target else jax.devices()
+    return settled, devices, partial(settle, config, *vocab)
+
+
+def _lay_out(
+    config: PlanConfig, devices: "list[Device]", check_vocab: Callable[[], Any]
+) -> "Program":
+    """Lay the config out, or list all that does not fit devices, data and model."""
+    from model.gpt import abstract_gpt, params_of
+    from train.describe import find_array
+    from train.program import make_program
+
+    array, checks = config.plan.array, [check_vocab]
+    if array is not None:
+        params = params_of(abstract_gpt(config.model))
+        checks.append(partial(find_array, params, array))
+    return check_all(partial(make_program, config, devices), *checks)[0]
 
 
 def _print(program: "Program", outlook: "Outlook", room: "Room | None") -> None:
@@ -119,6 +149,9 @@ def _as_json(
     """Give all figures as plain values."""
     import jax
 
+    from train.describe import array_slices
+
+    array = config.plan.array
     devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
     return {
         "target": config.target,
@@ -131,6 +164,7 @@ def _as_json(
         "mesh": dict(program.mesh.shape),
         "attention": program.how.attention,
         "num_parameters": sum(leaf.size for leaf in params),
+        "array": array and array_slices(program, array),
         "tokens_per_step": program.tokens_per_step,
         "model_flops_per_step": program.flops_per_step,
         "memory": dataclasses.asdict(room),

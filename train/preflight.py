@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 import jax
 
@@ -17,7 +18,7 @@ from data.batches import Order
 from data.sources import Sources, encoding_of, open_sources
 from data.tokenizer import padded_vocab_size
 from train.cluster import Cluster
-from train.config import Config, ConfigError, DistributedConfig, Mistake
+from train.config import Config, ConfigError, DistributedConfig, Mistake, check_all
 from train.layouts import Layout
 from train.program import Program, make_program, settle
 from train.search import choose
@@ -55,7 +56,10 @@ class Prepared:
     def _settle(self) -> Mapping[str, str]:
         encoding = encoding_of(self.config.data)
         vocab = padded_vocab_size(encoding), encoding.n_vocab
-        self.config = settle(self.config, *vocab)
+        self._check_vocab = partial(settle, self.config, *vocab)
+        if self.config.mesh.planned:
+            self._check_vocab()  # no layout is worth looking for
+        self.config = settle(self.config, vocab[0])
         return _about_program(self.config)
 
     def _find_devices(self) -> Mapping[str, str]:
@@ -65,7 +69,9 @@ class Prepared:
         return _about_devices()
 
     def _lay_out(self) -> Mapping[str, str]:
-        self.program = make_program(self.config)
+        self.program, _ = check_all(
+            lambda: make_program(self.config), self._check_vocab
+        )
         self.sources = open_sources(self.config.data)
         order = Order(self.sources, self.config.data, self.config.seed)
         if used_up := order.mistakes(self.config.train.num_steps):

@@ -18,9 +18,9 @@ from model.config import Position
 from model.gpt import GPT, abstract_gpt, params_of
 from model.layers import Execution
 from model.params import param_infos
-from train.config import Config, ConfigError, Mistake, check_all
+from train.config import Config, ConfigError, Mistake, TrainConfig, check_all
 from train.flops import flops_per_token
-from train.mesh import Device, make_mesh
+from train.mesh import Device, least_sizes, make_mesh
 from train.optimizer import Optimizer, make_optimizer
 from train.replicas import make_checksums
 from train.runtime import compiler_options, execution
@@ -120,6 +120,11 @@ class Program:
         per_token = flops_per_token(self.config.model, params, self.infos, length)
         return per_token * self.tokens_per_step
 
+    def trained(self, train: TrainConfig) -> "Program":
+        """Give the same on the same mesh, with other microbatches or recomputation."""
+        config, how = self.config, self.how._replace(remat=train.remat)
+        return replace(self, config=replace(config, train=train), how=how)
+
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     """Fill in what the model takes from the data: vocabulary and longest row.
@@ -127,7 +132,8 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     Args:
         config: as composed.
         vocab_size: the tokenizer's, padded to a multiple of 128.
-        num_tokens: the tokenizer's own, which the model's vocabulary must hold.
+        num_tokens: the tokenizer's own, which the model's vocabulary must hold; 0
+            leaves that unchecked.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
@@ -160,18 +166,19 @@ def make_program(
             on beyond its first end keeps its schedule, at the last value.
 
     Raises:
-        ConfigError: if it does not fit on them.
+        ConfigError: if it does not fit on them, with all that does not.
     """
-    mesh = make_mesh(config.mesh, devices)
-    rules = activation_rules(config.mesh)
-    platform, data, train = mesh.devices.flat[0].platform, config.data, config.train
+    devices = jax.devices() if devices is None else devices
+    rules, sizes = activation_rules(config.mesh), least_sizes(config.mesh, len(devices))
+    platform, data, train = devices[0].platform, config.data, config.train
     length = data.sequence_length
     model = abstract_gpt(config.model)
     infos = param_infos(model)
-    how, *_ = check_all(
+    mesh, how, *_ = check_all(
+        lambda: make_mesh(config.mesh, devices),
         lambda: execution(config.model, platform, length, rules, train.remat),
-        lambda: check_batch(data.batch_size, train.accumulation_steps, mesh, rules),
-        lambda: param_specs(params_of(model), infos, mesh, config.mesh.params),
+        lambda: check_batch(data.batch_size, train.accumulation_steps, sizes, rules),
+        lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     optimizer = make_optimizer(
         config.optimizer,

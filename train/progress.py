@@ -31,11 +31,21 @@ def format_bytes(size: float) -> str:
 
 def format_count(count: float) -> str:
     """Return a count with three digits or so: `950`, `12.4K`, `124M`, `1.24B`."""
-    for unit in ("", "K", "M", "B", "T"):
-        if abs(count) < 999.5 or unit == "T":
+    return "".join(_shortened(count, ("", "K", "M", "B", "T")))
+
+
+def format_flops(flops: float, unit: str = "FLOPs") -> str:
+    """Return FLOPs, or FLOP/s, in decimal units: `4.23 GFLOPs`, `990 TFLOP/s`."""
+    digits, prefix = _shortened(flops, ("", "K", "M", "G", "T", "P", "E"))
+    return f"{digits} {prefix}{unit}"
+
+
+def _shortened(count: float, units: Sequence[str]) -> tuple[str, str]:
+    for unit in units:
+        if abs(count) < 999.5 or unit == units[-1]:
             break
         count /= 1000
-    return f"{count:.3g}{unit}" if abs(count) < 999.5 else f"{count:,.0f}{unit}"
+    return f"{count:.3g}" if abs(count) < 999.5 else f"{count:,.0f}", unit
 
 
 def format_seconds(seconds: float) -> str:

@@ -132,6 +132,13 @@ def validate(
     return found
 
 
+def nearest(value: int, step: int) -> str:
+    """Name the multiples of a step beside a value: what to type instead of it."""
+    below = value - value % step
+    around = [below, below + step] if below else [step]
+    return f"nearest: {' or '.join(map(str, around))}"
+
+
 def _across(config: Config, wrong: set[str]) -> list[Mistake]:
     """Rules between components, each only where its own keys are right."""
     found: list[Mistake] = []
@@ -151,8 +158,8 @@ def _across(config: Config, wrong: set[str]) -> list[Mistake]:
             data.batch_size % train.accumulation_steps == 0,
             "data.batch_size",
             data.batch_size,
-            f"must be divisible by train.accumulation_steps={train.accumulation_steps};"
-            " change one of them",
+            f"must be divisible by train.accumulation_steps={train.accumulation_steps}"
+            f"; {nearest(data.batch_size, train.accumulation_steps)}",
         )
     if not wrong & {"run.lease_interval_s", "run.lease_timeout_s"}:
         check(

@@ -14,11 +14,16 @@ from train.chips import Chip
 from train.execution import Execution
 from train.mesh import Device
 from train.prediction import Prediction, Range
-from train.progress import format_bytes, format_count, print_table
+from train.progress import format_bytes, format_count, format_seconds, print_table
 from train.roofline import predict
 from train.traffic import Total
 
 DCN = ("DCN", "network")
+# Of a platform: its parts, what joins them, what a public run showed.
+_WORDS = {
+    "tpu": ("slices", "DCN", ": a public run on v5e kept 97 % on 2 and 89 % on 32"),
+    "gpu": ("nodes", "network", ""),
+}
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
 
 
@@ -93,22 +98,24 @@ def num_slices(devices: Iterable[Device]) -> int:
 
 
 def print_weak_scaling(rows: Sequence[Scaled]) -> None:
-    """Print one line a number of slices."""
+    """Print one line a number of slices, or of nodes."""
+    unit, network, seen = _WORDS[rows[0].prediction.platform]
     print_table(
         [
             [
                 f"{row.slices:,}",
                 f"{row.prediction.chips:,}",
                 format_bytes(row.sent),
-                f"{row.prediction.step_s.low:.2f} to {row.prediction.step_s.high:.2f}",
+                f"{format_seconds(row.prediction.step_s.low)} to "
+                f"{format_seconds(row.prediction.step_s.high)}",
                 format_count(row.prediction.middle.tokens_per_second),
                 f"{row.efficiency.low:.1%} to {row.efficiency.high:.1%}",
             ]
             for row in rows
         ],
-        ["slices", "chips", "DCN a chip", "seconds a step", "tokens/s", "kept"],
-        "more slices (from the bytes that rings send between them, which is not all: a "
-        "public run on v5e kept 97 % on 2 and 89 % on 32)",
+        [unit, "chips", f"{network} a chip", "a step", "tokens/s", "kept"],
+        f"more {unit} (from the bytes that rings send between them, which is not all"
+        f"{seen})",
     )
 
 

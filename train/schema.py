@@ -163,8 +163,15 @@ def in_table(tree: DictConfig, key: str) -> bool:
 
 
 def unknown_key(tree: DictConfig, key: str) -> str:
-    """Say that there is no such key, and which was perhaps meant."""
-    return "there is no such key" + did_you_mean(key, dotted_keys(tree))
+    """Say that there is no such key, and which was perhaps meant or are there."""
+    rule, parent = "there is no such key", key.rpartition(".")[0]
+    if meant := did_you_mean(key, dotted_keys(tree)):
+        return rule + meant
+    while parent and _section(tree, parent) is None:
+        parent = parent.rpartition(".")[0]
+    if not parent or parent.partition(".")[0] == "hydra":
+        return f"{rule}; --cfg job shows all there are"
+    return f"{rule}; {parent} has {', '.join(map(str, _section(tree, parent) or ()))}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

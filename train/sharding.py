@@ -6,6 +6,7 @@ checkpoint restore and the plan all use.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model.axes import AxisRules, MeshAxes, mesh_axes, partition_spec
 from model.params import ParamInfo
 from train.config import ConfigError, MeshConfig, Mistake
+from train.rules import nearest
 
 
 def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
@@ -31,20 +33,20 @@ def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
     return NamedSharding(mesh, rules.spec("batch", "seq"))
 
 
-def num_shards(mesh: Mesh, entry: MeshAxes) -> int:
+def num_shards(sizes: Mapping[str, int], entry: MeshAxes) -> int:
     """Into how many parts a dim with this entry of a PartitionSpec is cut."""
-    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+    return math.prod(sizes[axis] for axis in mesh_axes(entry))
 
 
 def param_specs(
-    params: Any, infos: Any, mesh: Mesh, table: dict[str, Any]
+    params: Any, infos: Any, sizes: Mapping[str, int], table: dict[str, Any]
 ) -> dict[str, Any]:
     """Map each parameter to its PartitionSpec.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`.
         infos: the same tree of `ParamInfo`.
-        mesh: the mesh.
+        sizes: of the mesh axes.
         table: `mesh.params`.
 
     Raises:
@@ -61,7 +63,7 @@ def param_specs(
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
         for dim, axis, entry in zip(param.shape, info.axes, found, strict=True):
-            shards = num_shards(mesh, entry)
+            shards = num_shards(sizes, entry)
             if dim % shards:
                 rule = (
                     f"puts the {axis} dim {dim} of {name} on {shards} devices, which "
@@ -86,7 +88,7 @@ def state_shardings(
     shape (a moment, an average) lies where the parameter lies; anything else (step,
     counts) is replicated. `tx.init` under `jit` alone would replicate the moments.
     """
-    specs = param_specs(abstract_state.params, infos, mesh, table)
+    specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
         path: (param.shape, spec)
         for (path, param), spec in zip(
@@ -106,16 +108,19 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(sharding, abstract_state)
 
 
-def check_batch(batch_size: int, accumulation: int, mesh: Mesh, rules: AxisRules):
+def check_batch(
+    batch_size: int, accumulation: int, sizes: Mapping[str, int], rules: AxisRules
+) -> None:
     """Check that every device gets whole rows of each microbatch.
 
     Raises:
         ConfigError: if not.
     """
-    shards = num_shards(mesh, rules.spec("batch")[0])
+    shards = num_shards(sizes, rules.spec("batch")[0])
     if batch_size % (shards * accumulation):
         rule = (
             f"must be divisible by {shards} (devices that share the batch) x "
-            f"{accumulation} (train.accumulation_steps)"
+            f"{accumulation} (train.accumulation_steps); "
+            f"{nearest(batch_size, shards * accumulation)}"
         )
         raise ConfigError([Mistake("data.batch_size", batch_size, rule)])

@@ -131,7 +131,7 @@ def share_of(program: Program) -> Share:
     rules = rule_table(config.mesh.activations)
 
     def cut(size: int, axis: str) -> int:
-        return size // math.gcd(size, num_shards(mesh, rules[axis]))
+        return size // math.gcd(size, num_shards(mesh.shape, rules[axis]))
 
     model = config.model
     assert model.vocab_size is not None, "settled"
@@ -144,7 +144,7 @@ def share_of(program: Program) -> Share:
         vocab_size=cut(model.vocab_size, "vocab"),
     )
     batch, train = config.data, config.train
-    rows = batch.batch_size // num_shards(mesh, rules["batch"])
+    rows = batch.batch_size // num_shards(mesh.shape, rules["batch"])
     return Share(
         model=local,
         how=program.how._replace(rules=Execution().rules),
@@ -163,7 +163,7 @@ def _weights(program: Program):
     table = program.config.mesh.params
     rules = rule_table(program.config.mesh.activations) | {"layers": None}
     params, mesh = program.state.params, program.mesh
-    specs = param_specs(params, program.infos, mesh, table)
+    specs = param_specs(params, program.infos, mesh.shape, table)
     cut = functools.partial(_cut, program)
     leaves = zip(
         named(params),

@@ -139,11 +139,29 @@ def _collective(
     if within.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
     group = group_of(inner, mesh)
-    operands = within.operands(inner)
+    start, end = _span(module, executed, inner, within)
+    uses = serves(module, executed, inner, within)
+    operands, is_async = within.operands(inner), end > start
+    return _made(
+        module, executed, inner, operands, kind, group, uses, (start, end), is_async
+    )
+
+
+def _made(
+    module: Module,
+    executed: Executed,
+    inner: Instruction,
+    operands: Sequence[Instruction],
+    kind: str,
+    group: Group,
+    uses: Iterable[tuple[str, int]],
+    span: tuple[int, int],
+    is_async: bool,
+) -> Collective:
+    """Put a collective together from what it sends, to whom, what for and when."""
     factor = group.size if kind == "all-gather" else 1
     payload = factor * sum(operand.num_bytes for operand in operands)
-    start, end = _span(module, executed, inner, within)
-    overlap = flops_between(module, executed.computation, start, end)
+    start, end = span
     return Collective(
         name=inner.name,
         kind=kind,
@@ -153,12 +171,9 @@ def _collective(
         sent=sent_bytes(kind, payload, group.size),
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
         scope=scope(executed, inner),
-        serves=tuple(
-            (use, factor * size)
-            for use, size in serves(module, executed, inner, within)
-        ),
-        is_async=end > start,
-        overlap_flops=overlap,
+        serves=tuple((use, factor * size) for use, size in uses),
+        is_async=is_async,
+        overlap_flops=flops_between(module, executed.computation, start, end),
         until=_name_at(executed, end) if end > start else "",
     )
 
@@ -261,7 +276,6 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
     kind = send.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
     group = slices_group(send, mesh)
     sent = executed.computation.operands(send)[0]
-    payload = sent.num_bytes * (group.size if kind == "all-gather" else 1)
     order = list(executed.computation.instructions.values())
     start = end = order.index(send)
     meeting, answer = send.find(RENDEZVOUS), ""
@@ -270,20 +284,7 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
             answer = other.name
         elif other.opcode == "recv-done" and answer in other.operands:
             end = at
-    return Collective(
-        name=send.name,
-        kind=kind,
-        group=group,
-        times=executed.times,
-        payload=payload,
-        sent=sent_bytes(kind, payload, group.size),
-        dtypes=tuple(sorted({a.dtype for a in sent.arrays})),
-        scope=scope(executed, send),
-        serves=tuple(
-            (use, payload)
-            for use, _ in serves(module, executed, send, executed.computation)[:1]
-        ),
-        is_async=True,
-        overlap_flops=flops_between(module, executed.computation, start, end),
-        until=_name_at(executed, end) if end > start else "",
-    )
+    uses = serves(module, executed, send, executed.computation)[:1]
+    whole = [(use, sent.num_bytes) for use, _ in uses]
+    span = start, end
+    return _made(module, executed, send, [sent], kind, group, whole, span, True)

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.advice import advise, make_room, print_prediction
-from train.ledger import Room
+from train.advice import advise, print_prediction
 from train.roofline import predict
 
 SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -139,30 +138,3 @@ def test_idle_matrix_units_are_named(composed):
     model = dataclasses.replace(at.config.model, head_dim=64)
     found = predict(done, at.mesh, at.chip, model, 8 * 1024)
     assert "25% of the matrix units" in advise(found, at.config, at.mesh).bottleneck
-
-
-GB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("overrides", "held", "typed"),
-    [
-        (("mesh=ddp", BATCH), 20, "mesh.data=1 mesh.fsdp=256"),
-        (("mesh=ddp", BATCH), 2, "train.remat=full"),
-        (("mesh=fsdp", BATCH, "train.remat=full"), 2, "search=true"),
-        (
-            ("mesh=fsdp", "data.batch_size=512", "train.remat=full"),
-            2,
-            "train.accumulation_steps=2",
-        ),
-        (("mesh=fsdp", "data.batch_size=512", "train.remat=full"), 20, "search=true"),
-    ],
-)
-def test_what_does_not_fit_is_made_to_fit_first(composed, overrides, held, typed):
-    here = machine(composed, "v5e-256", *overrides)
-    room = Room(16 * GB, 15 * GB, 15 * GB)
-    advice = make_room(here.config, here.mesh, held * GB, 24 * GB, room)
-    assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
-    assert advice.override == typed
-    if "=" in typed and typed != "search=true":
-        machine(composed, "v5e-256", *overrides, *typed.split())

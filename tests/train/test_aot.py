@@ -148,6 +148,23 @@ def test_a_wrong_target_is_listed_with_all_that_is_wrong():
     assert "margin = 2" in err
 
 
+def test_what_does_not_fit_data_devices_and_model_is_listed_at_once():
+    sizes = "runtime.cpu_devices=8", "mesh.fsdp=3", "data.batch_size=8"
+    wrong = "model.vocab_size=100", "plan.array=norm"
+    _, err = plan(*sizes, *wrong, code=78)
+    keys = ("mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size")
+    assert err.startswith("5 mistakes") or "\n5 mistakes" in err
+    for key in (*keys, "plan.array"):
+        assert f"\n  {key} = " in err
+
+
+def test_the_array_asked_for_is_in_the_json():
+    out, _ = plan("json=true", "runtime.cpu_devices=4", "plan.array=norm.scale")
+    array = json.loads(out)["array"]
+    assert array["name"] == "norm.scale"
+    assert len(array["held"]) == 4
+
+
 @pytest.mark.skipif(NO_PLUGIN is None, reason="it is there")
 def test_without_the_compiler_it_is_estimated(tmp_path):
     small = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"

@@ -6,24 +6,19 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.fleet import TINY, Fleet
+from tests.fleet import TINY, Fleet, of_text, write_text
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cluster")
-    source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
-    (folder / "text.txt").write_text(source)
-    return folder
+    return write_text(tmp_path_factory.mktemp("cluster"))
 
 
 def overrides(folder: Path, run: str, *more: str) -> list[str]:
-    data = (f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache")
-    return [*TINY, *data, f"run.dir={folder}/{run}", *more]
+    return [*TINY, *of_text(folder), f"run.dir={folder}/{run}", *more]
 
 
 def steps(run: Path) -> dict[int, float]:

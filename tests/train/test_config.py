@@ -25,12 +25,19 @@ from train.config import (
     SampleConfig,
     Schedule,
     ScheduleConfig,
+    StatusConfig,
     TrackerConfig,
     TrainConfig,
 )
 from train.identity import Kind, differences, flatten, refused, run_dir, run_name
-from train.rules import validate, without_effect
-from train.schema import did_you_mean, read_yaml, to_yaml
+from train.rules import nearest, validate, without_effect
+from train.schema import (
+    did_you_mean,
+    read_yaml,
+    schema_node,
+    to_yaml,
+    unknown_key,
+)
 
 
 def keys(config: Any) -> list[str]:
@@ -244,6 +251,28 @@ def test_a_bad_config_file_names_every_bad_key(tmp_path):
 )
 def test_did_you_mean(word: str, meant: str):
     assert meant in did_you_mean(word, flatten(Config()))
+
+
+def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
+    tree = schema_node(Config)
+    assert "--cfg job" in unknown_key(tree, "xyz")
+    assert "--cfg job" in unknown_key(tree, "xyz.abc")
+    rule = unknown_key(tree, "log.xyz.abc")
+    assert rule.endswith("log has interval_steps")
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "said"), [(10, 8, "8 or 16"), (3, 8, "8"), (23, 12, "12 or 24")]
+)
+def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
+    assert nearest(value, step) == f"nearest: {said}"
+    data, train = DataConfig(batch_size=value), TrainConfig(accumulation_steps=step)
+    (mistake,) = validate(Config(data=data, train=train))
+    assert mistake.rule.endswith(f"nearest: {said}")
+
+
+def test_a_command_has_no_keys_that_it_does_not_read():
+    assert {field.name for field in fields(StatusConfig)} == {"run", "json"}
 
 
 def test_no_suggestion_is_better_than_a_silly_one():

@@ -1,13 +1,22 @@
 """What is printed of the layout is the layout."""
 
+import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 
 from model.params import named
 from train.config import ConfigError
-from train.describe import bytes_per_device, describe, describe_array
+from train.describe import (
+    array_slices,
+    bytes_per_device,
+    describe,
+    describe_array,
+    describe_data,
+)
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
@@ -71,6 +80,30 @@ def test_an_arrays_slices_are_where_its_shards_are(program, capsys):
             (64 * tensor, 64 * tensor + 64),
             (16 * fsdp, 16 * fsdp + 16),
         ]
+
+
+def test_the_same_is_there_for_programs(program):
+    found = json.loads(json.dumps(array_slices(program, "layers.mlp.down.weight")))
+    leaf = dict(named(program.state.params))[found["name"]]
+    assert (tuple(found["shape"]), found["dtype"]) == (leaf.shape, "float32")
+    assert found["spec"] == [None, "tensor", "fsdp"]
+    slices = {held["device"]: held["slice"] for held in found["held"]}
+    at = {held["device"]: tuple(held["position"].values()) for held in found["held"]}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        spans = [s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True)]
+        assert slices[str(device)] == [list(span) for span in spans]
+        assert program.mesh.devices[at[str(device)]] == device
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"), [(0.0, "never used"), (0.004, "used 0.004 times")]
+)
+def test_how_often_a_source_is_used_can_be_told_from_never(epochs, said, capsys):
+    order: Any = SimpleNamespace(
+        names=["web"], rows=[range(9)], epochs=lambda num_steps: {"web": epochs}
+    )
+    describe_data(order, 10)
+    assert capsys.readouterr().out == f"data        web: 9 rows, {said}\n"
 
 
 def test_an_unknown_array_lists_those_there_are(program):

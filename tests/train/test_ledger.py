@@ -1,12 +1,14 @@
 """What a device holds: computed figures are exact."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from train import topology
 from train.aot import OutOfMemory
 from train.chips import CHIPS
-from train.ledger import Figure, make_ledger, room_of
+from train.ledger import Figure, make_ledger, print_ledger, room_of
 from train.program import make_program
 from train.targets import parse_target
 from train.topology import fake_devices
@@ -112,3 +114,19 @@ def test_of_a_gpu_programs_have_the_part_that_jax_takes(monkeypatch):
 def test_a_program_has_no_more_than_a_device_holds(chip):
     room = room_of(chip, 0.0)
     assert 0 < room.available <= room.program <= 1.01 * room.total
+
+
+@pytest.mark.parametrize(("name", "noted"), [("h100-8", True), ("v5e-8", False)])
+def test_why_a_gpu_has_less_is_said_and_what_is_nothing_is_not(
+    laid_out, monkeypatch, capsys, name, noted
+):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    ledger = make_ledger(laid_out(name, "fsdp"))
+    items = {"one layer": Figure(1, "estimated"), "logits": Figure(0, "estimated")}
+    ledger = dataclasses.replace(ledger, temporaries=items)
+    print_ledger(ledger, room_of(parse_target(name).chip, 0.05), None)
+    printed = capsys.readouterr().out
+    assert ("50% of a GPU" in printed) is noted
+    assert ("XLA_CLIENT_MEM_FRACTION=" in printed) is noted
+    assert "- one layer" in printed
+    assert "- logits" not in printed

@@ -1,5 +1,7 @@
 """The pieces of the bar are the ledger's, and add up to what is needed."""
 
+import dataclasses
+
 import pytest
 
 from train.ledger import COMPILED, COMPUTED, Figure, Ledger, Room
@@ -49,3 +51,14 @@ def test_what_the_compiler_refused_is_drawn_whole():
 )
 def test_the_verdict_is_a_sentence(needed, room, says):
     assert says in verdict(ledger(needed), room)
+
+
+def test_what_is_nothing_has_no_row_and_a_limit_has_its_reason():
+    items = {"one layer": Figure(1, COMPUTED), "logits": Figure(0, COMPUTED)}
+    html = memory_section(
+        dataclasses.replace(ledger(700), temporaries=items),
+        dataclasses.replace(ROOM, note="set A=<b>"),
+    )
+    assert "of these: one layer" in html
+    assert "logits" not in html
+    assert "set A=&lt;b&gt;." in html

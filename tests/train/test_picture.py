@@ -11,7 +11,7 @@ from train.layer_timeline import COMPUTE
 from train.ledger import make_ledger, room_of
 from train.loops import read
 from train.picture import write_picture
-from train.progress import format_bytes, format_count
+from train.progress import format_bytes, format_flops
 from train.rates import Rates
 from train.traffic import Total
 from train.work import Work
@@ -59,7 +59,7 @@ def test_every_figure_is_there(program, compiled, module, draw):
     for name in ("parameters", "optimizer state", "batch"):
         assert f"\n{name}\n{format_bytes(ledger.parts[name].bytes)}\n" in text
     assert f"{format_bytes(ledger.needed.bytes)} a device are needed" in text
-    assert f"\n{format_count(executed.work.flops)}FLOPs\ncompiled\n" in text
+    assert f"\n{format_flops(executed.work.flops)}\ncompiled\n" in text
     assert executed.sent
     for total in executed.sent:
         assert f"\n{format_bytes(total.payload)}\n{format_bytes(total.sent)}\n" in text

@@ -9,6 +9,7 @@ from train.progress import (
     Progress,
     format_bytes,
     format_count,
+    format_flops,
     format_seconds,
     print_table,
 )
@@ -160,6 +161,15 @@ def test_format_bytes(size, text):
 )
 def test_format_count(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(0, "0 FLOPs"), (4.231e9, "4.23 GFLOPs"), (9.997e14, "1 PFLOPs")],
+)
+def test_format_flops(flops, text):
+    assert format_flops(flops) == text
+    assert format_flops(flops, "FLOP/s") == text.replace("FLOPs", "FLOP/s")
 
 
 @pytest.mark.parametrize(

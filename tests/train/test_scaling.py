@@ -48,3 +48,22 @@ def test_it_starts_from_several_slices(composed):
         weak_scaling(execution(1, 1), one.mesh, one.chip, one.config.model, 1)
     nodes = machine(composed, "h100-8x4", "mesh=fsdp")
     assert num_slices(nodes.mesh.devices.flat) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "words", "others"),
+    [
+        ("v5e-8x2", "DCN", ("slices", "DCN a chip", "v5e"), ("nodes", "network a")),
+        ("h100-8x2", "network", ("nodes", "network a chip"), ("slices", "DCN", "v5e")),
+    ],
+)
+def test_parts_are_called_what_they_are(composed, capsys, name, network, words, others):
+    shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
+    two = machine(composed, name, *shape)
+    step = execution(1e12, 0, total("data", network, 1e6))
+    place = two.mesh, two.chip, two.config.model, 512 * 1024
+    print_weak_scaling(weak_scaling(step, *place))
+    printed = capsys.readouterr().out
+    assert [word for word in words if word not in printed] == []
+    assert [word for word in others if word in printed] == []
+    assert "0.00" not in printed  # short steps in milliseconds

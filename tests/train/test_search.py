@@ -9,11 +9,14 @@ import pytest
 from train import search as searching
 from train import topology
 from train.aot import OutOfMemory
+from train.config import ConfigError
 from train.exits import DOES_NOT_FIT, Exit
+from train.found import Found, frontier, none_fits, print_found
 from train.ledger import Room, room_of
 from train.outlook import estimate
 from train.program import make_program
-from train.search import Found, choose, print_found, search
+from train.progress import format_bytes
+from train.search import choose, search
 from train.targets import parse_target
 from train.topology import fake_devices
 
@@ -55,6 +58,10 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
     assert given.needed == as_given.ledger.needed.bytes
     # Twelve heads cannot be cut into eight parts or sixteen.
     assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
+    heads = found.excluded["mesh.params.heads"]
+    assert heads.meshes == 3  # of 5 + 4 + 3 + 2 + 1; data x fsdp = 2, and 1
+    assert "mesh.params.heads=tensor puts the heads dim 12 of" in heads.why
+    assert "on 8 devices, which do not divide it" in heads.why
 
 
 def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypatch):
@@ -116,10 +123,44 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     found = search(config, devices, room)
     assert found.best is None
     print_found(found)
-    assert "none fits" in capsys.readouterr().out
-    with pytest.raises(Exit, match="no layout fits") as raised:
+    printed = capsys.readouterr().out
+    assert "none fits" in printed
+    least = min(found.weighed, key=lambda one: one.needed)
+    (row,) = [line for line in printed.splitlines() if line.startswith("no ")]
+    assert row.endswith(least.layout.overrides)
+    for size in (least.needed, room.available, least.needed - room.available):
+        assert format_bytes(size) in printed.partition("best ")[2]
+    assert f"state and batch alone take {format_bytes(least.held)}" in printed
+    with pytest.raises(Exit, match="none fits; the least is needed by") as raised:
         choose(config, devices, margin=0.99999)
     assert raised.value.code == DOES_NOT_FIT
+
+
+def test_what_helps_depends_on_what_does_not_fit(config, devices):
+    """More than the state: shorter rows help."""
+    least = search(config, devices, Room(2**20, 2**20, 2**20)).closest
+    room = Room(*[(least.held + least.needed) // 2] * 3)
+    said = none_fits(search(config, devices, room))
+    assert "data.sequence_length" in said
+    assert "alone" not in said
+
+
+def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room):
+    found = search(config, devices, room)
+    refused = dataclasses.replace(found.weighed[-1], needed=room.available + 1)
+    found = dataclasses.replace(found, compiled=[refused])
+    assert found.best is None
+    assert "search_minutes" in none_fits(found)
+
+
+def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices, room):
+    odd = ("model.num_heads=3", "model.head_dim=64", "data.batch_size=1")
+    config = composed(*MODEL, *odd)
+    with pytest.raises(ConfigError) as error:
+        search(config, devices, room)
+    keys = {mistake.key for mistake in error.value.mistakes}
+    heads = {"mesh.params.heads", "mesh.params.kv_heads"}
+    assert keys == {"data.batch_size", *heads}
 
 
 def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
@@ -129,8 +170,7 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     assert lines
     assert found.best is not None
     assert found.best.layout.overrides in lines[0]
-    frontier = searching._frontier(found.weighed)
-    for faster, slower in itertools.pairwise(frontier):
+    for faster, slower in itertools.pairwise(frontier(found.weighed)):
         assert faster.step_s <= slower.step_s
         assert faster.needed > slower.needed
 

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.fleet import REPOSITORY, TINY, free_port
+from tests.fleet import REPOSITORY, TINY, free_port, of_text, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -34,16 +33,12 @@ TIMEOUT_S = 300
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("startup")
-    source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
-    (folder / "text.txt").write_text(source)
-    return folder
+    return write_text(tmp_path_factory.mktemp("startup"))
 
 
 def command(folder: Path, run: str, *more: str) -> list[str]:
-    data = (f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache")
     own = ("train.num_steps=6", f"run.dir={folder}/{run}")
-    return [sys.executable, "-m", "train", *TINY, *data, *own, *more]
+    return [sys.executable, "-m", "train", *TINY, *of_text(folder), *own, *more]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.train.compiled import DOWN, MATRICES, B, D, F, L, T, V, needs_tpu_compiler
-from train.hlo import parse
+from train.hlo import Module, parse
 from train.loops import read
 from train.work import memory_bytes, product_flops, work
 
@@ -12,9 +12,10 @@ FORWARD, BACKWARD = 2, 7  # products over [T, S] that splash makes
 ATTENTION = 2 * L * T * D * TOKENS  # FLOPs of one of them
 
 
-def in_one(instruction: str) -> str:
+def in_one(instruction: str) -> Module:
+    """Parse a program of these instructions."""
     lines = ["HloModule one", "", "ENTRY %main (a: f32[1]) -> f32[1] {", instruction]
-    return "\n".join([*lines, "}"])
+    return parse("\n".join([*lines, "}"]))
 
 
 # By model: overrides, parameters of a layer's matrices.
@@ -74,26 +75,24 @@ def test_on_a_cpu_attention_is_products_over_the_whole_square(compile_step, mesh
 
 
 def test_a_batched_product_of_a_tpu_counts_without_its_padding():
-    text = in_one(
+    module = in_one(
         "  %a = bf16[2,1024,2,64,1] parameter(0)\n"
         "  %b = bf16[2,64,8,64,1] parameter(1)\n"
         "  ROOT %c = bf16[2,1024,8,64,1] convolution(%a, %b), "
         "window={size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0}, "
         "dim_labels=0b2f1_2i1o0->0b1f2"
     )
-    module = parse(text)
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
 
 
 def test_zeros_between_the_inputs_do_not_count():
-    text = in_one(
+    module = in_one(
         "  %a = f32[1,3,4] parameter(0)\n"
         "  %b = f32[2,4,8] parameter(1)\n"
         "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
         "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
     )
-    module = parse(text)
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
 
@@ -136,10 +135,9 @@ def test_slices_and_updates_move_what_they_touch():
     ],
 )
 def test_copies_between_memories_move_what_they_copy(result, instruction, moved):
-    text = in_one(
+    module = in_one(
         "  %main = f32[16,64] parameter(0)\n"
         "  %core = f32[16,64]{0:S(1)} parameter(1)\n"
         f"  ROOT %c = {result} {instruction}"
     )
-    module = parse(text)
     assert memory_bytes(module, module.entry.root, module.entry) == moved * 64 * 4
