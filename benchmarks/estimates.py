@@ -5,24 +5,27 @@ Each case is estimated, then compiled; no accelerator is needed, but the compile
 About a minute each on TPU targets, twenty seconds on GPU ones, on two idle cores.
 
 `arguments`: compiled over computed state and batch, which differ by what tiles pad.
-`temporaries`, `FLOPs`, `memory`, `sent in layers`: estimated over compiled, the last
-with the payloads of the layers' collectives.
+`temporaries`, `FLOPs`, `memory`, `speed`, `sent in layers`: estimated over compiled,
+the last with the payloads of the layers' collectives.
+
+`tpu-remat` and `gpu-remat` take each of their cases with the three policies of
+recomputation, and say whether the estimate puts those in the compiled plan's order
+wherever that sees more than 5 % between them.
 """
 
+import itertools
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 
-from train.aot import OutOfMemory, measure_compile
 from train.command import compose
-from train.config import PlanConfig
-from train.estimate import estimate_execution, estimate_memory
-from train.execution import read_execution
-from train.ledger import HELD, make_ledger
-from train.loops import read
+from train.config import PlanConfig, Remat
+from train.ledger import HELD
+from train.outlook import Outlook, compile_and_read, estimate
 from train.program import Program, make_program, settle
 from train.progress import format_bytes
 from train.targets import parse_target
@@ -57,7 +60,27 @@ CASES = {
         f"h100-8 {LLAMA1} {TENSOR}2 {DOTS} data.batch_size=32",
         f"h100-8 {LLAMA8} mesh=fsdp optimizer=muon data.batch_size=16",
     ],
+    "tpu-remat": [
+        f"v5e-8 {GPT2} mesh=fsdp data.batch_size=64",
+        f"v5e-16 {LLAMA1} mesh=fsdp data.batch_size=32",
+        f"v5e-64 {LLAMA8} mesh=fsdp data.batch_size=64",
+    ],
+    "gpu-remat": [
+        f"h100-8 {GPT2} mesh=fsdp data.batch_size=64",
+        f"h100-8 {LLAMA1} mesh=fsdp data.batch_size=32",
+        f"h100-8 {LLAMA8} mesh=fsdp data.batch_size=16",
+    ],
 }
+_APART = 0.05
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Ratios by name, and predicted tokens/s, 0 where they cannot be compared."""
+
+    ratios: dict[str, float]
+    estimated: float
+    compiled: float
 
 
 def lay_out(case: str) -> Program:
@@ -69,44 +92,82 @@ def lay_out(case: str) -> Program:
     return make_program(settle(config, 256), fake_devices(parse_target(target)))
 
 
-def compare(case: str) -> dict[str, float] | None:
-    """Give the ratios of a case, and print them; None if it cannot be compiled."""
+def compare(case: str) -> Compared | None:
+    """Estimate and compile a case, and print both; None if it does not fit."""
     program = lay_out(case)
     start = time.perf_counter()
-    estimated, executed = estimate_memory(program), estimate_execution(program)
+    guess = estimate(program)
     took = time.perf_counter() - start
-    compiled, cost = measure_compile(program)
-    print(f"{case}\n    estimated in {took:.2f} s, compiled in {cost.seconds:.0f} s")
-    if isinstance(compiled, OutOfMemory):
-        print(f"    out of memory: {format_bytes(compiled.needed_bytes)}")
+    truth = compile_and_read(program)
+    assert truth.cost, "it was compiled"
+    assert truth.ledger.needed, "or known to need more than there is"
+    print(
+        f"{case}\n    estimated in {took:.2f} s, compiled in {truth.cost.seconds:.0f} s"
+    )
+    if "temporaries" not in truth.ledger.parts:
+        print(f"    out of memory: {format_bytes(truth.ledger.needed.bytes)}")
         return None
-    real = make_ledger(program, compiled)
-    held = sum(estimated.parts[name].bytes for name in HELD)
-    guess, fact = (ledger.parts["temporaries"].bytes for ledger in (estimated, real))
-    print(f"    temporaries {format_bytes(guess)}, compiled {format_bytes(fact)}")
+    held = sum(guess.ledger.parts[name].bytes for name in HELD)
     ratios = {
-        "arguments": real.parts["arguments"].bytes / held,
-        "temporaries": guess / fact,
+        "arguments": truth.ledger.parts["arguments"].bytes / held,
+        "temporaries": _show("temporaries", guess, truth, _temporaries),
     }
-    try:
-        truth = read_execution(program, read(compiled.as_text() or ""))
-    except jax.errors.JaxRuntimeError as error:  # jax 0.10 on some programs for v5p
-        truth = None
-        print(f"    its text cannot be had: {str(error)[:70]}")
-    if truth is not None:
-        ratios |= {
-            "FLOPs": executed.work.flops / truth.work.flops,
-            "memory": executed.work.memory_bytes / truth.work.memory_bytes,
-            "sent in layers": _in_layers(executed) / max(1.0, _in_layers(truth)),
-        }
+    if truth.module is None:
+        print("    its text cannot be had")  # jax 0.10 on some programs for v5p
+        return Compared(ratios, 0.0, 0.0)
+    ratios |= {
+        "FLOPs": guess.execution.work.flops / truth.execution.work.flops,
+        "memory": _show("memory", guess, truth, _moved),
+        "speed": _speed(guess) / _speed(truth),
+        "sent in layers": _in_layers(guess) / max(1.0, _in_layers(truth)),
+    }
+    print(f"    tokens/s {_speed(guess):,.0f}, compiled {_speed(truth):,.0f}")
     shown = ", ".join(f"{name} {ratio:.4f}" for name, ratio in ratios.items())
     print(f"    {shown}", flush=True)
-    return ratios
+    return Compared(ratios, _speed(guess), _speed(truth))
 
 
-def _in_layers(executed: Any) -> float:
+def _show(
+    name: str, guess: Outlook, truth: Outlook, measure: Callable[[Outlook], int]
+) -> float:
+    estimated, compiled = measure(guess), measure(truth)
+    print(f"    {name} {format_bytes(estimated)}, compiled {format_bytes(compiled)}")
+    return estimated / compiled
+
+
+def _temporaries(outlook: Outlook) -> int:
+    return outlook.ledger.parts["temporaries"].bytes
+
+
+def _moved(outlook: Outlook) -> int:
+    return outlook.execution.work.memory_bytes
+
+
+def _speed(outlook: Outlook) -> float:
+    assert outlook.prediction, "all targets' rates are known"
+    return outlook.prediction.middle.tokens_per_second
+
+
+def _in_layers(outlook: Outlook) -> float:
+    executed = outlook.execution
     every = sum(row.payload for row in executed.sent)
     return every - sum(row.payload for row in executed.outside_layers)
+
+
+def compare_policies(case: str) -> list[Compared]:
+    """Compare a case with each policy of recomputation, and their order."""
+    rows = {
+        remat.value: compare(f"{case} train.remat={remat.value}") for remat in Remat
+    }
+    found = {remat: row for remat, row in rows.items() if row}
+    for (a, one), (b, two) in itertools.combinations(found.items(), 2):
+        apart = one.compiled / two.compiled
+        if max(apart, 1 / apart) > 1 + _APART:
+            same = (one.estimated > two.estimated) == (apart > 1)
+            print(
+                f"    {'same order' if same else 'OTHER ORDER'}: {a} {apart:.2f} x {b}"
+            )
+    return list(found.values())
 
 
 def main() -> None:
@@ -116,7 +177,10 @@ def main() -> None:
     prepare()
     cases = CASES[platform]
     chosen = [cases[int(number)] for number in numbers] or cases
-    rows = [ratios for case in chosen if (ratios := compare(case))]
+    if platform.endswith("-remat"):
+        rows = [row.ratios for case in chosen for row in compare_policies(case)]
+    else:
+        rows = [row.ratios for case in chosen if (row := compare(case))]
     for name in dict.fromkeys(name for row in rows for name in row):
         errors = [abs(row[name] - 1) for row in rows if name in row]
         print(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 GB = 10**9
+MIB = 2**20
 GIB = 2**30
 
 
@@ -18,6 +19,7 @@ class Chip:
     dcn_bandwidth: its share of its host's network cards, one direction.
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
+    core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Chip:
     dcn_bandwidth: float | None = None
     program_bytes: int | None = None
     matrix_unit: int | None = None
+    core_memory: int | None = None
 
 
 def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
@@ -41,8 +44,8 @@ def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
 # for a chip, both directions, all links together (v5e 400 GB/s, v6e 800, v5p and
 # tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all). FP8
 # and DCN of v5p and v6e: tpu7x's page. v4's links: arXiv:2304.01433. matrix_unit: v6e's
-# page; of the others jax, jax/_src/pallas/mosaic/tpu_info.py. program_bytes: "available
-# HBM" in the out-of-memory errors of libtpu 0.0.52.
+# page; of the others jax, jax/_src/pallas/mosaic/tpu_info.py, which core_memory is of.
+# program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
 # GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as stas00/ml-engineering,
 # torchtitan and MLPerf's system files give them, not read off its datasheets. A100: 312
 # TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
@@ -73,6 +76,7 @@ CHIPS = {
         dcn_bandwidth=6400 / 256 / 8 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
+        core_memory=128 * MIB,
     ),
     "v5p": Chip(
         "TPU v5",  # or "TPU v5p"
@@ -84,6 +88,7 @@ CHIPS = {
         dcn_bandwidth=50 / 8 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
         matrix_unit=128,
+        core_memory=64 * MIB,
     ),
     "v6e": Chip(
         "TPU v6 lite",
@@ -95,6 +100,7 @@ CHIPS = {
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
+        core_memory=128 * MIB,
     ),
     "tpu7x": Chip(
         "TPU7x",
@@ -107,6 +113,7 @@ CHIPS = {
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
+        core_memory=64 * MIB,
     ),
     "a100": Chip(
         "A100",  # with 80 GB

@@ -1,12 +1,10 @@
-"""FLOPs and memory traffic of one device in a step, from shapes alone.
-
-FLOPs are counted as train/work.py counts them in a compiled program. Bytes are those of
-the operands and results of products and kernels, of what layers keep, and of the state;
-what is done element by element is taken to be fused into them.
+"""FLOPs of one device in a step, from shapes alone, as train/work.py counts them in a
+compiled program; with its memory traffic (train/movements.py) what a step takes.
 """
 
 from model.config import Attention
 from train.config import Remat
+from train.movements import Moved
 from train.share import Share, is_muons, sides
 from train.work import CUDNN, SPLASH, Work
 
@@ -14,21 +12,14 @@ _NEWTON_SCHULZ = 5  # steps
 _BLOCKS = (512, 384, 256, 128)  # of splash (model/attention.py)
 
 
-def effort(share: Share, muon: bool, state_bytes: int, kept_bytes: int) -> Work:
-    """Count what a device does.
-
-    Args:
-        share: of the program.
-        muon: whether matrices are orthogonalized.
-        state_bytes: of the device's part of the state.
-        kept_bytes: what all layers keep of a microbatch.
-    """
+def effort(share: Share, muon: bool, moved: Moved) -> Work:
+    """Count what a device does that moves so much; with Muon, its products too."""
     kernel, part = _attention(share)
     products = _products(share) + (_muon(share) if muon else 0.0)
     if share.how.attention is Attention.xla:
         products, kernel = products + kernel, 0.0
-    moved = _moved(share, state_bytes, kept_bytes)
-    return Work(products, kernel * part, kernel, moved, ())
+    memory = int(moved.products + moved.others)
+    return Work(products, kernel * part, kernel, memory, (), int(moved.products))
 
 
 def _products(share: Share) -> float:
@@ -71,27 +62,3 @@ def _muon(share: Share) -> float:
     matrices = next(filter(is_muons, share.weights))
     cut = set(share.spread) | set(matrices.held)
     return _NEWTON_SCHULZ * each * share.model.num_layers / share.ways(tuple(cut))
-
-
-def _moved(share: Share, state_bytes: int, kept_bytes: int) -> int:
-    model, width = share.model, share.how.activation_dtype.itemsize
-    matrices = [w for w in share.weights if w.is_matrix]
-    used = sum(w.size for w in matrices if w.in_layers)
-    # A weight is read and written rounded, and read by three products, or four; its
-    # gradient is written, and read by the optimizer.
-    again = share.how.remat == Remat.full
-    weights = used * ((5 + again) * share.how.compute_dtype.itemsize + 2 * 4)
-    # Each value of a layer, and its cotangent, is written once and read twice: those of
-    # heads and MLP, and six of features (norms, products and sums).
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_size
-    mlp = (2 + (model.activation == "swiglu")) * model.mlp_size
-    values = share.tokens * (heads + mlp + 6 * model.embed_dim) * width
-    layers = model.num_layers * 3 * values * (3 if share.how.remat != Remat.none else 2)
-    # Logits, float32, are written and read by their maximum, their sum and their
-    # cotangent, which two products read. Each tile reads the head twice and adds to its
-    # gradient.
-    tiles = share.length // share.tile
-    logits = share.tokens * (model.vocab_size or 0) * (4 * 4 + 3 * width)
-    head = tiles * share.head.size * (2 * width + 2 * 4)
-    each = weights + layers + logits + head + 3 * kept_bytes
-    return int(share.microbatches * each + 2 * state_bytes)

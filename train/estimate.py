@@ -10,6 +10,7 @@ from itertools import groupby
 
 import jax
 
+from train.chips import chip_of
 from train.config import Optimizer
 from train.describe import bytes_per_device
 from train.effort import effort
@@ -17,6 +18,7 @@ from train.exchanges import Exchange, exchanges
 from train.execution import Execution
 from train.groups import along
 from train.ledger import ESTIMATED, HELD, Figure, Ledger, make_ledger
+from train.movements import movements
 from train.program import Program
 from train.share import Share, share_of
 from train.temporaries import saved_bytes, temporaries
@@ -36,9 +38,13 @@ def estimate_execution(program: Program) -> Execution:
     share, platform, muon = _facts(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
     sent = exchanges(share, platform, muon)
+    chip = chip_of(program.mesh.devices.flat[0].device_kind)
+    core_memory = (chip.core_memory if chip else None) or 0
+    kept = saved_bytes(share, platform)
+    moved = movements(share, platform, muon, state, kept, core_memory)
     return Execution(
         model_flops=program.flops_per_step / program.mesh.size,
-        work=effort(share, muon, state, saved_bytes(share, platform)),
+        work=effort(share, muon, moved),
         sent=_totals(sent, program, by_use=False),
         outside_layers=_totals(
             (e for e in sent if not e.in_layers), program, by_use=True

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
+from train.accesses import memory_bytes
 from train.hlo import BODY, Executed, Instruction, Loop, Module
 from train.progress import format_bytes, format_flops
 from train.rates import Rates
 from train.serves import scope, use_of
 from train.traffic import KINDS, Collective, started
-from train.work import flops_between, kernel_flops, memory_bytes, parts, product_flops
+from train.work import flops_between, kernel_flops, parts, product_flops
 
 COMPUTE, COPIES = "compute", "copies between memories"  # lanes beside the networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"

@@ -4,10 +4,11 @@ Three moments are weighed; the one that needs most gives the items.
 
 - `loss`: a tile's logits in float32 and their cotangent, the gathered head, its
   gradient before it is scattered.
-- `layers`: all gradients, that of the head perhaps not scattered yet, and the backward
-  pass of one layer: the weights that it gathers (and the next one's, which travel
-  meanwhile), their gradients before they are scattered, and what its products read and
-  write (`_one_layer`).
+- `layers`: the gradients of all layers, that of the head, which XLA scatters behind the
+  loop over the layers, and the backward pass of one layer: the weights that it gathers
+  (on TPU the next one's travel meanwhile), their gradients before they are scattered,
+  and what its products read and write (`_one_layer`). There is none of the embedding
+  yet.
 - `update`: the gradients, and Muon's matrices.
 
 At the first two lives what the layers kept (train/residuals.py), the features, and the
@@ -105,13 +106,12 @@ def _loss(share: Share, platform: str) -> dict[str, int]:
 
 def _layers(share: Share, platform: str) -> dict[str, int]:
     layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
-    weights = [w for w in share.weights if w.in_layers and w.is_matrix]
-    gathered = sum(w.size for w in weights if w.gathered) // layers
-    head = share.head  # its gradient is wanted by the update, and may wait until then
+    weights = [w for w in share.weights if w.in_layers]
+    gathered = sum(w.size for w in weights if w.gathered and w.is_matrix) // layers
     return {
-        "gradients": _held(share.weights, FLOAT32, platform),
-        "head's gradient": tiled(head.used, FLOAT32, platform) * bool(head.gathered),
-        "gathered weights": 2 * gathered * width,
+        "gradients": _held(weights, FLOAT32, platform),
+        "head's gradient": tiled(share.head.used, FLOAT32, platform),
+        "gathered weights": (2 if platform == "tpu" else 1) * gathered * width,
         "gradients to scatter": gathered * FLOAT32,
         "one layer": _one_layer(share, platform),
     }
@@ -121,24 +121,22 @@ def _one_layer(share: Share, platform: str) -> int:
     """Count what the backward pass of one layer makes.
 
     XLA fuses what is done element by element, so that only what products and the
-    kernel read and write exists: with recomputation of the whole layer, and the
-    cotangents of its attention or its MLP.
+    kernel read and write exists. That is most in its MLP (the cotangents of all that is
+    as wide) or in its attention. Recomputed values wait for their use: until the MLP's
+    cotangents take their place there is one array more, and attention's stay longer.
     """
     model, how = share.model, share.how
-    width = how.activation_dtype.itemsize
+    width, again = how.activation_dtype.itemsize, how.remat != Remat.none
     heads = 2 * model.num_heads + 2 * model.kv_heads
     shape = (share.rows, heads, share.length, _lanes(share))
     attention = tiled(shape, width, platform)
-    gated = model.activation is Activation.swiglu
-    mlp = (2 + gated) * share.tokens * model.mlp_size * width
-    hidden = share.tokens * model.embed_dim * width
     if how.attention is Attention.xla:
         scores = share.rows * model.num_heads * share.length**2
         attention += scores * (FLOAT32 + width)
-    made = max(mlp, attention) + 2 * hidden
-    if how.remat != Remat.none:
-        made += mlp + attention + 3 * hidden
-    return made
+    wide = 2 + (model.activation is Activation.swiglu) + again
+    mlp = wide * share.tokens * model.mlp_size * width
+    hidden = share.tokens * model.embed_dim * width
+    return max(mlp, attention) + again * attention + (5 if again else 2) * hidden
 
 
 def _update(share: Share, platform: str, muon: bool) -> dict[str, int]:

@@ -2,31 +2,23 @@
 
 FLOPs are those of matrix products alone, two for each multiplication and addition,
 wherever they stand: in fusions, in loops (times their trips), in attention kernels by
-the shapes of their operands. Bytes are an upper estimate of the traffic between a
-device and its main memory: what each instruction reads and writes, as if no cache held
-anything from one to the next.
+the shapes of their operands. Bytes: train/accesses.py.
 """
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from train.hlo import BODY, Array, Computation, Executed, Instruction, Module
+from train.accesses import memory_bytes
+from train.hlo import BODY, Computation, Executed, Instruction, Module
 
 # How many products over [T, S] a kernel computes. Splash: the backward pass is two
 # kernels, each of which makes the scores and their cotangent again. cuDNN: two of the
 # forward pass; scores again and the four gradients.
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 CUDNN = {False: 2, True: 5}  # by whether it is the backward pass
-_FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
-}
-# TPU: a buffer without content, and slices that lie behind each other already.
-_NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 _FLOATS = ("f", "bf")
 
 
@@ -169,79 +161,3 @@ def is_kernel(instruction: Instruction) -> bool:
     """Say whether a custom call may multiply matrices, not just move what it gets."""
     target = instruction.find(r'custom_call_target="([^"]*)"')
     return target.startswith(("tpu_custom_call", "__cu", "__triton", "__onednn"))
-
-
-def memory_bytes(
-    module: Module, instruction: Instruction, computation: Computation
-) -> int:
-    """Estimate what an instruction reads from and writes to main memory.
-
-    A slice reads what it takes, an update in place writes what is new, also inside a
-    fusion. What lies in a memory of the core (TPU) costs nothing here.
-    """
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-        return 0
-    if instruction.find(r'custom_call_target="([^"]*)"') in _NOTHING_MOVES:
-        return 0
-    operands = computation.operands(instruction)
-    if instruction.opcode in ("fusion", "fusion-start"):
-        inside = module.computations[instruction.called[0]]
-        params = {
-            int(i.arguments): i
-            for i in inside.instructions.values()
-            if i.opcode == "parameter"
-        }
-        read = sum(
-            min(_main_bytes(operand), _read_by_fusion(params[number], inside))
-            for number, operand in enumerate(operands)
-        )
-        return read + _written_by_fusion(inside)
-    read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
-    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
-        read = min(written, read)
-    elif instruction.opcode == "dynamic-update-slice":
-        read = written = min(_main_bytes(operands[1]), written)
-    elif instruction.opcode == "copy-start":
-        written = _main_bytes_of(instruction.arrays[:1])
-    elif instruction.opcode == "slice-start":
-        part = instruction.arrays[len(operands)]
-        read, written = min(read, part.num_bytes), _main_bytes_of([part])
-    elif instruction.opcode.endswith("-start"):
-        written = 0  # the result is a tuple that names the operand too
-    return read + written
-
-
-def _main_bytes(instruction: Instruction) -> int:
-    return _main_bytes_of(instruction.arrays)
-
-
-def _main_bytes_of(arrays: Iterable[Array]) -> int:
-    return sum(array.num_bytes for array in arrays if array.space == 0)
-
-
-def _read_by_fusion(param: Instruction, inside: Computation) -> int:
-    """Count what a fusion reads of an operand, all of it unless only slices."""
-    total = 0
-    for user in inside.instructions.values():
-        if param.name not in user.operands:
-            continue
-        first = user.operands[0] == param.name
-        if user.opcode in ("dynamic-slice", "slice", "gather") and first:
-            total += user.num_bytes
-        elif user.opcode == "bitcast":
-            total += _read_by_fusion(user, inside)
-        elif not (user.opcode == "dynamic-update-slice" and first):
-            return param.num_bytes
-    return total
-
-
-def _written_by_fusion(inside: Computation) -> int:
-    root = inside.root
-    total = 0
-    for made in inside.operands(root) if root.opcode == "tuple" else [root]:
-        size = _main_bytes(made)
-        while made.opcode == "bitcast":
-            (made,) = inside.operands(made)
-        in_place = made.opcode == "dynamic-update-slice" and size
-        total += inside.operands(made)[1].num_bytes if in_place else size
-    return total

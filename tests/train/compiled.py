@@ -35,6 +35,12 @@ MATRICES = 4 * D * D + 3 * D * F  # of a layer
 NORMS = (2 * L + 1) * D
 
 
+def in_one(instruction: str) -> str:
+    """Make a program of one instruction."""
+    lines = ["HloModule one", "", "ENTRY %main (a: f32[1]) -> f32[1] {", instruction]
+    return "\n".join([*lines, "}"])
+
+
 class Compiled(NamedTuple):
     program: Program
     module: Module

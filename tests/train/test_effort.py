@@ -4,6 +4,7 @@ import pytest
 
 from tests.train.test_share import D, F, V, share
 from train.effort import effort
+from train.movements import Moved
 
 __all__ = ["share"]
 L, N, K, H, T = 4, 8, 4, 8, 128
@@ -12,7 +13,7 @@ TOKENS = 32 * T
 
 
 def flops(share, muon=False):
-    return effort(share, muon, state_bytes=0, kept_bytes=0)
+    return effort(share, muon, Moved(0, 0))
 
 
 def test_plain_attention_is_six_products_and_two_again(share):
@@ -33,15 +34,18 @@ def test_microbatches_change_no_flops(share):
         flops(share("mesh=ddp", f"train.accumulation_steps={n}")) for n in (1, 2)
     )
     assert one.products == two.products
-    assert two.memory_bytes > one.memory_bytes
 
 
-def test_tiles_of_logits_are_made_once_and_read_the_head_again(share):
+def test_tiles_of_logits_are_made_once(share):
     whole, tiles = (
         flops(share("mesh=ddp", f"train.loss_chunk_tokens={n}")) for n in (128, 64)
     )
     assert tiles.flops == whole.flops
-    assert tiles.memory_bytes - whole.memory_bytes == 12 * V * D
+
+
+def test_what_moves_beside_products_is_told_apart(share):
+    work = effort(share("mesh=ddp"), False, Moved(products=3, others=4))
+    assert (work.memory_bytes, work.product_bytes) == (7, 3)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from train.estimate import (
     estimate_memory,
 )
 from train.ledger import HELD, make_ledger, print_ledger, room_of
+from train.outlook import estimate
 from train.program import make_program
 from train.targets import parse_target
 from train.topology import fake_devices
@@ -66,6 +67,40 @@ def test_slices_reduce_over_the_slow_network(laid_out):
     assert between.kind == "all-reduce"
     assert between.sent == between.payload  # 2 (n - 1) / n of it
     assert 0 < between.overlapped < 1
+
+
+@pytest.mark.parametrize(
+    ("target", "faster", "slower"),
+    [
+        ("v5e-8", "dots", "none"),
+        ("v5e-8", "dots", "full"),
+        ("h100-8", "dots", "none"),
+        ("h100-8", "full", "none"),
+    ],
+)
+def test_policies_are_ordered_as_compiled_plans_order_them(
+    laid_out, target, faster, slower
+):
+    """A small model: what is kept costs more than what is computed again."""
+
+    def speed(remat):
+        shape = (*GPT2, "mesh=fsdp", f"train.remat={remat}", "model.vocab_size=50257")
+        prediction = estimate(laid_out(target, *shape)).prediction
+        assert prediction is not None
+        return prediction.middle.tokens_per_second
+
+    assert speed(faster) > 1.02 * speed(slower)
+
+
+def test_only_wide_values_leave_the_core(laid_out):
+    """64 MiB, half of a v5e's core, are too many; of half the rows the head is left."""
+
+    def moved(rows):
+        shape = ("model=llama3_1b", "data.sequence_length=2048", "mesh=fsdp")
+        program = laid_out("v5e-8", *shape, f"data.batch_size={rows}")
+        return estimate_execution(program).work.product_bytes
+
+    assert moved(16) > 1.5 * moved(8)
 
 
 def test_sums_and_items_agree(laid_out):

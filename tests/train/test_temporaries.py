@@ -9,6 +9,7 @@ from train.temporaries import saved_bytes, temporaries, tiled
 
 __all__ = ["share"]
 BF16, F32, L = 2, 4, 4
+SPLASH = ("mesh=ddp", "model.attention=splash", "data.batch_size=1024")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,42 @@ def test_only_tpus_round_all_layers_at_once(share):
     rounded = temporaries(cut, "tpu", False)["rounded weights"]
     assert BF16 * L * matrices <= rounded <= 2 * BF16 * L * matrices  # narrow: padded
     assert "rounded weights" not in temporaries(cut, "gpu", False)
+
+
+def test_behind_the_loss_the_heads_gradient_waits_for_the_loop_over_the_layers(share):
+    """Of the others there are those of the layers, cut; of the embedding none yet."""
+    untied = ("mesh=fsdp", "model.tied_head=false", "data.batch_size=1024")
+    items = temporaries(share(*untied), "gpu", muon=False)
+    layers = D * 8 * 8 * 2 + D * 4 * 8 * 2 + 3 * D * F + 2 * D
+    assert items["gradients"] == F32 * L * layers / 8
+    assert items["head's gradient"] == F32 * V * D
+
+
+def test_only_tpus_gather_the_next_layers_weights_meanwhile(share):
+    matrices = D * 8 * 8 * 2 + D * 4 * 8 * 2 + 3 * D * F
+    cut = share("mesh=fsdp", "data.batch_size=1024")
+    for platform, times in (("tpu", 2), ("gpu", 1)):
+        items = temporaries(cut, platform, False)
+        assert items["gathered weights"] == times * BF16 * matrices
+        assert items["gradients to scatter"] == F32 * matrices
+
+
+@pytest.mark.parametrize(("activation", "wide"), [("swiglu", 3), ("gelu", 2)])
+def test_recomputation_holds_one_more_wide_array_and_attention(share, activation, wide):
+    """And three more of features."""
+
+    def one_layer(remat):
+        overrides = (f"model.activation={activation}", f"train.remat={remat}")
+        cut = share(*overrides, *SPLASH)
+        return cut, temporaries(cut, "gpu", False)["one layer"]
+
+    cut, none = one_layer("none")
+    hidden = BF16 * cut.tokens * D
+    heads = BF16 * cut.tokens * 2 * (8 + 4) * 128  # a head's lanes are padded
+    assert none == max(wide * BF16 * cut.tokens * F, heads) + 2 * hidden
+    for remat in ("dots", "full"):
+        more = max((wide + 1) * BF16 * cut.tokens * F, heads) + heads
+        assert one_layer(remat)[1] == more + 5 * hidden
 
 
 def test_muon_holds_whole_matrices_of_its_layers(share):

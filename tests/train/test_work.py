@@ -2,20 +2,23 @@
 
 import pytest
 
-from tests.train.compiled import DOWN, MATRICES, B, D, F, L, T, V, needs_tpu_compiler
-from train.hlo import Module, parse
-from train.loops import read
-from train.work import memory_bytes, product_flops, work
+from tests.train.compiled import (
+    DOWN,
+    MATRICES,
+    B,
+    D,
+    F,
+    L,
+    T,
+    V,
+    in_one,
+    needs_tpu_compiler,
+)
+from train.work import product_flops, work
 
 TOKENS = B * T
 FORWARD, BACKWARD = 2, 7  # products over [T, S] that splash makes
 ATTENTION = 2 * L * T * D * TOKENS  # FLOPs of one of them
-
-
-def in_one(instruction: str) -> Module:
-    """Parse a program of these instructions."""
-    lines = ["HloModule one", "", "ENTRY %main (a: f32[1]) -> f32[1] {", instruction]
-    return parse("\n".join([*lines, "}"]))
 
 
 # By model: overrides, parameters of a layer's matrices.
@@ -95,49 +98,3 @@ def test_zeros_between_the_inputs_do_not_count():
     )
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
-
-
-FUSED = """HloModule fused
-
-%inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
-  %p = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %q = f32[1,64] parameter(2)
-  %z = s32[] constant(0)
-  %old = f32[1,64] dynamic-slice(%p, %i, %z), dynamic_slice_sizes={1,64}
-  %new = f32[1,64] add(%old, %q)
-  ROOT %u = f32[16,64] dynamic-update-slice(%p, %new, %i, %z)
-}
-
-ENTRY %main (a: f32[16,64], i: s32[], b: f32[1,64]) -> f32[16,64] {
-  %a = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %b = f32[1,64]{1,0:T(1,128)S(1)} parameter(2)
-  ROOT %f = f32[16,64] fusion(%a, %i, %b), kind=kLoop, calls=%inside
-}
-"""
-
-
-def test_slices_and_updates_move_what_they_touch():
-    """A row is read and a row is written; the other operand lies in the core."""
-    module = read(FUSED)
-    index, row = 4, 4 * 64
-    assert memory_bytes(module, module.entry.root, module.entry) == index + 2 * row
-
-
-@pytest.mark.parametrize(
-    ("result", "instruction", "moved"),
-    [
-        ("(f32[16,64]{0:S(1)}, f32[16,64], u32[])", "copy-start(%main)", 16),
-        ("(f32[16,64], f32[16,64]{0:S(1)}, u32[])", "copy-start(%core)", 16),
-        ("(f32[16,64], f32[4,64]{0:S(1)}, s32[])", "slice-start(%main)", 4),
-        ("f32[16,64]", 'custom-call(), custom_call_target="AllocateBuffer"', 0),
-    ],
-)
-def test_copies_between_memories_move_what_they_copy(result, instruction, moved):
-    module = in_one(
-        "  %main = f32[16,64] parameter(0)\n"
-        "  %core = f32[16,64]{0:S(1)} parameter(1)\n"
-        f"  ROOT %c = {result} {instruction}"
-    )
-    assert memory_bytes(module, module.entry.root, module.entry) == moved * 64 * 4
