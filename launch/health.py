@@ -38,7 +38,7 @@ def is_command(words: list[str]) -> bool:
     """Say whether a command line is `python ... -m <one of ours>`, but for this one."""
     if "-m" not in words or not Path(words[0]).name.startswith("python"):
         return False
-    module = words[words.index("-m") + 1]
+    module = "".join(words[words.index("-m") + 1 :][:1])
     return module.partition(".")[0] in _COMMANDS and module != "launch.health"
 
 
