@@ -213,12 +213,18 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
     folder = tmp_path / hashlib.sha256(packed).hexdigest()
     record = place(tmp_path / "record", packed)
     code = f"""if True:
-        import sys; sys.path.insert(0, {str(REPOSITORY)!r})
+        import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
         from pathlib import Path; from launch.unpack import unpack
+        put, left = Path.replace, int(sys.argv[1])
+        def put_or_die(new, place):
+            global left
+            left -= 1
+            return put(new, place) if left else os.kill(os.getpid(), 9)
+        Path.replace = put_or_die
         unpack(Path({str(record / ARCHIVE)!r}).read_bytes(), Path({str(tmp_path)!r}))"""
 
-    def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", code])
+    def start(dies_at: int = -1) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code, str(dies_at)])
 
     def there() -> list[str]:
         """Name what can be seen; all of it must be whole at any time."""
@@ -227,12 +233,8 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
             assert (folder / name).read_bytes() == whole[name], name
         return seen
 
-    killed = start()
-    while len(there()) < 5:
-        assert killed.poll() is None, "it was too fast to be killed"
-    killed.kill()
-    killed.wait()
-    assert len(there()) < len(whole)
+    assert start(dies_at=6).wait() == -signal.SIGKILL
+    assert len(there()) == 5
     several = [start() for _ in range(4)]
     while any(process.poll() is None for process in several):
         there()
