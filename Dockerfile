@@ -2,11 +2,12 @@
 #
 #   docker build --tag longhaul .                               # for CPUs
 #   docker build --tag longhaul --build-arg PLATFORM=cuda .     # or tpu
-#   docker run --stop-timeout 120 --volume "$PWD/runs:/runs" longhaul python -m train
+#   docker run --user "$(id -u)" --volume "$PWD/runs:/runs" --stop-timeout 120 \
+#       longhaul python -m train
 #
-# Any user may run it (--user, or a number that a cluster gives). SIGTERM reaches the
-# run, which saves and ends with 42; an abort ends with 134. BASE can be a tag with a
-# digest, or a mirror's name for Debian 13.
+# Any user may run it, by whatever number a cluster gives. SIGTERM reaches the run, which
+# saves and ends with 42; an abort ends with 134. EXTRAS=s3,gcs,data also prepares data;
+# BASE can be a tag with a digest, or a mirror's name for Debian 13.
 
 ARG BASE=debian:13.7-slim
 
@@ -39,11 +40,6 @@ RUN /pip/bin/pip install --no-deps --target /opt/longhaul .
 
 # ---- What runs
 FROM $BASE
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="longhaul" \
-      org.opencontainers.image.description="Pretrains GPT-style language models with JAX" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.revision="$REVISION"
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates python3 tini \
@@ -63,3 +59,8 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=10s --retries=3 \
 # collects the dead. -s: also where it is not process 1.
 ENTRYPOINT ["/usr/bin/tini", "-s", "--"]
 CMD ["python", "-P", "-m", "train"]
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="longhaul" \
+      org.opencontainers.image.description="Pretrains GPT-style language models with JAX" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="$REVISION"
