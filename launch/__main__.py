@@ -16,12 +16,12 @@ from typing import Any
 
 from launch import local
 from launch.backend import Backend
-from launch.config import Action, LaunchConfig, kind_in, kind_of, schema_of
+from launch.code import travelling
+from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
 from launch.doors import ROOT, run_door
 from launch.gate import see_first
 from launch.job import (
     Job,
-    Rendered,
     environment_mistakes,
     hydra_text,
     job_name,
@@ -110,13 +110,16 @@ def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
         environment=cluster.environment,
     )
     rendered = backend.render(job, cluster)
+    files: dict[str, str | bytes] = {**rendered.files}
+    if getattr(cluster, "code", None) is Code.archive:  # not all kinds have the key
+        files |= travelling(ROOT)
     if rendering:
-        return _show(rendered, config.output)
+        return _show(files, rendered.command, config.output)
     _refuse_twice(directory)
     if config.plan_first:
         see_first(job, backend.machine(cluster), config.force)
     record = dataclasses.replace(record, name=job.name)
-    record = keep(record, {**rendered.files, "config.yaml": to_yaml(config)}, ROOT)
+    record = keep(record, {**files, "config.yaml": to_yaml(config)}, ROOT)
     log.info("%s: kept in %s", job.name, record.folder)
     return backend.submit(job, cluster, rendered, record)
 
@@ -164,16 +167,19 @@ def _status(record: Record) -> int:
     return FINISHED
 
 
-def _show(rendered: Rendered, output: str | None) -> int:
+def _show(
+    files: Mapping[str, str | bytes], command: Sequence[str], output: str | None
+) -> int:
     """Write what would be submitted into a folder, or print it; and the command."""
-    for name, text in rendered.files.items():
-        if output is None:
-            print(f"# ---- {name}\n{text}")
-        else:
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        if output is not None:
             folder = Path(output)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-    print(shell(rendered.command))
+            (folder / name).write_bytes(data)
+        elif isinstance(content, str):
+            print(f"# ---- {name}\n{content}")
+    print(shell(command))
     return FINISHED
 
 

@@ -3,11 +3,13 @@
     record.json           kind, time, command line, job, git commit
     config.yaml           all keys, resolved, the cluster's too
     uncommitted.patch     what git did not have yet, if anything
+    code.tar.gz unpack.py the code itself, where it travels as an archive
     ...                   what was rendered
 
 No secret is written: the configuration holds names of secrets only.
 """
 
+import hashlib
 import json
 import subprocess
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from launch.job import ARCHIVE
 from train.config import ConfigError, Mistake
 
 _FOLDER, _FILE = "launch", "record.json"
@@ -32,6 +35,7 @@ class Record:
     arguments: of `python -m launch`.
     workdir: where that was typed.
     handle: how the cluster knows the job: an id, a name.
+    code: SHA-256 of the code's archive, if it travels as one.
     """
 
     run_dir: str
@@ -43,6 +47,7 @@ class Record:
     time: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
     handle: Mapping[str, Any] = field(default_factory=dict)
+    code: str | None = None
 
     @property
     def folder(self) -> epath.Path:
@@ -98,16 +103,22 @@ def _numbers(run_dir: str) -> list[int]:
     return [int(file.name) for file in kept]
 
 
-def keep(record: Record, files: Mapping[str, str], root: Path) -> Record:
+def keep(record: Record, files: Mapping[str, str | bytes], root: Path) -> Record:
     """Write a submission down, with the state of the code in git."""
     record.folder.mkdir(parents=True, exist_ok=True)
     commit, patch = _git(root)
-    for name, text in {
-        **files,
-        **({"uncommitted.patch": patch} if patch else {}),
-    }.items():
-        (record.folder / name).write_text(text)
-    record = replace(record, git=commit, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    if patch:
+        files = {**files, "uncommitted.patch": patch}
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        (record.folder / name).write_bytes(data)
+    code = files.get(ARCHIVE)
+    record = replace(
+        record,
+        git=commit,
+        code=hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None,
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
     record.write()
     return record
 

