@@ -12,7 +12,7 @@ from model.params import ParamInfo, named
 from train.chips import peak_flops
 from train.config import ConfigError, Mistake
 from train.program import Program
-from train.progress import format_bytes, format_count, format_flops, print_table
+from train.progress import format_bytes, format_flops, print_table
 from train.sharding import num_shards
 
 
@@ -43,8 +43,8 @@ def describe(program: Program) -> None:
     print(f"attention   {how.attention}, products in {how.compute_dtype}")
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
-    flops = format_flops(program.flops_per_step, "model FLOPs")
-    print(f"            {flops} (6 N + 12 L C T per token)")
+    flops = format_flops(program.flops_per_step)
+    print(f"            {flops} of the model (6 N + 12 L C T per token)")
     print(f"steps       {config.train.num_steps:,}", flush=True)
 
 
@@ -53,8 +53,9 @@ def describe_data(order: Order, num_steps: int) -> None:
     used = order.epochs(num_steps)
     for number, (name, rows) in enumerate(zip(order.names, order.rows, strict=True)):
         title = "" if number else "data"
-        times = f"used {format_count(used[name])} times" if used[name] else "never used"
-        print(f"{title:<11} {name}: {len(rows):,} rows, {times}")
+        times = f"{used[name]:.2f}" if used[name] >= 0.005 else "less than 0.01"
+        use = f"used {times} times" if used[name] else "never used"
+        print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 
 def _rows(program: Program) -> list[list[str]]:

@@ -17,6 +17,7 @@ from train.describe import (
     describe_array,
     describe_data,
 )
+from train.progress import format_flops
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
@@ -46,6 +47,7 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
     assert "mesh        data 2 x fsdp 2 x tensor 2" in out
     assert "devices     8 x cpu" in out
     assert "8 rows x 32 = 256 tokens" in out
+    assert f" {format_flops(program.flops_per_step)} of the model" in out
 
 
 def test_the_sums_are_right(program, capsys):
@@ -96,7 +98,12 @@ def test_the_same_is_there_for_programs(program):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "said"), [(0.0, "never used"), (0.004, "used 0.004 times")]
+    ("epochs", "said"),
+    [
+        (0.0, "never used"),
+        (1e-5, "used less than 0.01 times"),
+        (10.004, "used 10.00 times"),
+    ],
 )
 def test_how_often_a_source_is_used_can_be_told_from_never(epochs, said, capsys):
     order: Any = SimpleNamespace(
