@@ -79,20 +79,21 @@ def test_only_tpus_gather_the_next_layers_weights_meanwhile(share):
 
 @pytest.mark.parametrize(("activation", "wide"), [("swiglu", 3), ("gelu", 2)])
 def test_recomputation_holds_one_more_wide_array_and_attention(share, activation, wide):
-    """And three more of features."""
+    """And three more of features; with a wide MLP, which is where it needs most."""
+    wide_mlp = 2048
 
     def one_layer(remat):
         overrides = (f"model.activation={activation}", f"train.remat={remat}")
-        cut = share(*overrides, *SPLASH)
+        cut = share(*overrides, *SPLASH, f"model.mlp_dim={wide_mlp}")
         return cut, temporaries(cut, "gpu", False)["one layer"]
 
     cut, none = one_layer("none")
     hidden = BF16 * cut.tokens * D
     heads = BF16 * cut.tokens * 2 * (8 + 4) * 128  # a head's lanes are padded
-    assert none == max(wide * BF16 * cut.tokens * F, heads) + 2 * hidden
+    array = BF16 * cut.tokens * wide_mlp
+    assert none == wide * array + 2 * hidden
     for remat in ("dots", "full"):
-        more = max((wide + 1) * BF16 * cut.tokens * F, heads) + heads
-        assert one_layer(remat)[1] == more + 5 * hidden
+        assert one_layer(remat)[1] == (wide + 1) * array + heads + 5 * hidden
 
 
 def test_muon_holds_whole_matrices_of_its_layers(share):
