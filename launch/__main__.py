@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import local
+from launch import gke_gpu, gke_tpu, local, skypilot
 from launch.backend import Backend
 from launch.code import travelling
 from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
@@ -39,7 +39,12 @@ from train.rules import validate
 
 log = logging.getLogger(__name__)
 
-BACKENDS: Mapping[str, Backend] = {"local": local}
+BACKENDS: Mapping[str, Backend] = {
+    "local": local,
+    "gke_tpu": gke_tpu,
+    "gke_gpu": gke_gpu,
+    "skypilot": skypilot,
+}
 OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
@@ -97,9 +102,9 @@ def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
         raise ConfigError(wrong)
     kind, cluster, directory = kind_in(arguments), config.cluster, _directory(config)
     backend = BACKENDS[kind]
-    number = next_number(directory)
-    record = Record(directory, number, kind, "", tuple(arguments), workdir)
     rendering = config.action is Action.render
+    number = 1 if rendering else next_number(directory)  # asks the store
+    record = Record(directory, number, kind, "", tuple(arguments), workdir)
     job = Job(
         name=job_name(run_name(_of_training(config)), directory),
         run_dir=directory,
@@ -204,4 +209,5 @@ def _of_training(config: Any) -> Config:
 
 
 if __name__ == "__main__":
-    run_command(main, "launch", schema_of(kind_in(sys.argv[1:])), mistakes)
+    kind = kind_in(sys.argv[1:])
+    run_command(main, "launch", schema_of(kind), mistakes, [f"cluster={kind}"])

@@ -37,12 +37,19 @@ class Job:
     workdir: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, python: str, code: Code = Code.shared) -> list[str]:
+    def command(
+        self, python: str, code: Code = Code.shared, through: Sequence[str] = ()
+    ) -> list[str]:
         """Give the words that train there.
 
         -P leaves the working directory out of the path: `variables` say which code.
+
+        Args:
+            python: the interpreter there.
+            code: how this program gets there.
+            through: words of a program of ours that starts the training.
         """
-        train = [python, "-P", "-m", "train", *self.overrides]
+        train = [*through, python, "-P", "-m", "train", *self.overrides]
         if code is not Code.archive:
             return train
         # An object store holds no program that could be run from there.

@@ -1,0 +1,131 @@
+"""A pod of a run: one container, one process, started without a shell.
+
+It has no leave to ask Kubernetes for anything unless it is given an account, no
+capabilities and none to gain, and no secrets in it but references to them. `$` is
+doubled, since the kubelet expands `$(NAME)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.config import KubernetesCluster
+from launch.job import Job
+
+CONTAINER = "train"
+_SPOT = "cloud.google.com/gke-spot"
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What differs between kinds of accelerator.
+
+    name: of the replicated job.
+    jobs: how many times it is there.
+    pods: of each.
+    command: of each pod.
+    environment: texts, or mappings such as `label` gives.
+    resource: as device plugins call it, and how many of it a pod gets.
+    selector: labels of the nodes.
+    annotations: of the JobSet.
+    user: what the pod's security context says of it.
+    network: of the pod, if not its own.
+    memory_volume: whether /dev/shm is to be as large as the node's memory allows.
+    """
+
+    name: str
+    jobs: int
+    pods: int
+    command: Sequence[str]
+    environment: Mapping[str, Any]
+    resource: tuple[str, int]
+    selector: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict)
+    network: Mapping[str, Any] = field(default_factory=dict)
+    memory_volume: bool = False
+
+
+def host_of(job: Job, pods: str) -> str:
+    """Name the first pod, as JobSet's headless service does."""
+    return f"{job.name}-{pods}-0-0.{job.name}"
+
+
+def label(name: str) -> dict[str, Any]:
+    """Give the value of a variable that is a label of its pod."""
+    return _field(f"metadata.labels['{name}']")
+
+
+def annotation(name: str) -> dict[str, Any]:
+    """Give the value of a variable that is an annotation of its pod."""
+    return _field(f"metadata.annotations['{name}']")
+
+
+def _field(path: str) -> dict[str, Any]:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
+    """Give the specification of a pod."""
+    selector = {**pods.selector, **({_SPOT: "true"} if cluster.spot else {})}
+    selector |= cluster.node_selector
+    spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    chosen = {
+        "priorityClassName": cluster.priority_class,
+        "serviceAccountName": cluster.service_account,
+        "nodeSelector": selector,
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        if pods.memory_volume
+        else None,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": cluster.grace_period_s,
+        # Only what was given an account may ask Kubernetes, or the cloud, for anything.
+        "automountServiceAccountToken": cluster.service_account is not None,
+        "enableServiceLinks": False,
+        # Process 1 cannot abort, nor end with 134: let it be another.
+        "shareProcessNamespace": True,
+        "securityContext": {**pods.user, "seccompProfile": {"type": "RuntimeDefault"}},
+        "tolerations": [
+            {"key": pods.resource[0], "operator": "Exists", "effect": "NoSchedule"},
+            *([spot] if cluster.spot else []),
+        ],
+        **pods.network,
+        **{key: value for key, value in chosen.items() if value},
+        "containers": [_container(job, cluster, pods)],
+    }
+
+
+def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
+    values = {**pods.environment, **job.variables(cluster.code)}
+    for variable, secret in cluster.secrets.items():
+        name, _, key = secret.partition("/")
+        values[variable] = {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+    environment = [
+        {"name": name, **({"value": escaped(v)} if isinstance(v, str) else v)}
+        for name, v in values.items()
+    ]
+    resource, count = pods.resource
+    shm = {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
+    return {
+        "name": CONTAINER,
+        "image": cluster.image,
+        "command": [escaped(word) for word in pods.command],
+        **({"env": environment} if environment else {}),
+        "resources": {"limits": {resource: count}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        **(shm if pods.memory_volume else {}),
+    }
+
+
+def escaped(word: str) -> str:
+    """Give what the kubelet's expansion of `$(NAME)` turns into the word.
+
+    It makes `$$` one `$`, wherever that stands. Source: kubernetes,
+    third_party/forked/golang/expansion/expand.go.
+    """
+    return word.replace("$", "$$")

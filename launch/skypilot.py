@@ -1,0 +1,221 @@
+"""`cluster=skypilot`: a managed job of SkyPilot, on whatever cloud it finds.
+
+SkyPilot starts the job again when its machines are lost, and after the exit codes that
+do not count; crashes are counted by launch/node.py, in the run's directory, since
+SkyPilot would also start again what is of no use. To stop, the run is asked through a
+file there, saves, and ends: `sky jobs cancel` takes the machines away without waiting
+for a save, and is used only while nothing runs.
+
+One process a node, with all its GPUs. The code is uploaded as one archive, or is in
+the image. Secrets travel by name: their values are taken from the environment here.
+"""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import time
+from typing import Any
+
+from etils import epath
+
+from launch.config import Code, SkypilotCluster
+from launch.gate import Machine, object_store_mistakes
+from launch.gke_gpu import machine_of
+from launch.job import ARCHIVE, UNPACK, Job, Rendered, shell
+from launch.manifest import merged, to_yaml
+from launch.node import STOP, through
+from launch.policy import AGAIN
+from launch.records import Record
+from train.config import Mistake
+from train.exits import CRASHED, FINISHED, Exit
+
+log = logging.getLogger(__name__)
+
+FILE = "task.yaml"
+PYTHON = "python3"
+WHERE_SECRETS_GO = "name it in cluster.secrets=[NAME], and set it in your environment"
+_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
+_LOOK_S = 10.0
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the cluster's keys, or with where the run lies."""
+    found = []
+    if cluster.nodes < 1:
+        found.append(Mistake("cluster.nodes", cluster.nodes, "must be at least 1"))
+    if cluster.region is not None and cluster.cloud is None:
+        rule = "is a region of what? Give cluster.cloud too"
+        found.append(Mistake("cluster.region", cluster.region, rule))
+    if cluster.code is Code.shared:
+        rule = "its machines do not see this one's files: must be archive or image"
+        found.append(Mistake("cluster.code", "shared", rule))
+    if cluster.code is Code.image and cluster.image is None:
+        rule = "is needed with cluster.code=image: docker:host/name:tag"
+        found.append(Mistake("cluster.image", None, rule))
+    for name in cluster.secrets:
+        if not _VARIABLE.fullmatch(name):
+            rule = "must be the name of a variable of your environment, not its value"
+            found.append(Mistake("cluster.secrets", "(not shown)", rule))
+    return [*found, *object_store_mistakes(run_dir, "skypilot")]
+
+
+def machine(cluster: SkypilotCluster) -> Machine:
+    """Plan for the nodes, if the accelerators are known."""
+    name, _, count = (cluster.accelerators or "").partition(":")
+    if not name or not (count or "1").isdigit():
+        return Machine()
+    gpu = name.lower().partition("-")[0]
+    return machine_of(gpu, int(count or 1), cluster.nodes)
+
+
+def render(job: Job, cluster: SkypilotCluster) -> Rendered:
+    """Give the task."""
+    document = merged(_task(job, cluster), cluster.merge)
+    return Rendered({FILE: to_yaml(document)}, _launch(job.name, cluster, job.folder))
+
+
+def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
+    """Give what is typed; the values of secrets come from the environment."""
+    code = ["--workdir", folder] if cluster.code is Code.archive else []
+    secrets = [word for name in cluster.secrets for word in ("--secret", name)]
+    words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
+    return [*words, *code, *secrets, f"{folder}/{FILE}"]
+
+
+def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
+    infra = "/".join(filter(None, (cluster.cloud, cluster.region)))
+    resources = {
+        "accelerators": cluster.accelerators,
+        "infra": infra,
+        "use_spot": cluster.spot,
+        "image_id": cluster.image,
+        "job_recovery": {
+            "max_restarts_on_errors": 0,
+            "recover_on_exit_codes": sorted(AGAIN),
+        },
+    }
+    # null: the value comes with --secret.
+    task = {
+        "name": job.name,
+        "num_nodes": cluster.nodes,
+        "resources": {key: value for key, value in resources.items() if value},
+        "envs": job.variables(cluster.code),
+        "secrets": dict.fromkeys(cluster.secrets, None),
+        "setup": "".join(f"{line}\n" for line in cluster.setup),
+        "run": _run_script(job, cluster),
+    }
+    return {key: value for key, value in task.items() if value}
+
+
+def _run_script(job: Job, cluster: SkypilotCluster) -> str:
+    """Give the lines of shell of each node."""
+    around = through(*(PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s))
+    here = Job(**{**vars(job), "folder": "."})  # the working directory has the archive
+    rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
+    return rank + shell(here.command(PYTHON, cluster.code, around)) + "\n"
+
+
+def submit(
+    job: Job, cluster: SkypilotCluster, rendered: Rendered, record: Record
+) -> int:
+    """Launch the job; the archive and the task lie in a folder of this machine then."""
+    folder = record.local_folder()
+    for name in (ARCHIVE, UNPACK, FILE):
+        source = record.folder / name
+        if "://" in record.run_dir and source.exists():
+            source.copy(epath.Path(folder) / name, overwrite=True)
+    record.with_handle(name=job.name)
+    lacking = [name for name in cluster.secrets if name not in os.environ]
+    if lacking:
+        raise Exit(CRASHED, f"not set in this environment: {', '.join(lacking)}")
+    _sky(*_launch(job.name, cluster, str(folder))[1:], show=True)
+    return FINISHED
+
+
+def alive(record: Record) -> bool:
+    """Say whether the job runs, or waits to."""
+    found = _newest(record)
+    return found is not None and not _is_over(found)
+
+
+def status(record: Record) -> list[str]:
+    """Say what SkyPilot knows of the job, and why it waits."""
+    found = _newest(record)
+    if found is None:
+        return ["SkyPilot knows no such job"]
+    where = found.get("infra") or found.get("region") or ""
+    what = found.get("cluster_resources") or found.get("resources") or ""
+    lines = [f"managed job {found['job_id']}: {found['status']}"]
+    lines += [f"on {what} {where}".rstrip()] if what not in ("", "-") else []
+    if found.get("recovery_count"):
+        lines.append(f"recovered {found['recovery_count']} times")
+    why = [found.get("details"), found.get("failure_reason")]
+    return lines + [line for line in dict.fromkeys(why) if line]
+
+
+def logs(record: Record, follow: bool) -> int:
+    """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
+    how = ["--follow" if follow else "--no-follow", "--tail", "0"]
+    return _run("jobs", "logs", "--name", record.name, *how, show=True).returncode
+
+
+def stop(record: Record) -> int:
+    """Ask the run to save and stop, and wait until its job has ended."""
+    found = _newest(record)
+    asked = False
+    while found is not None and not _is_over(found):
+        if found["status"] == "RUNNING":
+            if not asked:
+                (record.folder / STOP).write_text("")
+                log.info("asked to save and stop")
+            asked = True
+        elif not asked:
+            _sky("jobs", "cancel", "--name", record.name, "--yes")
+            asked = True
+        time.sleep(_LOOK_S)
+        found = _newest(record)
+    return FINISHED
+
+
+def _is_over(found: dict[str, Any]) -> bool:
+    return found["status"].startswith(_OVER)
+
+
+def _newest(record: Record) -> dict[str, Any] | None:
+    """Find the job in the queue: of those with its name the last."""
+    said = _sky("jobs", "queue", "--all", "--output", "json")
+    named = [job for job in _jobs(said) if job.get("job_name") == record.name]
+    return max(named, key=lambda job: job["job_id"], default=None)
+
+
+def _jobs(said: str) -> list[dict[str, Any]]:
+    """Read the queue; SkyPilot may say other things before it."""
+    start = min((i for c in "[{" if (i := said.find(c)) >= 0), default=len(said))
+    found = json.loads(said[start:] or "[]")
+    return found if isinstance(found, list) else found.get("jobs", [])
+
+
+def _sky(*words: str, show: bool = False) -> str:
+    """Run SkyPilot's command, which must succeed; give what it prints, or show it.
+
+    Raises:
+        Exit: it failed, or is not there.
+    """
+    done = _run(*words, show=show)
+    if done.returncode:
+        verb = " ".join(words[:2])
+        raise Exit(CRASHED, f"sky {verb} failed with exit code {done.returncode}")
+    return done.stdout or ""
+
+
+def _run(*words: str, show: bool) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            ["sky", *words], text=True, stdout=None if show else subprocess.PIPE
+        )
+    except FileNotFoundError:
+        remedy = "SkyPilot is not installed here: pip install skypilot"
+        raise Exit(CRASHED, remedy) from None

@@ -1,0 +1,319 @@
+"""`cluster=skypilot`: the task, what its shell starts, and the verbs."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import skypilot
+from launch.config import Code, SkypilotCluster
+from launch.gate import Machine
+from launch.job import Job, hydra_text, job_name
+from launch.node import STOP
+from launch.policy import Verdict, judge
+from launch.records import Record
+from launch.skypilot import FILE
+from tests.fleet import REPOSITORY
+from tests.launch.golden import equals_golden
+from tests.launch.hostile import VALUES, argument_printer, printed
+from train.exits import Exit
+
+FOLDER = "s3://bucket/runs/base-1b/launch/3"
+JOB = Job(
+    *("base-1b-12345678", "s3://bucket/runs/base-1b", FOLDER),
+    *(("model=gpt_nano", 'run.dir="s3://bucket/runs/base-1b"'), "/root", "/here"),
+    environment={"A": "b $c"},
+)
+PLAIN = SkypilotCluster(accelerators="H100:8")
+FULL = SkypilotCluster(
+    nodes=4,
+    accelerators="A100-80GB:8",
+    cloud="gcp",
+    region="us-central1",
+    spot=True,
+    image="docker:host/name:tag",
+    setup=["pip install 'jax[cuda13]'", "nvidia-smi"],
+    secrets=["WANDB_API_KEY"],
+    max_restarts=3,
+    backoff_s=5,
+    code=Code.image,
+    environment={"A": "b $c"},
+)
+RENDERED = {"archive": PLAIN, "full": FULL}
+
+
+def task(cluster: SkypilotCluster, job: Job = JOB) -> dict[str, Any]:
+    return yaml.safe_load(skypilot.render(job, cluster).files[FILE])
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_rendered(name):
+    equals_golden(f"skypilot/{name}", skypilot.render(JOB, RENDERED[name]))
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_skypilot_reads_it_so(name):
+    """By its own classes."""
+    sky = pytest.importorskip("sky", reason="needs SkyPilot (pip install skypilot)")
+    cluster = RENDERED[name]
+    known = sky.Task.from_yaml_config(
+        task(cluster), secrets_overrides=[(name, "s") for name in cluster.secrets]
+    )
+    assert (known.name, known.num_nodes) == (JOB.name, cluster.nodes)
+    assert known.run == task(cluster)["run"]
+    assert known.envs["A"] == "b $c"
+    (resources,) = known.resources
+    kind, count = (cluster.accelerators or "").split(":")
+    assert resources.accelerators == {kind: int(count)}
+    assert resources.use_spot is cluster.spot
+    assert resources.region == cluster.region
+    recovery = resources.job_recovery
+    assert recovery["recover_on_exit_codes"] == [42, 75, 134]
+    assert recovery["max_restarts_on_errors"] == 0
+
+
+def test_what_is_started_again_is_what_the_policy_says():
+    """Crashes end with 134 as long as they are counted: tests/launch/test_node.py."""
+    recovery = task(PLAIN)["resources"]["job_recovery"]
+    assert recovery["max_restarts_on_errors"] == 0
+    again = recovery["recover_on_exit_codes"]
+    for code in range(256):
+        verdict = judge([code])[0]
+        if verdict is not Verdict.crashed:
+            assert (code in again) == (verdict is Verdict.again), code
+
+
+@pytest.mark.parametrize("code", [Code.archive, Code.image])
+@pytest.mark.parametrize("shell", [["bash"], ["bash", "-i"]])
+def test_hostile_values_arrive(code, shell, tmp_path):
+    """One argument each of the program that trains; SkyPilot's shell is interactive."""
+    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    cluster = replace(PLAIN, code=code)
+    script = task(cluster, replace(JOB, overrides=overrides))["run"]
+    argument_printer(tmp_path, "python3")
+    (tmp_path / "script.sh").write_text(script)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_RANK": "0"}
+    done = subprocess.run(
+        [*shell, "script.sh"],
+        env={**env, "HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (arguments,) = printed(tmp_path)
+    assert tuple(arguments[-len(overrides) :]) == overrides
+    assert arguments[-len(overrides) - 3 : -len(overrides)] == ["-P", "-m", "train"]
+    assert (arguments[0] == "./unpack.py") == (code is Code.archive)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_hostile_names_of_runs(value):
+    name = job_name(value, f"s3://bucket/{value}")
+    rendered = skypilot.render(replace(JOB, name=name), PLAIN)
+    assert yaml.safe_load(rendered.files[FILE])["name"] == name
+    assert name in rendered.command
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        ({"nodes": 0}, "cluster.nodes"),
+        ({"region": "us-central1"}, "cluster.region"),
+        ({"code": Code.shared}, "cluster.code"),
+        ({"code": Code.image}, "cluster.image"),
+        ({"secrets": ["a=secret"]}, "cluster.secrets"),
+    ],
+)
+def test_mistakes(keys, wrong):
+    assert skypilot.mistakes(PLAIN, JOB.run_dir) == []
+    (mistake,) = skypilot.mistakes(replace(PLAIN, **keys), JOB.run_dir)
+    assert mistake.key == wrong
+    assert "secret" not in str(mistake.value)
+    (mistake,) = skypilot.mistakes(PLAIN, "/home/runs/a")
+    assert mistake.key == "run.dir"
+
+
+def test_machines_are_known_to_the_plan():
+    assert skypilot.machine(PLAIN) == Machine("h100-8x1")
+    assert skypilot.machine(FULL) == Machine("a100-8x4")
+    assert skypilot.machine(SkypilotCluster(accelerators="L4:3", nodes=2)) == (
+        Machine(devices=6)
+    )
+    assert skypilot.machine(SkypilotCluster()) == Machine()
+
+
+FAKE = """#!{python}
+import json, os, sys
+here = {folder!r}
+calls = open(here + "/calls.jsonl", "a")
+calls.write(json.dumps([sys.argv[1:], os.environ.get("WANDB_API_KEY")]) + "\\n")
+calls.close()
+queue = json.load(open(here + "/queue.json"))
+words = sys.argv[1:]
+if words[:2] == ["jobs", "queue"]:
+    assert words[2:] == ["--all", "--output", "json"], words
+    print("Checking managed jobs ...")
+    print(json.dumps(queue))
+elif words[:2] == ["jobs", "logs"]:
+    print("step 7")
+    sys.exit(100)
+elif words[:2] == ["jobs", "cancel"]:
+    for job in queue:
+        job["status"] = "CANCELLED"
+    json.dump(queue, open(here + "/queue.json", "w"))
+elif words[:2] != ["jobs", "launch"]:
+    sys.exit("no such command")
+"""
+
+
+class Sky:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tell()
+        program = folder / "sky"
+        program.write_text(FAKE.format(python=sys.executable, folder=str(folder)))
+        program.chmod(0o755)
+
+    def tell(self, *jobs: dict[str, Any]) -> None:
+        new = self.folder / "queue.new"
+        new.write_text(json.dumps(jobs))
+        new.replace(self.folder / "queue.json")
+
+    def calls(self) -> list[list[Any]]:
+        lines = (self.folder / "calls.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def sky(tmp_path, monkeypatch) -> Iterator[Sky]:
+    monkeypatch.setattr(skypilot, "_LOOK_S", 0.05)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Sky(tmp_path)
+
+
+@pytest.fixture
+def record(tmp_path) -> Record:
+    record = Record(str(tmp_path / "run"), 1, "skypilot", JOB.name, (), "/here")
+    record.folder.mkdir(parents=True)
+    return record
+
+
+def job(status: str, number: int = 3, **more: Any) -> dict[str, Any]:
+    return {"job_id": number, "job_name": JOB.name, "status": status, **more}
+
+
+def test_submit_names_secrets_and_does_not_tell_them(sky, record, monkeypatch):
+    rendered = skypilot.render(JOB, FULL)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(Exit, match="not set in this environment: WANDB_API_KEY"):
+        skypilot.submit(JOB, FULL, rendered, record)
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    assert skypilot.submit(JOB, FULL, rendered, record) == 0
+    (words, secret), *_ = sky.calls()
+    assert words[:4] == ["jobs", "launch", "--name", JOB.name]
+    assert words[-3:] == ["--secret", "WANDB_API_KEY", f"{record.folder}/{FILE}"]
+    assert "--workdir" not in words  # the image has the code
+    assert secret == "hush"
+    written = [f.read_text() for f in Path(record.folder).rglob("*") if f.is_file()]
+    assert "hush" not in "".join([*rendered.files.values(), *words, *written])
+
+
+def test_status_tells_of_the_newest_of_its_name(sky, record):
+    assert skypilot.status(record) == ["SkyPilot knows no such job"]
+    assert not skypilot.alive(record)
+    why = "Retrying launch soon: no H100 in us-central1"
+    other = {**job("SUCCEEDED", 9), "job_name": "other"}
+    sky.tell(job("FAILED", 2), job("STARTING", 3, details=why), other)
+    assert skypilot.status(record) == ["managed job 3: STARTING", why]
+    assert skypilot.alive(record)
+    sky.tell(job("FAILED_NO_RESOURCE", 3, failure_reason="none", recovery_count=2))
+    assert not skypilot.alive(record)
+    assert skypilot.status(record)[1:] == ["recovered 2 times", "none"]
+
+
+def test_logs_are_passed_through(sky, record, capfd):
+    assert skypilot.logs(record, follow=True) == 100
+    assert capfd.readouterr().out == "step 7\n"
+    assert sky.calls()[-1][0][-3:] == ["--follow", "--tail", "0"]
+
+
+def test_stop_lets_a_run_save_and_waits(sky, record):
+    sky.tell(job("RUNNING"))
+    stopping = threading.Thread(target=skypilot.stop, args=(record,))
+    stopping.start()
+    deadline = time.monotonic() + 60
+    while not (record.folder / STOP).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert stopping.is_alive()
+    sky.tell(job("FAILED", failure_reason="exit code 130"))
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert not [words for words, _ in sky.calls() if "cancel" in words]
+
+
+def test_stop_cancels_what_does_not_run_yet(sky, record):
+    sky.tell(job("STARTING"))
+    assert skypilot.stop(record) == 0
+    assert ["jobs", "cancel", "--name", JOB.name, "--yes"] in [
+        words for words, _ in sky.calls()
+    ]
+    assert not (record.folder / STOP).exists()
+
+
+def test_without_skypilot_it_is_said(record, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Exit, match="pip install skypilot"):
+        skypilot.alive(record)
+
+
+def test_its_commands_are_skypilots(tmp_path, monkeypatch):
+    """Unknown options are refused before --help is heard."""
+    pytest.importorskip("sky", reason="needs SkyPilot (pip install skypilot)")
+    program = str(Path(sys.executable).parent / "sky")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    verbs = [
+        [*skypilot.render(JOB, PLAIN).command[1:-1], "--secret", "A"],
+        ["jobs", "queue", "--all", "--output", "json"],
+        ["jobs", "logs", "--name", "n", "--no-follow", "--tail", "0"],
+        ["jobs", "logs", "--name", "n", "--follow", "--tail", "0"],
+        ["jobs", "cancel", "--name", "n", "--yes"],
+    ]
+    for words in verbs:
+        done = subprocess.run([program, *words, "--help"], capture_output=True)
+        assert done.returncode == 0, (words, done.stderr)
+    wrong = subprocess.run([program, "jobs", "queue", "--al", "--help"])
+    assert wrong.returncode == 2
+
+
+def test_through_the_door(tmp_path):
+    pytest.importorskip("s3fs")
+    arguments = [
+        *("action=render", "cluster=skypilot", "cluster.accelerators=H100:8"),
+        *("run.dir=s3://nowhere/runs/a", "cluster.setup=[pip install jax]"),
+        *("cluster.merge={resources: {disk_size: 512}}", "cluster.secrets=[A_B]"),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *arguments, f"output={tmp_path}"],
+        env=env,
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    document = yaml.safe_load((tmp_path / FILE).read_text())
+    assert document["resources"]["disk_size"] == 512
+    assert document["setup"] == "pip install jax\n"
+    assert document["secrets"] == {"A_B": None}
+    assert done.stdout.startswith("sky jobs launch --name ")
