@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from train.config import Config
+from train.config import OPEN, Config
 
 
 class Action(StrEnum):
@@ -38,7 +38,8 @@ class ClusterConfig:
 
     max_restarts: int = 10  # after crashes; preemptions and lost nodes do not count
     backoff_s: float = 10.0  # after a crash; doubles with each, up to 10 minutes
-    environment: dict[str, str] = field(default_factory=dict)  # more of it; no secrets
+    # More of it; no secrets.
+    environment: dict[str, str] = field(default_factory=dict, metadata=OPEN)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class SlurmCluster(ClusterConfig):
     memory: str | None = None  # of a node
     signal_s: int = 120  # before the time limit, to save
     container_image: str | None = None  # of pyxis
-    options: dict[str, Any] = field(default_factory=dict)  # more of sbatch
+    # More of sbatch.
+    options: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
     setup: list[str] = field(default_factory=list)  # lines of shell, before
     python: str | None = None  # there; null: as here
     code: Code = Code.shared
@@ -99,9 +101,12 @@ class KubernetesCluster(ClusterConfig):
     spot: bool = False
     grace_period_s: int = 120  # to save, from SIGTERM on
     # Variable: secret/key, of Kubernetes Secrets, say {WANDB_API_KEY: wandb/api-key}.
-    secrets: dict[str, str] = field(default_factory=dict)
-    merge: dict[str, Any] = field(default_factory=dict)  # into the JobSet
-    code: Code = Code.image
+    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    # More labels that nodes must have.
+    node_selector: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    # Into the JobSet.
+    merge: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    code: Code = Code.image  # or archive: over the image's own
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class GkeTpuCluster(KubernetesCluster):
     """TPU slices of GKE."""
 
     target: str | None = None  # v5e-256x2: two slices (names as in train.plan)
+    host_network: bool = False  # faster between slices; the pods see their nodes'
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,8 @@ class TpuVmCluster(ClusterConfig):
     setup: list[str] = field(default_factory=list)  # lines of shell, on each VM
     python: str = "python3"
     image: str | None = None  # to run in docker there
-    secrets: dict[str, str] = field(default_factory=dict)  # variable: of Secret Manager
+    # Variable: of Secret Manager.
+    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     code: Code = Code.archive
     poll_s: float = 30.0
     detach: bool = False
@@ -157,7 +164,8 @@ class SkypilotCluster(ClusterConfig):
     image: str | None = None
     setup: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)  # names, from the environment here
-    merge: dict[str, Any] = field(default_factory=dict)  # into the task
+    # Into the task.
+    merge: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
     code: Code = Code.archive
 
 

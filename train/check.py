@@ -54,11 +54,19 @@ def check_command_line(
     config_name: str = "train",
     schema: type = Config,
     validate: Validate = validate_rules,
+    chosen: Sequence[str] = (),
 ) -> None:
     """Check the arguments of a command (`sys.argv[1:]`), of a sweep each value.
 
     With `--cfg` and the like, which only show the config, the rules between keys are
     left out.
+
+    Args:
+        argv: the arguments.
+        config_name: root file in `configs/`.
+        schema: the dataclass of all keys.
+        validate: gives the mistakes between them.
+        chosen: choices of groups that the schema holds for.
 
     Raises:
         ConfigError: with every mistake found.
@@ -72,7 +80,7 @@ def check_command_line(
     with initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
         if flags.config_dir and Path(flags.config_dir).is_dir():
             _add_config_dir(flags.config_dir)
-        check = _Check(flags.config_name or config_name, schema, found)
+        check = _Check(flags.config_name or config_name, schema, found, chosen)
         good = [check.alone(text, is_sweep(flags)) for text in flags.overrides]
         jobs = itertools.product(*(values for values in good if values))
         if not shows:
@@ -94,9 +102,16 @@ def _add_config_dir(folder: str) -> None:
 class _Check:
     """The mistakes found so far, and what is needed to find more."""
 
-    def __init__(self, config_name: str, schema: type, found: list[Mistake]) -> None:
+    def __init__(
+        self,
+        config_name: str,
+        schema: type,
+        found: list[Mistake],
+        chosen: Sequence[str],
+    ) -> None:
         self.config_name = config_name
         self.schema = schema
+        self.chosen = chosen
         self.found = found
         self.loader: Any = GlobalHydra.instance().config_loader()
         self.parser = OverridesParser.create(config_loader=self.loader)
@@ -106,7 +121,7 @@ class _Check:
         self.tree = schema_node(schema)
         try:
             self.choices = self._defaults([]).overrides.known_choices
-            self.tree = compose(config_name, return_hydra_config=True)
+            self.tree = compose(config_name, [*chosen], return_hydra_config=True)
         except Exception as e:
             self.rejected.add(config_name)
             if not self._preset_mistakes([]):
@@ -253,8 +268,10 @@ class _Check:
         return len(self.found) == before
 
     def _defaults(self, overrides: list[str]) -> Any:
+        given = {text.partition("=")[0] for text in overrides}
+        chosen = [text for text in self.chosen if text.partition("=")[0] not in given]
         return self.loader.compute_defaults_list(
-            self.config_name, overrides, RunMode.RUN
+            self.config_name, [*chosen, *overrides], RunMode.RUN
         )
 
     def _names(self) -> list[str]:

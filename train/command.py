@@ -59,6 +59,7 @@ def run_command(
     config_name: str = "train",
     schema: type = Config,
     validate: Validate = validate_rules,
+    chosen: Sequence[str] = (),
 ) -> NoReturn:
     """Run a door on the arguments of this process, and exit with its code.
 
@@ -68,8 +69,9 @@ def run_command(
         config_name: root file in `configs/`.
         schema: the dataclass that `main` takes.
         validate: gives the mistakes of such a config; it has the right types already.
+        chosen: choices of groups that the schema holds for.
     """
-    sys.exit(_run(main, config_name, schema, validate))
+    sys.exit(_run(main, config_name, schema, validate, chosen))
 
 
 def compose(
@@ -98,11 +100,12 @@ def _run(
     config_name: str,
     schema: type,
     validate: Validate,
+    chosen: Sequence[str],
 ) -> int:
     configure_logging()
     try:
         arguments = quote_text(sys.argv[1:], schema)
-        check_command_line(arguments, config_name, schema, validate)
+        check_command_line(arguments, config_name, schema, validate, chosen)
         flags = parse_flags(arguments)
     except ConfigError as e:
         print(e, file=sys.stderr)

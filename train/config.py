@@ -5,13 +5,17 @@ changes. Everything below `train/` takes the dataclass it needs, never all of it
 What values are allowed stands in `train/rules.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from data.config import DataConfig
 from model.config import ModelConfig
+
+# Marks the field of a table, empty by default, that takes any entry.
+OPEN: Mapping[str, bool] = MappingProxyType({"open": True})
 
 
 class Platform(StrEnum):

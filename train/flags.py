@@ -3,7 +3,7 @@
 import re
 from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -47,17 +47,21 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     """Quote what Hydra's grammar would misread as a value of a text key.
 
     So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
-    quoted already, null, and the sweeps of `--multirun` stay. A table of sections takes
-    new ones: Hydra wants that said with ++.
+    quoted already, null, and the sweeps of `--multirun` stay. A table of sections, and
+    one that is marked as open (`train/config.py`), takes new entries: Hydra wants that
+    said with ++.
     """
     sweeps = is_sweep(parse_flags(argv))
     parser = OverridesParser.create()
 
     def quoted(argument: str) -> str:
         key, equals, value = argument.partition("=")
-        hint = _hint(schema, key)
+        hint, opens = _hint(schema, key)
         if equals and get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
-            return f"++{argument}"
+            opens = True
+        argument, key = (
+            f"++{text}" if equals and opens else text for text in (argument, key)
+        )
         if not equals or hint not in (str, str | None):
             return argument
         try:
@@ -82,12 +86,19 @@ def _escaped(value: str) -> str:
     return re.sub(r"(\\+)$", r"\1\1", value)
 
 
-def _hint(schema: type, key: str) -> Any:
-    """Give the type of a dotted key of a dataclass, or None."""
+def _hint(schema: type, key: str) -> tuple[Any, bool]:
+    """Give the type of a dotted key of a dataclass, or None; is it in an open table?"""
     hint: Any = schema
+    opens = False
     for name in key.split("."):
-        hint = get_type_hints(hint).get(name) if is_dataclass(hint) else None
-    return hint
+        if is_dataclass(hint):
+            opens |= any(
+                f.name == name and f.metadata.get("open") for f in fields(hint)
+            )
+            hint = get_type_hints(hint).get(name)
+        else:
+            hint = get_args(hint)[1] if get_origin(hint) is dict and opens else None
+    return hint, opens
 
 
 def is_sweep(flags: Namespace) -> bool:

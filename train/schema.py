@@ -9,7 +9,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -116,11 +116,16 @@ def value_mistakes(
         if not has_key(tree, section) and _holds_sections(tree, table):
             rule = f"is in no section of the table; write {table}={{{new}: {{...}}}}"
             return [Mistake(key, value, rule)]
-    if not has_key(tree, key) and not (open_tables and in_table(tree, key)):
+    takes = in_table(tree, key) or _holds_anything(tree, parent)
+    if not has_key(tree, key) and not (open_tables and takes):
         hint = "; to add it to the table write "
         hint = f"{hint}+{key}=..." if in_table(tree, key) else ""
         return [Mistake(key, value, unknown_key(tree, key) + hint)]
-    if isinstance(value, dict) and (section := _section(tree, key)) is not None:
+    section = _section(tree, key)
+    if isinstance(value, dict) and _is_open(tree, key):
+        if found := _text_mistakes(tree, key, value):
+            return found
+    elif isinstance(value, dict) and section is not None:
         if _holds_sections(tree, key):
             new = {sub: {} for sub in value if sub not in section.keys()}  # noqa: SIM118
             OmegaConf.update(tree, key, new, merge=True, force_add=True)
@@ -146,6 +151,38 @@ def _holds_sections(tree: DictConfig, key: str) -> bool:
     kind = OmegaConf.get_type(_section(tree, parent))
     hint = typing.get_type_hints(kind).get(name) if is_dataclass(kind) else None
     return typing.get_origin(hint) is dict and is_dataclass(typing.get_args(hint)[1])
+
+
+def _is_open(tree: DictConfig, key: str) -> bool:
+    """Say whether a key is an open table, whose entries may have dots in them."""
+    parent, _, name = key.rpartition(".")
+    kind: Any = OmegaConf.get_type(_section(tree, parent))
+    known = fields(kind) if is_dataclass(kind) else ()
+    return any(field.name == name and field.metadata.get("open") for field in known)
+
+
+def _text_mistakes(tree: DictConfig, key: str, table: dict) -> list[Mistake]:
+    """List what is no text in a table of texts: OmegaConf lets lists and tables in."""
+    if _kind_of_entries(tree, key) is not str:
+        return []
+    return [
+        Mistake(f"{key}.{entry}", value, "must be a string")
+        for entry, value in table.items()
+        if isinstance(value, dict | list)
+    ]
+
+
+def _holds_anything(tree: DictConfig, key: str) -> bool:
+    """Say whether a key is, or is to be, below an open table of anything."""
+    while key and not _is_open(tree, key):
+        key = key.rpartition(".")[0]
+    return bool(key) and _kind_of_entries(tree, key) is Any
+
+
+def _kind_of_entries(tree: DictConfig, table: str) -> Any:
+    parent, _, name = table.rpartition(".")
+    hints = typing.get_type_hints(OmegaConf.get_type(_section(tree, parent)))
+    return typing.get_args(hints[name])[1]
 
 
 def has_key(tree: DictConfig, key: str) -> bool:
