@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import local
+from launch import local, slurm
 from launch.backend import Backend
 from launch.code import travelling
 from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
@@ -39,7 +39,7 @@ from train.rules import validate
 
 log = logging.getLogger(__name__)
 
-BACKENDS: Mapping[str, Backend] = {"local": local}
+BACKENDS: Mapping[str, Backend] = {"local": local, "slurm": slurm}
 OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
@@ -204,4 +204,5 @@ def _of_training(config: Any) -> Config:
 
 
 if __name__ == "__main__":
-    run_command(main, "launch", schema_of(kind_in(sys.argv[1:])), mistakes)
+    kind = kind_in(sys.argv[1:])
+    run_command(main, "launch", schema_of(kind), mistakes, [f"cluster={kind}"])
