@@ -80,10 +80,13 @@ class SlurmCluster(ClusterConfig):
     memory: str | None = None  # of a node
     signal_s: int = 120  # before the time limit, to save
     container_image: str | None = None  # of pyxis
+    container_mounts: list[str] = field(default_factory=list)  # from:to, more of them
     # More of sbatch.
     options: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    # More of srun.
+    srun_options: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
     setup: list[str] = field(default_factory=list)  # lines of shell, before
-    python: str | None = None  # there; null: as here
+    python: str | None = None  # there; null: as here, in a container python3
     code: Code = Code.shared
     workdir: str | None = None  # there; null: as here
 

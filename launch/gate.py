@@ -7,6 +7,7 @@ the arrays out on as many virtual devices.
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from launch.doors import run_door
@@ -22,10 +23,12 @@ class Machine(NamedTuple):
 
     target: by its name (train/targets.py).
     devices: how many, where no more is known.
+    variables: what the compiler is told there, such as XLA_FLAGS.
     """
 
     target: str | None = None
     devices: int | None = None
+    variables: Mapping[str, str] = {}
 
 
 _REFUSED = {
@@ -54,7 +57,8 @@ def see_first(job: Job, machine: Machine, force: bool) -> None:
     else:
         arguments.append(f"runtime.cpu_devices={machine.devices}")
     how = {"stdout": sys.stderr, "cwd": job.workdir}
-    code = run_door("train.plan", arguments, **how).returncode
+    variables = machine.variables
+    code = run_door("train.plan", arguments, variables, **how).returncode
     if code == FINISHED:
         return
     if code not in _REFUSED:

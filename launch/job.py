@@ -49,13 +49,22 @@ class Job:
             code: how this program gets there.
             through: words of a program of ours that starts the training.
         """
-        train = [*through, python, "-P", "-m", "train", *self.overrides]
+        return self._there([*through, python], code, "train", self.overrides)
+
+    def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
+        """Give the words that print there, as one JSON object, how far the run is."""
+        return self._there([python], code, "train.status", self.status_arguments)
+
+    def _there(
+        self, start: Sequence[str], code: Code, module: str, arguments: Sequence[str]
+    ) -> list[str]:
+        words = [*start, "-P", "-m", module, *arguments]
         if code is not Code.archive:
-            return train
+            return words
         # An object store holds no program that could be run from there.
         remote = "://" in self.folder
         unpack = ["-m", "launch.unpack"] if remote else [f"{self.folder}/{UNPACK}"]
-        return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *train]
+        return [start[-1], *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
         """Give the environment that goes with the command."""

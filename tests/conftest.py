@@ -83,6 +83,15 @@ def server() -> Iterator[Server]:
     server.leave()
 
 
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    """Run a Slurm of two nodes on this machine; give the variable that finds it."""
+    from tests.slurm import loopback
+
+    with loopback() as found:
+        yield found
+
+
 @pytest.fixture(scope="session")
 def bucket(server: Server) -> Any:
     """Its files."""

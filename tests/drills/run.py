@@ -105,7 +105,8 @@ class Run:
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Read all arrays of a checkpoint."""
-        base = {"driver": "ocdbt", "base": f"file://{self.folder(step)}/state/"}
+        file = {"driver": "file", "path": f"{self.folder(step)}/state/"}
+        base = {"driver": "ocdbt", "base": file}
         keys = ts.KvStore.open(base).result().list().result()
         found = (key.decode().partition("/zarr.json") for key in keys)
         return {name: _read(base, name) for name, is_array, _ in found if is_array}

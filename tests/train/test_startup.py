@@ -10,13 +10,10 @@ import functools
 import http.server
 import os
 import re
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -251,77 +248,6 @@ def test_cloud_tpu_vms(folder):
             there = {**port, "GCE_METADATA_IP": server}
             processes.append(start([python, "-c", AS_ON_A_TPU_VM, *overrides], there))
         trains_as(4, *together(*processes))
-
-
-SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
-SLURM_CONF = """
-ClusterName=loop
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge.socket
-SlurmctldPort={port}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SelectType=select/cons_tres
-MpiDefault=none
-SwitchType=switch/none
-SlurmdParameters=config_overrides
-# Names that resolve everywhere: process 0 is found by the first.
-NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=2
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[dict[str, str]]:
-    """Run a Slurm of two nodes on this machine; give the variable that finds it."""
-    if os.geteuid() or not all(map(shutil.which, SLURM_PROGRAMS)):
-        pytest.skip("needs Slurm, MUNGE (Debian: slurm-wlm, munge) and to be root")
-    with contextlib.ExitStack() as stack:
-        # Not below /tmp/pytest-*: MUNGE trusts only folders that others may not write.
-        folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/run"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.chmod(0o755)
-        (folder / "state").mkdir()
-        (folder / "key").write_bytes(secrets.token_bytes(1024))
-        (folder / "key").chmod(0o600)
-        port = free_port()
-        about = {"host": socket.gethostname().partition(".")[0], "user": "root"}
-        about |= {"folder": folder, "port": port, "ports": f"[{port + 1}-{port + 2}]"}
-        (folder / "slurm.conf").write_text(SLURM_CONF.format(**about))
-        munge = [f"--key-file={folder}/key", f"--socket={folder}/munge.socket"]
-        munge += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log")]
-        found = {"SLURM_CONF": f"{folder}/slurm.conf"}
-        for daemon in (
-            ["munged", "--foreground", *munge, f"--seed-file={folder}/seed"],
-            ["slurmctld", "-D"],
-            ["slurmd", "-D", "-N", "127.0.0.1"],
-            ["slurmd", "-D", "-N", "127.0.0.2"],
-        ):
-            with (folder / f"{daemon[0]}.said").open("ab") as said:
-                process = subprocess.Popen(
-                    daemon, env=environment(found), stdout=said, stderr=said
-                )
-            stack.callback(process.wait, 60)
-            stack.callback(process.terminate)
-        deadline = time.monotonic() + 60
-        ready = ["srun", "-N2", "-n2", "--immediate=2", "true"]
-        while subprocess.run(
-            ready, env=environment(found), capture_output=True
-        ).returncode:
-            told = "\n".join(p.read_text() for p in folder.glob("*.said"))
-            assert time.monotonic() < deadline, told
-            time.sleep(0.2)
-        yield found
 
 
 def test_slurm(folder, slurm):

@@ -1,0 +1,89 @@
+"""Stubs of Slurm's commands, and of the interpreter, for its job script."""
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+# srun runs its command as so many processes, and gives the highest of their codes.
+SRUN = """
+while [[ $1 == --* ]]; do
+	[[ $1 != --ntasks=* ]] || tasks=${1#*=}
+	shift
+done
+highest=0
+for ((i = 0; i < tasks; i++)); do
+	SLURM_PROCID=$i "$@"
+	code=$?
+	((code <= highest)) || highest=$code
+done
+exit $highest
+"""
+# What scontrol says of the job stands in a file; what it is told goes into another.
+SCONTROL = """
+case "$*" in
+"show hostnames"*) echo "${first:-localhost}" ;;
+"show node"*) echo "NodeName=n0 NodeAddr=10.0.0.7 NodeHostName=n0" ;;
+"show job"*) cat "$0.job" ;;
+*) echo "$*" >>"$0.told" ;;
+esac
+"""
+# A program that ends as it is told, in the words of a shell; null kills its shell too.
+PYTHON = """
+if [[ " $* " == *" train.status "* ]]; then
+	step=$(<"$0.step")
+	[[ $step != null ]] && printf '{"state": "x", "step": %s, "num_steps": 9}\n' "$step"
+	exit
+fi
+codes=($(<"$0.codes"))
+code=${codes[SLURM_PROCID]}
+[[ $code != null ]] || kill -9 $PPID
+exit "$code"
+"""
+
+
+class Stubs:
+    """Slurm's commands, and the interpreter, as the script finds them."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.bin = folder, folder / "bin"
+        self.bin.mkdir(parents=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+            self.program(name, text)
+        self.slurm_says("RUNNING")
+
+    def program(self, name: str, text: str) -> None:
+        file = self.bin / name
+        file.write_text(f"#!/usr/bin/env bash\n{text}")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def slurm_says(self, state: str, reason: str = "None", restarts: int = 0) -> None:
+        said = f"JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) "
+        (self.bin / "scontrol.job").write_text(f"{said}Requeue=1 Restarts={restarts}\n")
+
+    def run(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
+        told = self.bin / "scontrol.told"
+        told.unlink(missing_ok=True)
+        told.touch()
+        env = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", **more}
+        return subprocess.run(
+            ["bash", "-c", text], env=env, capture_output=True, text=True, timeout=60
+        )
+
+    def attempt(
+        self,
+        text: str,
+        codes: Sequence[int | None],
+        step: int | None = None,
+        **more: str,
+    ) -> int:
+        """Run the script while processes end with these codes; give its own."""
+        (self.bin / "python.step").write_text(json.dumps(step))
+        (self.bin / "python.codes").write_text(" ".join(map(json.dumps, codes)))
+        return self.run(text, **more).returncode
+
+    def told(self) -> list[str]:
+        return (self.bin / "scontrol.told").read_text().splitlines()
