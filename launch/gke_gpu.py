@@ -6,7 +6,7 @@ Kubernetes. A pod is one process with all GPUs of its node, or, through launch/n
 as many processes as are asked for. Not seen on a cluster yet.
 """
 
-from launch import jobset
+from launch import gpu, jobset
 from launch.config import GkeGpuCluster
 from launch.gate import Machine
 from launch.job import Job, Rendered, port_of
@@ -52,16 +52,8 @@ def _gpu_mistakes(gpu: str) -> list[Mistake]:
 
 def machine(cluster: GkeGpuCluster) -> Machine:
     """Plan for the nodes."""
-    return machine_of(cluster.gpu, cluster.gpus_per_node, cluster.nodes)
-
-
-def machine_of(gpu: str | None, gpus_per_node: int, nodes: int) -> Machine:
-    """Name the machine that these are, if it has a name."""
-    try:
-        target = parse_target(f"{gpu}-{gpus_per_node}x{nodes}").name
-    except ConfigError:
-        return Machine(devices=gpus_per_node * nodes)
-    return Machine(target=target)
+    how = cluster.gpus_per_node, cluster.nodes, cluster.environment
+    return gpu.machine_of(cluster.gpu, *how)
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
@@ -75,7 +67,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         pods=cluster.nodes,
         command=job.command("python", cluster.code, around),
         environment={
-            # The variables of XLA and NCCL belong here.
+            **gpu.values(job.environment),
             "MASTER_ADDR": host_of(job, NODE),
             "MASTER_PORT": str(port_of(job.name)),
             "WORLD_SIZE": str(cluster.nodes * cluster.processes_per_node),

@@ -15,6 +15,10 @@ same flags.
 
 from collections.abc import Mapping
 
+from launch.gate import Machine
+from train.config import ConfigError
+from train.targets import parse_target
+
 FLAGS: Mapping[str, tuple[str, str]] = {
     "xla_gpu_enable_latency_hiding_scheduler": (
         "true",
@@ -66,3 +70,17 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
     """Give all variables with their values, those of `environment` among them."""
     ours = {name: value for name, (value, _) in settings(environment).items()}
     return {**ours, **environment}
+
+
+def machine_of(
+    kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
+) -> Machine:
+    """Give what a plan for nodes of GPUs is made for.
+
+    A target, if their kind was said and so many of a node have a name; else devices.
+    """
+    try:
+        target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
+    except ConfigError:
+        return Machine(devices=gpus_per_node * nodes)
+    return Machine(target, variables=values(environment))

@@ -20,9 +20,9 @@ from typing import Any
 
 from etils import epath
 
+from launch import gpu
 from launch.config import Code, SkypilotCluster
 from launch.gate import Machine, object_store_mistakes
-from launch.gke_gpu import machine_of
 from launch.job import ARCHIVE, UNPACK, Job, Rendered, shell
 from launch.manifest import merged, to_yaml
 from launch.node import STOP, through
@@ -67,8 +67,8 @@ def machine(cluster: SkypilotCluster) -> Machine:
     name, _, count = (cluster.accelerators or "").partition(":")
     if not name or not (count or "1").isdigit():
         return Machine()
-    gpu = name.lower().partition("-")[0]
-    return machine_of(gpu, int(count or 1), cluster.nodes)
+    kind = name.lower().partition("-")[0]
+    return gpu.machine_of(kind, int(count or 1), cluster.nodes, cluster.environment)
 
 
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
@@ -97,12 +97,14 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             "recover_on_exit_codes": sorted(AGAIN),
         },
     }
+    ours, kind = gpu.values(job.environment), (cluster.accelerators or "tpu").lower()
+    on_gpus = not kind.startswith("tpu")
     # null: the value comes with --secret.
     task = {
         "name": job.name,
         "num_nodes": cluster.nodes,
         "resources": {key: value for key, value in resources.items() if value},
-        "envs": job.variables(cluster.code),
+        "envs": {**(ours if on_gpus else {}), **job.variables(cluster.code)},
         "secrets": dict.fromkeys(cluster.secrets, None),
         "setup": "".join(f"{line}\n" for line in cluster.setup),
         "run": _run_script(job, cluster),

@@ -18,9 +18,8 @@ from launch.slurm_checks import slurm_mistakes
 from launch.slurm_queue import QueuedJob, ask
 from launch.slurm_script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
 from launch.supervisor import ATTEMPTS, said_of_attempts
-from train.config import ConfigError, Mistake
+from train.config import Mistake
 from train.exits import FINISHED
-from train.targets import parse_target
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +39,8 @@ def machine(cluster: SlurmCluster) -> Machine:
     """Give nodes of GPUs; nothing for CPUs: how many devices they are is not known."""
     if cluster.gpus_per_node is None:
         return Machine()
-    variables = gpu.values(cluster.environment)
-    target = f"{cluster.gpu}-{cluster.gpus_per_node}x{cluster.nodes}"
-    try:
-        parse_target(target)
-    except ConfigError:  # their kind was not said, or so many of a node have no name
-        return Machine(devices=cluster.nodes * cluster.gpus_per_node)
-    return Machine(target=target, variables=variables)
+    how = cluster.gpus_per_node, cluster.nodes, cluster.environment
+    return gpu.machine_of(cluster.gpu, *how)
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:

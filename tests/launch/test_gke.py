@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import gke_gpu, gke_tpu
+from launch import gke_gpu, gke_tpu, gpu
 from launch.config import KINDS, Code, GkeGpuCluster, GkeTpuCluster, schema_of
 from launch.gate import Machine
 from launch.job import Job, hydra_text, job_name
@@ -273,7 +273,7 @@ def test_a_run_lies_where_pods_see_it():
 
 def test_machines_are_known_to_the_plan():
     assert gke_tpu.machine(TPU) == Machine("v5p-64x2")
-    assert gke_gpu.machine(GPU) == Machine("h100-8x2")
+    assert gke_gpu.machine(GPU) == Machine("h100-8x2", variables=gpu.values({}))
     assert gke_gpu.machine(replace(GPU, gpu=None)) == Machine(devices=16)
     assert gke_gpu.machine(replace(GPU, gpus_per_node=6)) == Machine(devices=12)
 
