@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import gke_gpu, gke_tpu, local, skypilot, slurm
+from launch import gke_gpu, gke_tpu, local, skypilot, slurm, ssh, tpu_vm
 from launch.backend import Backend
 from launch.code import travelling
 from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 BACKENDS: Mapping[str, Backend] = {
     "local": local,
+    "ssh": ssh,
+    "tpu_vm": tpu_vm,
     "slurm": slurm,
     "gke_tpu": gke_tpu,
     "gke_gpu": gke_gpu,

@@ -56,11 +56,14 @@ class SshCluster(ClusterConfig):
 
     hosts: list[str] = field(default_factory=list)  # [user@]host; the first leads
     processes_per_node: int = 1
+    address: str | None = None  # of process 0, for the others; null: the first host's
     port: int | None = None  # of process 0's coordinator; null: from the run's name
     options: list[str] = field(default_factory=list)  # of ssh
+    setup: list[str] = field(default_factory=list)  # lines of shell, before
     python: str | None = None  # there; null: as here
     code: Code = Code.shared
     workdir: str | None = None  # there; null: as here
+    poll_s: float = 5.0
     detach: bool = False
 
 
@@ -144,13 +147,16 @@ class TpuVmCluster(ClusterConfig):
     network: str | None = None
     subnetwork: str | None = None
     service_account: str | None = None
+    labels: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     options: list[str] = field(default_factory=list)  # more of create
-    setup: list[str] = field(default_factory=list)  # lines of shell, on each VM
+    ssh_options: list[str] = field(default_factory=list)  # more of ssh and scp
+    setup: list[str] | None = None  # lines of shell on each VM; null: what code needs
     python: str = "python3"
     image: str | None = None  # to run in docker there
     # Variable: of Secret Manager.
     secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     code: Code = Code.archive
+    keep: bool = False  # the machines, when the run is over; else they are deleted
     poll_s: float = 30.0
     detach: bool = False
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 1.0  # after what is not counted
 _OWNED_PAUSE_S = 15.0  # another process is at it: it may leave, or die
 ATTEMPTS = "attempts.jsonl"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to stop
 
 
 class Attempt(Protocol):
@@ -63,10 +64,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Go on to the end; give the exit code that says what it was."""
-        before = {
-            number: signal.signal(number, self._stop)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        before = {number: signal.signal(number, self._stop) for number in SIGNALS}
         try:
             while (code := self._once()) is None:
                 pass

@@ -7,21 +7,20 @@ metadata server is a small one of ours.
 
 import contextlib
 import functools
-import http.server
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.fleet import REPOSITORY, TINY, free_port, of_text, write_text
+from tests.metadata import AS_ON_A_TPU_VM, metadata_server
 
 pytestmark = pytest.mark.slow
 
@@ -200,42 +199,6 @@ def test_what_is_wrong_is_said_in_a_sentence(folder, variables, code, said):
     assert said in told[0]
     assert "Traceback" not in told[0]
     assert not (folder / "wrong").exists()
-
-
-class Metadata(http.server.BaseHTTPRequestHandler):
-    """What a Cloud TPU VM is told of itself: `attributes` of the server."""
-
-    def do_GET(self):
-        name = self.path.rpartition("/")[2]
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.server.attributes[name].encode())
-
-    def log_message(self, *_):
-        pass
-
-
-@contextlib.contextmanager
-def metadata_server(process: int) -> Iterator[str]:
-    """Serve one host of two slices of two hosts."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    slices = {"COORDINATOR_ADDRESS": "localhost", "NUM_SLICES": 2}
-    slices["SLICE_ID"] = process // 2
-    server.attributes = {
-        "agent-worker-number": f"{process % 2}",
-        "worker-network-endpoints": "a:b:127.0.0.1,a:b:127.0.0.1",
-        "tpu-env": "\n".join(f"MEGASCALE_{k}: '{v}'" for k, v in slices.items()),
-    }
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-# Without chips JAX decides, when it is imported, to leave the server alone.
-AS_ON_A_TPU_VM = (
-    "import os, runpy, jax; os.environ.pop('TPU_SKIP_MDS_QUERY', None); "
-    "runpy.run_module('train', run_name='__main__', alter_sys=True)"
-)
 
 
 def test_cloud_tpu_vms(folder):

@@ -1,0 +1,106 @@
+"""What ssh and tpu_vm have in common: a supervisor of remote processes, and its verbs.
+
+It lives on the machine where the job was submitted, in the foreground or, with
+`cluster.detach`, behind it. Where it lives no more, `action=resume` begins another.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from launch.background import end_of, go_to_background, is_alive, who_am_i
+from launch.config import SshCluster, TpuVmCluster
+from launch.job import Job
+from launch.records import Record
+from launch.supervisor import (
+    ATTEMPTS,
+    SIGNALS,
+    Supervisor,
+    newest_step,
+    said_of_attempts,
+)
+from launch.watch import Hosts, Watch
+
+LOG = "process-0.log"
+
+
+def supervise(
+    job: Job,
+    cluster: SshCluster | TpuVmCluster,
+    record: Record,
+    hosts: Hosts,
+    over: Callable[[], object],
+) -> int:
+    """Keep the run going to its end; give its exit code.
+
+    Args:
+        job: what is to run.
+        cluster: its keys.
+        record: of the submission.
+        hosts: where it runs.
+        over: called at the end, however that comes about.
+    """
+    folder = record.local_folder()
+    if cluster.detach and not go_to_background(folder / "launch.log"):
+        print(f"in the background; action=logs follow=true shows {folder}/{LOG}")
+        return 0
+    record.with_handle(**who_am_i(), folder=str(folder))
+    first = iter([True])
+
+    def start() -> Watch:
+        file, take_up = folder / LOG, next(first, False)
+        show = not cluster.detach
+        return Watch(hosts, file, cluster.poll_s, take_up=take_up, show=show)
+
+    try:
+        return Supervisor(
+            start=start,
+            step=partial(newest_step, job),
+            max_restarts=cluster.max_restarts,
+            backoff_s=cluster.backoff_s,
+            diary=folder / ATTEMPTS,
+        ).run()
+    finally:
+        # Who presses Ctrl-C twice would else leave machines that cost money.
+        before = [(n, signal.signal(n, signal.SIG_IGN)) for n in SIGNALS]
+        over()
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def said_of(record: Record) -> list[str]:
+    """Say whether it is being kept running from here, and how its attempts ended."""
+    handle = record.handle
+    where = f"process {handle.get('pid')} on {handle.get('host')}"
+    state = f"kept running by {where}"
+    if not is_alive(handle):
+        state = f"not kept running: {where} is over, or not of this machine; "
+        state += "action=resume goes on"
+    return [state, *said_of_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
+
+
+def print_log(record: Record, follow: bool) -> bool:
+    """Print what process 0 has said; False if nothing of it is known here."""
+    file = Path(record.handle.get("folder", "")) / LOG
+    if not (file.exists() or is_alive(record.handle)):
+        return False
+    file.touch()
+    with file.open(errors="replace") as text:
+        while True:
+            over = not (follow and is_alive(record.handle))
+            print(text.read(), end="", flush=True)
+            if over:
+                return True
+            time.sleep(0.2)
+
+
+def stop_watcher(record: Record) -> bool:
+    """Let the supervisor stop the run, and wait; False if it does not live here."""
+    if not is_alive(record.handle):
+        return False
+    os.kill(record.handle["pid"], signal.SIGINT)
+    end_of(record.handle)
+    return True

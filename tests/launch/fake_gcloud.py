@@ -1,0 +1,260 @@
+"""A `gcloud` that plays Cloud TPU's queued resources on this machine.
+
+What it knows lies in the folder that FAKE_GCLOUD names:
+
+    plan.json     what each creation leads to: a list of states that `describe` finds,
+                  one after the other; `FAILED 8 why`; or `!why`: create itself fails
+    state.json    the resources there are
+    calls.jsonl   the arguments of each call
+    vm/<name>/    the home of each VM; its processes have FAKE_VM=<name>
+    bin/          the first programs of the VMs' PATH
+    offline       while it is there, ssh and scp do not come through
+
+It refuses flags that gcloud does not have.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Source: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources/*, and
+# test_tpu_vm.py compares with an SDK where one is installed. True: takes a value.
+WIDE = {"--project": True, "--quiet": False, "--format": True}
+_SSH = {
+    **{"--zone": True, "--node": True, "--worker": True, "--batch-size": True},
+    **{"--internal-ip": False, "--tunnel-through-iap": False, "--ssh-key-file": True},
+}
+FLAGS = {
+    "create": {
+        **{"--zone": True, "--accelerator-type": True, "--runtime-version": True},
+        **{"--node-id": True, "--node-count": True, "--node-prefix": True},
+        **{"--spot": False, "--reserved": False, "--valid-until-duration": True},
+        **{"--network": True, "--subnetwork": True, "--service-account": True},
+        **{"--labels": True, "--tags": True, "--internal-ips": False},
+    },
+    "describe": {"--zone": True},
+    "delete": {"--zone": True, "--force": False, "--async": False},
+    "ssh": {**_SSH, "--command": True, "--ssh-flag": True},
+    "scp": {**_SSH, "--recurse": False, "--scp-flag": True},
+}
+_HOSTS = {"v4-16": 2, "v6e-8": 1, "v5litepod-16": 4}
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(os.environ["FAKE_GCLOUD"])
+    with (folder / "calls.jsonl").open("a") as calls:
+        calls.write(json.dumps(argv) + "\n")
+    if argv[:3] != ["compute", "tpus", "queued-resources"]:
+        return _error("gcloud", f"Invalid choice: {argv}", 2)
+    verb, flags, words = argv[3], {}, []
+    known = {**WIDE, **FLAGS[verb]}
+    for word in argv[4:]:
+        flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(word)
+        elif flag not in known or known[flag] != bool(equals):
+            return _error(verb, f"unrecognized arguments: {word}", 2)
+        else:
+            flags[flag] = value
+    if not flags.get("--zone"):
+        return _error(verb, "argument --zone: Must be specified.", 2)
+    return VERBS[verb](folder, words, flags)
+
+
+def _error(verb: str, why: str, code: int = 1) -> int:
+    group = "gcloud.compute.tpus.queued-resources"
+    print(f"ERROR: ({group}.{verb}) {why}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def state_of(folder: Path) -> Iterator[dict]:
+    """Read what there is, alone, and write it again."""
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = folder / "state.json"
+        state = json.loads(file.read_text()) if file.exists() else {}
+        yield state
+        file.write_text(json.dumps(state))
+
+
+def _create(folder: Path, words: list[str], flags: dict[str, str]) -> int:
+    name = words[0]
+    plan = json.loads((folder / "plan.json").read_text())
+    count = int(flags.get("--node-count", 0))
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        return _error("create", f"INVALID_ARGUMENT: {name}")
+    if (count > 1) == ("--node-id" in flags) or "--runtime-version" not in flags:
+        return _error("create", "argument --node-id: Exactly one of ...", 2)
+    with state_of(folder) as state:
+        if name in state:
+            return _error("create", "ALREADY_EXISTS: Resource already exists")
+        made = state.setdefault("#made", 0)
+        state["#made"] += 1
+        states = plan[min(made, len(plan) - 1)]
+        if states[0].startswith("!"):
+            return _error("create", states[0][1:])
+        prefix = flags.get("--node-prefix", name)
+        nodes = [f"{prefix}-{n}" for n in range(count)] or [flags["--node-id"]]
+        hosts = _HOSTS[flags["--accelerator-type"]]
+        now = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime())
+        state[name] = {"states": states, "nodes": nodes, "hosts": hosts, "made": now}
+    print(f"Created queued resource [{name}].", file=sys.stderr)
+    return 0
+
+
+def _describe(folder: Path, words: list[str], flags: dict[str, str]) -> int:
+    name = words[0]
+    with state_of(folder) as state:
+        if name not in state:
+            return _error("describe", f"NOT_FOUND: Resource '{name}' was not found")
+        resource = state[name]
+        now, *rest = resource["states"]
+        resource["states"] = rest or [now]
+        word, _, why = now.partition(" ")
+        told = {"state": word}
+        if word == "FAILED":
+            code, _, why = why.partition(" ")
+            told["failedData"] = {"error": {"code": int(code), "message": why}}
+        if word == "SUSPENDED":
+            told["stateInitiator"] = "SERVICE"
+        resource["now"] = word
+        about = {"name": name, "state": told, "createTime": resource["made"]}
+    print(json.dumps(about))
+    return 0
+
+
+def _delete(folder: Path, words: list[str], flags: dict[str, str]) -> int:
+    name = words[0]
+    with state_of(folder) as state:
+        if name not in state:
+            return _error("delete", f"NOT_FOUND: Resource '{name}' was not found")
+        if "--force" not in flags and state[name]["now"] == "ACTIVE":
+            return _error("delete", "FAILED_PRECONDITION: it has nodes")
+        for vm in _vms(state[name]):
+            end_vm(folder, vm)
+        del state[name]
+    return 0
+
+
+def _vms(resource: dict) -> list[str]:
+    hosts = range(resource["hosts"])
+    return [f"{node}-w-{n}" for node in resource["nodes"] for n in hosts]
+
+
+def end_vm(folder: Path, vm: str) -> None:
+    """Take a VM away, with all that runs there and lies there."""
+    marks = f"FAKE_VM={vm}\0".encode(), f"FAKE_GCLOUD={folder}\0".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes()
+            if all(mark in environment for mark in marks):
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:
+            continue
+    shutil.rmtree(folder / "vm" / vm, ignore_errors=True)
+
+
+def preempt(folder: Path, name: str) -> None:
+    """Take all VMs of a resource back, as spot machines are."""
+    with state_of(folder) as state:
+        state[name]["states"] = ["SUSPENDING", "SUSPENDED"]
+        state[name]["now"] = "SUSPENDING"
+        for vm in _vms(state[name]):
+            end_vm(folder, vm)
+
+
+def _chosen(folder: Path, name: str, flags: dict[str, str]) -> list[str] | None:
+    """Give the VMs that a command is for; None: they cannot be reached."""
+    with state_of(folder) as state:
+        resource = state.get(name)
+    if resource is None or resource.get("now") != "ACTIVE":
+        return None
+    if (folder / "offline").exists():
+        return None
+    vms = _vms(resource)
+    if flags.get("--node") == "0" and flags.get("--worker") == "0":
+        return vms[:1]
+    assert flags["--node"] == flags["--worker"] == "all"
+    return vms
+
+
+def _ssh(folder: Path, words: list[str], flags: dict[str, str]) -> int:
+    vms, codes = _chosen(folder, words[0], flags), [0]
+    if vms is None:
+        return _error("ssh", "[/usr/bin/ssh] exited with return code [255].")
+    for index, vm in enumerate(vms):
+        home = folder / "vm" / vm
+        home.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, "HOME": str(home), "FAKE_VM": vm}
+        env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+        more = folder / "env.json"
+        env |= json.loads(more.read_text())[index] if more.exists() else {}
+        # What gcloud does: the command is split at spaces, and ssh joins it again.
+        line = " ".join(flags["--command"].split(" "))
+        codes.append(subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode)
+    return max(codes)
+
+
+def _scp(folder: Path, words: list[str], flags: dict[str, str]) -> int:
+    *files, there = words
+    name, _, path = there.partition(":")
+    vms = _chosen(folder, name, flags)
+    if vms is None:
+        return _error("scp", "Could not SSH into the instance.")
+    for vm in vms:
+        for file in files:
+            shutil.copy(file, folder / "vm" / vm / path)
+    return 0
+
+
+VERBS = {
+    **{"create": _create, "describe": _describe, "delete": _delete},
+    **{"ssh": _ssh, "scp": _scp},
+}
+
+_UNAME = '#!/bin/sh\n[ "$*" = -n ] && exec echo "$FAKE_VM"\nexec /usr/bin/uname "$@"\n'
+
+
+def install(folder: Path, plan: list[list[str]]) -> Path:
+    """Make the folder; give the one that is to be the first on the PATH."""
+    for name in ("path", "bin", "vm"):
+        (folder / name).mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    program(
+        folder / "path/gcloud", f'#!/bin/sh\nexec {sys.executable} -S {__file__} "$@"\n'
+    )
+    program(folder / "bin/uname", _UNAME)
+    return folder / "path"
+
+
+def program(file: Path, text: str) -> None:
+    """Write a program."""
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def calls(folder: Path) -> list[list[str]]:
+    """Give the arguments of each call so far."""
+    file = folder / "calls.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def resources(folder: Path) -> list[str]:
+    """Name the resources there are: what costs money."""
+    with state_of(folder) as state:
+        return [name for name in state if not name.startswith("#")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""An `ssh` that runs what it is told on this machine, in a home for each host.
+
+$FAKE_SSH/home/<host>/   its processes have FAKE_HOST=<host>
+$FAKE_SSH/off/<host>     while it is there, the host does not answer; it is told why
+$FAKE_SSH/bin/           the first programs of the PATH there
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    folder = Path(os.environ["FAKE_SSH"])
+    at = argv.index("--")
+    host, line = argv[at + 1 :]
+    off = folder / "off" / host
+    if off.exists():
+        why = off.read_text() or f"connect to host {host} port 22: No route to host"
+        print(why, file=sys.stderr)
+        return 255
+    home = folder / "home" / host
+    home.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "HOME": str(home), "FAKE_HOST": host}
+    env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+    return subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode
+
+
+def install(folder: Path) -> Path:
+    """Make the folder; give the one that is to be the first on the PATH."""
+    for name in ("path", "bin", "home", "off"):
+        (folder / name).mkdir(parents=True)
+    program = folder / "path/ssh"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {__file__} "$@"\n')
+    program.chmod(0o755)
+    return folder / "path"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

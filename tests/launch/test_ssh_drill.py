@@ -1,0 +1,136 @@
+"""`cluster=ssh` through the door: real training over OpenSSH, two hosts on loopback."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.drills.ground import check_equal
+from tests.fleet import free_port
+from tests.launch.kept import STEPS, Kept
+
+pytestmark = pytest.mark.slow
+
+HOSTS = ("n0", "n1")
+SERVER = """
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+ForceCommand export HOME={home}; cd; exec bash -c "$SSH_ORIGINAL_COMMAND"
+"""
+CLIENT = """
+Host {host}
+  HostName 127.0.0.1
+  Port {port}
+  IdentityFile {folder}/key
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+
+
+class Servers:
+    """An sshd for each host, with a home of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._running = folder, dict[str, subprocess.Popen[bytes]]()
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/key"]
+        subprocess.run(key, check=True)
+        for host in HOSTS:
+            about = {"host": host, "port": free_port(), "home": folder / host}
+            (folder / host).mkdir()
+            text = SERVER.format(folder=folder, **about)
+            (folder / f"{host}.sshd").write_text(text)
+            with (folder / "config").open("a") as config:
+                config.write(CLIENT.format(folder=folder, **about))
+            self.start(host)
+
+    def start(self, host: str) -> None:
+        sshd = shutil.which("sshd") or "/usr/sbin/sshd"
+        config = f"{self.folder}/{host}.sshd"
+        with (self.folder / f"{host}.said").open("ab") as said:
+            self._running[host] = subprocess.Popen(
+                [sshd, "-D", "-e", "-f", config], stdout=said, stderr=said
+            )
+        reach = ["ssh", "-F", f"{self.folder}/config", "-o", "BatchMode=yes", host]
+        deadline = time.monotonic() + 30
+        while subprocess.run([*reach, "true"], capture_output=True).returncode:
+            said = (self.folder / f"{host}.said").read_text()
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+
+    def end(self, host: str) -> None:
+        self._running[host].terminate()
+        self._running[host].wait()
+
+    def process(self, rank: int) -> int:
+        """Give the process of a rank."""
+        [file] = self.folder.glob(f"{HOSTS[rank]}/longhaul/*/process-{rank}/pid")
+        return int(file.read_text())
+
+
+@pytest.fixture
+def servers(tmp_path) -> Iterator[Servers]:
+    if not (shutil.which("sshd") or Path("/usr/sbin/sshd").exists()):
+        pytest.skip("needs OpenSSH's server (Debian: openssh-server)")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    folder = tmp_path / "ssh"
+    folder.mkdir()
+    servers = Servers(folder)
+    yield servers
+    for host in HOSTS:
+        servers.end(host)
+    for file in folder.glob("*/longhaul/*/process-*/pid"):
+        try:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
+    """The curve and the arrays are those of the run that nothing disturbed."""
+    kind = (
+        *("cluster=ssh", f"cluster.hosts=[{','.join(HOSTS)}]", "cluster.poll_s=0.3"),
+        *(f"cluster.options=[-F,{servers.folder}/config]", "cluster.address=localhost"),
+        *(f"cluster.port={free_port()}", "cluster.code=archive"),
+    )
+    caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu}}"
+    run = Kept(tmp_path, (*kind, f"cluster.environment={caches}"), {})
+    run.submit()
+    run.await_steps()
+    os.kill(servers.process(1), signal.SIGKILL)
+    run.await_attempts(1)
+    run.await_steps()
+    assert "137" in run.verb("status")
+
+    before = [servers.process(rank) for rank in range(2)]
+    servers.end("n1")  # for a while it cannot be reached
+    run.await_steps()
+    assert "1 processes: no answer" in run.verb("status")
+    servers.start("n1")
+    os.kill(run.watcher(1), signal.SIGKILL)  # the machine that watches goes down
+    run.await_steps()
+    run.verb("resume")
+    run.await_that(lambda: (run.record(2) / "process-0.log").exists())
+    run.await_steps()
+    assert [servers.process(rank) for rank in range(2)] == before
+
+    run.verb("stop")
+    stopped = run.run.step
+    assert run.run.sealed()[-1] == stopped < STEPS
+    assert "130, 130: the last" in run.verb("status")
+    run.verb("resume")
+    assert f"finished    {STEPS} steps" in run.verb("logs", "follow=true")
+    check_equal(run.run, run.straight(2), STEPS)
