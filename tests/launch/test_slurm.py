@@ -9,7 +9,7 @@ from launch.gate import Machine, see_first
 from launch.job import Job
 from launch.slurm_queue import QueuedJob
 from launch.slurm_script import script
-from tests.launch.golden_files import equals_golden
+from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
 from tests.launch.slurm_stubs import Stubs
 

@@ -13,7 +13,7 @@ from launch.policy import Verdict, backoff, judge
 from launch.slurm_script import script
 from launch.supervisor import Supervisor, said_of_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
-from tests.launch.slurm_stubs import SRUN, Stubs
+from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
 
 
 @pytest.fixture
@@ -151,6 +151,14 @@ def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
     assert stubs.told() == []
     assert stubs.attempt(text, [0, 0]) == 130
     assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
+    stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
+    (stubs.bin / "python.codes").write_text("42 42")
+    done = stubs.run(rendered(tmp_path))
+    assert done.returncode == 42
+    assert "submit it again with action=resume" in done.stderr
 
 
 def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
