@@ -8,7 +8,6 @@ signal to stop goes on to the run, which saves, and ends this too.
 import json
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,6 @@ class Supervisor:
     def __post_init__(self) -> None:
         """Nothing was asked for yet, and nothing has crashed."""
         self._asked: int | None = None
-        self._wake = threading.Event()
         self._attempt: Attempt | None = None
         self._crashed_at: list[int | None] = []
 
@@ -97,7 +95,7 @@ class Supervisor:
             return code
         if verdict is Verdict.again:
             log.info("ended with %d; again, this does not count", code)
-            self._wake.wait(_OWNED_PAUSE_S if code == OWNED else _PAUSE_S)
+            self._pause(_OWNED_PAUSE_S if code == OWNED else _PAUSE_S)
             return None
         self._crashed_at.append(self.step())
         crashes, at = len(self._crashed_at), self._crashed_at[-SAME_STEP:]
@@ -113,12 +111,17 @@ class Supervisor:
             *("crashed with %d (%d of %d); again in %.0f s", code),
             *(crashes, self.max_restarts, pause_s),
         )
-        self._wake.wait(pause_s)
+        self._pause(pause_s)
         return None
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless a signal comes; its handler must not need a lock of ours."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and self._asked is None:
+            time.sleep(min(left, 0.1))
 
     def _stop(self, number: int, frame: object) -> None:
         self._asked = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        self._wake.set()
         log.info("%s: the run is asked to save and stop", signal.Signals(number).name)
         if self._attempt is not None:
             self._attempt.stop(self._asked)
