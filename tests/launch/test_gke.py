@@ -19,9 +19,9 @@ from launch.jobset import FILE
 from launch.manifest import merged, to_yaml
 from launch.policy import Verdict, judge
 from tests.fleet import REPOSITORY, TINY, free_port
+from tests.launch.controllers import Pod, after, refused
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
-from tests.launch.kubernetes import Pod, after, refused
 from train.command import check_command_line
 from train.command import to_yaml as written
 from train.config import ConfigError

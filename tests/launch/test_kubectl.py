@@ -22,8 +22,8 @@ from launch.records import Record, newest
 from tests.fleet import REPOSITORY
 from tests.launch import fake_kubectl
 from tests.launch.api_server import ApiServer
+from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES
-from tests.launch.kubernetes import Pod
 from tests.launch.test_gke import JOB, TPU
 from train.exits import Exit
 
