@@ -17,6 +17,7 @@ from launch.local import render
 from tests.drills.ground import check_equal
 from tests.drills.run import Run
 from tests.fleet import REPOSITORY, TINY
+from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
 
 COUNT, STEPS = 4, 600
@@ -201,3 +202,14 @@ def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
 def test_what_ends_a_line_is_refused():
     refused = [value for value in VALUES if unfit([value])]
     assert refused == ["\ta", "two\nlines", "bell\a", "\r"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rendered_as_in_the_golden_files(monkeypatch, processes):
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    golden = Job(
+        *("base-12345678", "/runs/base", ".", ("model=gpt_nano",), "/code", "/work"),
+        environment={"NCCL_DEBUG": "a $b"},
+    )
+    rendered = render(golden, LocalCluster(processes=processes))
+    equals_golden(f"local/{processes}", rendered)
