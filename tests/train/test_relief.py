@@ -45,7 +45,7 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
         (("mesh=ddp", "data.batch_size=64"), 1500, f"{SHARD} {REMAT}"),
         (
             ("mesh=ddp", "data.batch_size=512"),
-            1500,
+            1300,
             f"{SHARD} {REMAT} train.accumulation_steps=8",
         ),
         (

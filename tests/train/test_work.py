@@ -14,6 +14,7 @@ from tests.train.compiled import (
     in_one,
     needs_tpu_compiler,
 )
+from train.hlo import parse
 from train.work import product_flops, work
 
 TOKENS = B * T
@@ -78,23 +79,25 @@ def test_on_a_cpu_attention_is_products_over_the_whole_square(compile_step, mesh
 
 
 def test_a_batched_product_of_a_tpu_counts_without_its_padding():
-    module = in_one(
+    text = in_one(
         "  %a = bf16[2,1024,2,64,1] parameter(0)\n"
         "  %b = bf16[2,64,8,64,1] parameter(1)\n"
         "  ROOT %c = bf16[2,1024,8,64,1] convolution(%a, %b), "
         "window={size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0}, "
         "dim_labels=0b2f1_2i1o0->0b1f2"
     )
+    module = parse(text)
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
 
 
 def test_zeros_between_the_inputs_do_not_count():
-    module = in_one(
+    text = in_one(
         "  %a = f32[1,3,4] parameter(0)\n"
         "  %b = f32[2,4,8] parameter(1)\n"
         "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
         "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
     )
+    module = parse(text)
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
