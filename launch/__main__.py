@@ -23,7 +23,6 @@ from launch.gate import see_first
 from launch.job import (
     Job,
     environment_mistakes,
-    hydra_text,
     job_name,
     shell,
     unfit,
@@ -33,8 +32,9 @@ from train.command import compose, run_command, to_yaml
 from train.config import Config, ConfigError, Mistake
 from train.exits import FINISHED
 from train.flags import parse_flags
-from train.identity import run_dir, run_name
+from train.identity import of_training, run_dir, run_name
 from train.object_store import run_folder
+from train.quoting import hydra_text
 from train.rules import validate
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     number = 1 if rendering else next_number(directory)  # asks the store
     record = Record(directory, number, kind, "", tuple(arguments), workdir)
     job = Job(
-        name=job_name(run_name(_of_training(config)), directory),
+        name=job_name(run_name(of_training(config)), directory),
         run_dir=directory,
         folder=(config.output or ".") if rendering else os.fspath(record.folder),
         overrides=_for_training(arguments, directory),
@@ -203,12 +203,7 @@ def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
 
 
 def _directory(config: Any) -> str:
-    return os.fspath(run_folder(run_dir(_of_training(config))))
-
-
-def _of_training(config: Any) -> Config:
-    names = [field.name for field in dataclasses.fields(Config)]
-    return Config(**{name: getattr(config, name) for name in names})
+    return os.fspath(run_folder(run_dir(of_training(config))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from launch.config import Code
 from train.config import Mistake
+from train.quoting import hydra_text
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
 
@@ -115,13 +116,7 @@ def exports(environment: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(v)}" for name, v in environment.items()]
 
 
-def hydra_text(key: str, value: str) -> str:
-    """Give an override of a text key that Hydra's grammar cannot misread."""
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f'{key}="{escaped}"'
-
-
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
 
@@ -135,7 +130,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
     found = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not VARIABLE.fullmatch(name):
             rule = "must be a variable's name: letters, digits and underscores"
             found.append(Mistake(key, value, rule))
         elif _SECRET.search(name) and not name.endswith("_FILE"):

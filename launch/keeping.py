@@ -1,4 +1,4 @@
-"""What ssh and tpu_vm have in common: a supervisor of remote processes, and its verbs.
+"""What local, ssh and tpu_vm have in common: a supervisor on this machine, its verbs.
 
 It lives on the machine where the job was submitted, in the foreground or, with
 `cluster.detach`, behind it. Where it lives no more, `action=resume` begins another.
@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from launch.background import end_of, go_to_background, is_alive, who_am_i
-from launch.config import SshCluster, TpuVmCluster
+from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
 from launch.records import Record
 from launch.supervisor import (
     ATTEMPTS,
     SIGNALS,
+    Attempt,
     Supervisor,
     newest_step,
     said_of_attempts,
@@ -29,10 +31,10 @@ LOG = "process-0.log"
 
 def supervise(
     job: Job,
-    cluster: SshCluster | TpuVmCluster,
+    cluster: LocalCluster | SshCluster | TpuVmCluster,
     record: Record,
-    hosts: Hosts,
-    over: Callable[[], object],
+    start: Callable[[Path, bool], Attempt],
+    over: Callable[[], object] = lambda: None,
 ) -> int:
     """Keep the run going to its end; give its exit code.
 
@@ -40,7 +42,8 @@ def supervise(
         job: what is to run.
         cluster: its keys.
         record: of the submission.
-        hosts: where it runs.
+        start: begins an attempt, which writes to files in this folder, and shows what
+            process 0 says if told to.
         over: called at the end, however that comes about.
     """
     folder = record.local_folder()
@@ -48,16 +51,9 @@ def supervise(
         print(f"in the background; action=logs follow=true shows {folder}/{LOG}")
         return 0
     record.with_handle(**who_am_i(), folder=str(folder))
-    first = iter([True])
-
-    def start() -> Watch:
-        file, take_up = folder / LOG, next(first, False)
-        show = not cluster.detach
-        return Watch(hosts, file, cluster.poll_s, take_up=take_up, show=show)
-
     try:
         return Supervisor(
-            start=start,
+            start=lambda: start(folder, not cluster.detach),
             step=partial(newest_step, job),
             max_restarts=cluster.max_restarts,
             backoff_s=cluster.backoff_s,
@@ -71,6 +67,19 @@ def supervise(
             signal.signal(number, handler)
 
 
+def watching(
+    hosts: Hosts, cluster: SshCluster | TpuVmCluster
+) -> Callable[[Path, bool], Watch]:
+    """Give what begins attempts on other machines; the first takes up what runs."""
+    first = iter([True])
+
+    def start(folder: Path, show: bool) -> Watch:
+        take_up = next(first, False)
+        return Watch(hosts, folder / LOG, cluster.poll_s, take_up=take_up, show=show)
+
+    return start
+
+
 def said_of(record: Record) -> list[str]:
     """Say whether it is being kept running from here, and how its attempts ended."""
     handle = record.handle
@@ -80,6 +89,12 @@ def said_of(record: Record) -> list[str]:
         state = f"not kept running: {where} is over, or not of this machine; "
         state += "action=resume goes on"
     return [state, *said_of_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
+
+
+def kept_keys(record: Record) -> Any:
+    """Give the cluster's keys that the job was submitted with."""
+    kept = dict(record.handle["cluster"])
+    return KINDS[record.kind](**{**kept, "code": Code(kept["code"])})
 
 
 def print_log(record: Record, follow: bool) -> bool:
@@ -95,6 +110,11 @@ def print_log(record: Record, follow: bool) -> bool:
             if over:
                 return True
             time.sleep(0.2)
+
+
+def alive(record: Record) -> bool:
+    """Say whether it is being kept running from this machine."""
+    return is_alive(record.handle)
 
 
 def stop_watcher(record: Record) -> bool:

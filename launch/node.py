@@ -14,20 +14,19 @@ variables; passes signals on, and ends with the exit code that says most
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from etils import epath
 
 from launch.policy import Verdict, backoff, judge
+from launch.processes import Processes, place
 from train.exits import ABORTED, STOPPED
 
 STOP = "stop"
 _LOOK_S = 10.0
-_OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -60,12 +59,15 @@ def main(arguments: Sequence[str]) -> int:
     rank = int(os.environ.get("NODE_RANK", "0"))
     if _asked(told.folder):
         return STOPPED
-    processes = _Processes(own[split + 1 :], told.processes, rank)
+    processes = Processes()
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _: processes.tell(number))
+    for local in range(told.processes):
+        env = {**os.environ, **place(local, told.processes, rank)}
+        processes.add(own[split + 1 :], env=env)
     if told.folder is not None and rank == 0:
-        looking = threading.Thread(
-            target=processes.stop_if, args=(told.folder, told.look), daemon=True
-        )
-        looking.start()
+        looking = processes, told.folder, told.look
+        threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()
     verdict, code = judge(processes.wait())
     if verdict is not Verdict.crashed or told.folder is None:
         return code
@@ -95,54 +97,11 @@ def _counted(code: int, count: epath.Path, told: argparse.Namespace) -> int:
     return ABORTED
 
 
-class _Processes:
-    """The node's."""
-
-    def __init__(self, command: Sequence[str], processes: int, rank: int):
-        self._asked: int | None = None
-        self._all: list[subprocess.Popen[bytes]] = []
-        for number in _SIGNALS:
-            signal.signal(number, self._pass_on)
-        for local in range(processes):
-            env = {**os.environ, **_place(local, processes, rank)}
-            self._all.append(subprocess.Popen(command, env=env))
-            if self._asked is not None:  # while they were started
-                self._all[-1].send_signal(self._asked)
-
-    def wait(self) -> list[int | None]:
-        """Wait for all; once one has ended the others have some time."""
-        while all(process.poll() is None for process in self._all):
-            time.sleep(0.05)
-        deadline = time.monotonic() + _OTHERS_S
-        for process in self._all:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        codes = [process.returncode for process in self._all]
-        return [128 - code if code < 0 else code for code in codes]
-
-    def stop_if(self, folder: epath.Path, look_s: float) -> None:
-        """Look whether a person asks to stop, and pass that on as Ctrl-C, once."""
-        while not _asked(folder):
-            time.sleep(look_s)
-        self._pass_on(signal.SIGINT)
-
-    def _pass_on(self, number: int, frame: object = None) -> None:
-        self._asked = number
-        for process in self._all:
-            if process.poll() is None:
-                process.send_signal(number)
-
-
-def _place(local: int, processes: int, rank: int) -> Mapping[str, str]:
-    """Give torchrun's variables; none for a process alone."""
-    if processes == 1:
-        return {}
-    numbers = {"RANK": rank * processes + local, "LOCAL_RANK": local}
-    numbers |= {"LOCAL_WORLD_SIZE": processes}
-    return {name: str(number) for name, number in numbers.items()}
+def _stop_if_asked(processes: Processes, folder: epath.Path, look_s: float) -> None:
+    """Look whether a person asks to stop, and pass that on as Ctrl-C, once."""
+    while not _asked(folder):
+        time.sleep(look_s)
+    processes.tell(signal.SIGINT)
 
 
 if __name__ == "__main__":

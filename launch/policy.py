@@ -28,6 +28,7 @@ NEVER_AGAIN = (
 AGAIN = (PREEMPTED, ABORTED, OWNED)  # not counted
 SAME_STEP = 3  # crashes at one step: another start would be of no use
 LONGEST_BACKOFF_S = 600.0
+OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
 
 
 class Verdict(StrEnum):

@@ -13,7 +13,6 @@ the image. Secrets travel by name: their values are taken from the environment h
 import json
 import logging
 import os
-import re
 import subprocess
 import time
 from typing import Any
@@ -23,7 +22,7 @@ from etils import epath
 from launch import gpu
 from launch.config import Code, SkypilotCluster
 from launch.gate import Machine, object_store_mistakes
-from launch.job import ARCHIVE, UNPACK, Job, Rendered, shell
+from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merged, to_yaml
 from launch.node import STOP, through
 from launch.policy import AGAIN
@@ -38,7 +37,6 @@ PYTHON = "python3"
 WHERE_SECRETS_GO = "name it in cluster.secrets=[NAME], and set it in your environment"
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
 _LOOK_S = 10.0
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
@@ -56,7 +54,7 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
         found.append(Mistake("cluster.image", None, rule))
     for name in cluster.secrets:
-        if not _VARIABLE.fullmatch(name):
+        if not VARIABLE.fullmatch(name):
             rule = "must be the name of a variable of your environment, not its value"
             found.append(Mistake("cluster.secrets", "(not shown)", rule))
     return [*found, *object_store_mistakes(run_dir, "skypilot")]

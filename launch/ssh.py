@@ -13,11 +13,19 @@ import signal
 import sys
 from dataclasses import asdict, replace
 
-from launch.background import is_alive
 from launch.config import Code, SshCluster
 from launch.gate import Machine
 from launch.job import Job, Rendered, shell
-from launch.keeping import LOG, print_log, said_of, stop_watcher, supervise
+from launch.keeping import (
+    LOG,
+    kept_keys,
+    print_log,
+    said_of,
+    stop_watcher,
+    supervise,
+    watching,
+)
+from launch.keeping import alive as alive
 from launch.records import Record
 from launch.remote import RUN, run_script
 from launch.ssh_hosts import SshHosts, put_line, ssh_command, start_line
@@ -82,24 +90,13 @@ def render(job: Job, cluster: SshCluster) -> Rendered:
 def submit(job: Job, cluster: SshCluster, rendered: Rendered, record: Record) -> int:
     """Start the run on all hosts, and keep it going to the end."""
     record = record.with_handle(cluster=asdict(cluster))
-    hosts = SshHosts(record, cluster)
-    return supervise(job, cluster, record, hosts, over=lambda: None)
-
-
-def _cluster(record: Record) -> SshCluster:
-    """Give the keys that it was submitted with."""
-    kept = dict(record.handle["cluster"])
-    return SshCluster(**{**kept, "code": Code(kept["code"])})
-
-
-def alive(record: Record) -> bool:
-    """Say whether it is being kept running from this machine."""
-    return is_alive(record.handle)
+    start = watching(SshHosts(record, cluster), cluster)
+    return supervise(job, cluster, record, start)
 
 
 def status(record: Record) -> list[str]:
     """Say what the hosts say, who keeps it running, and what came before."""
-    cluster = _cluster(record)
+    cluster = kept_keys(record)
     hosts = SshHosts(record, cluster)
     states = hosts.ask("poll")
     there = [
@@ -113,7 +110,7 @@ def status(record: Record) -> list[str]:
 def logs(record: Record, follow: bool) -> int:
     """Print what process 0 says; if nobody here has listened, what it has said."""
     if not print_log(record, follow):
-        said = SshHosts(record, _cluster(record)).said(0)
+        said = SshHosts(record, kept_keys(record)).said(0)
         print(said.decode(errors="replace"), end="")
     return 0
 
@@ -122,7 +119,7 @@ def stop(record: Record) -> int:
     """Let the run save and stop, and wait until it has."""
     if stop_watcher(record):
         return 0
-    cluster, file = _cluster(record), record.local_folder() / LOG
+    cluster, file = kept_keys(record), record.local_folder() / LOG
     hosts = SshHosts(record, cluster)
     if any(state.word == "running" for state in hosts.ask("poll").values()):
         watch = Watch(hosts, file, cluster.poll_s, begun=True)

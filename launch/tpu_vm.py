@@ -7,17 +7,24 @@ over is deleted, unless `cluster.keep`. A new `action=resume` takes up the machi
 the training that it finds.
 """
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from launch.background import is_alive
 from launch.config import Code, TpuVmCluster
 from launch.gate import Machine, object_store_mistakes
 from launch.gcloud import TYPES, GcloudError, commands
-from launch.job import ARCHIVE, Job, Rendered, shell
-from launch.keeping import LOG, print_log, said_of, stop_watcher, supervise
+from launch.job import ARCHIVE, VARIABLE, Job, Rendered, shell
+from launch.keeping import (
+    LOG,
+    kept_keys,
+    print_log,
+    said_of,
+    stop_watcher,
+    supervise,
+    watching,
+)
+from launch.keeping import alive as alive
 from launch.queued import ACTIVE, QueuedResource, said_of_states
 from launch.records import Record
 from launch.remote import RUN, run_script, run_words
@@ -53,7 +60,7 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     if cluster.poll_s <= 0:
         found.append(Mistake("cluster.poll_s", cluster.poll_s, "must be positive"))
     for name in cluster.secrets:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not VARIABLE.fullmatch(name):
             rule = "must be a variable's name: letters, digits and underscores"
             found.append(Mistake("cluster.secrets", name, rule))
     # With code=shared there is a file system that all see.
@@ -170,28 +177,17 @@ def submit(job: Job, cluster: TpuVmCluster, rendered: Rendered, record: Record) 
         if not cluster.keep:
             hosts.resource.delete()
 
-    return supervise(job, cluster, record, hosts, over)
-
-
-def _cluster(record: Record) -> TpuVmCluster:
-    """Give the keys that it was submitted with."""
-    kept = dict(record.handle["cluster"])
-    return TpuVmCluster(**{**kept, "code": Code(kept["code"])})
+    return supervise(job, cluster, record, watching(hosts, cluster), over)
 
 
 def _hosts(record: Record) -> TpuHosts:
-    return TpuHosts(record, _cluster(record), record.local_folder() / STATES)
-
-
-def alive(record: Record) -> bool:
-    """Say whether it is being kept running from this machine."""
-    return is_alive(record.handle)
+    return TpuHosts(record, kept_keys(record), record.local_folder() / STATES)
 
 
 def status(record: Record) -> list[str]:
     """Say what the queue says, who keeps it running, and what came before."""
     try:
-        now = QueuedResource(record.name, _cluster(record)).look()
+        now = QueuedResource(record.name, kept_keys(record)).look()
         there = str(now) if now.state else "none: it is over, or not asked for yet"
     except GcloudError as error:
         there = f"gcloud does not say: {error}"
@@ -210,7 +206,7 @@ def stop(record: Record) -> int:
     """Let the run save and stop, wait until it has, and delete the machines."""
     if stop_watcher(record):
         return 0
-    hosts, cluster = _hosts(record), _cluster(record)
+    hosts, cluster = _hosts(record), kept_keys(record)
     if hosts.resource.look().state == ACTIVE:
         file = record.local_folder() / LOG
         watch = Watch(hosts, file, cluster.poll_s, begun=True)

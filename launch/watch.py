@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from launch.policy import AGAIN, NEVER_AGAIN
+from launch.policy import AGAIN, NEVER_AGAIN, OTHERS_S
 from launch.remote import State
 from train.exits import FINISHED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
 
-OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
 LOST_S = 600.0  # without an answer: its host is lost
 SILENT_S = 120.0  # the same, once others have ended
 _LINES = 200  # of those that crashed

@@ -1,6 +1,5 @@
 """Hydra's flags (`--multirun`, `--cfg job`, ...) and the mistakes in them."""
 
-import re
 from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -12,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from train.config import ConfigError, Mistake
+from train.quoting import hydra_text
 from train.schema import did_you_mean
 
 
@@ -71,19 +71,13 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
                 return argument
         except HydraException:
             pass
-        return f'{key}="{_escaped(value)}"'
+        return hydra_text(key, value)
 
     return [quoted(argument) for argument in argv]
 
 
 def _one_value(value: object) -> bool:
     return not isinstance(value, list | dict)
-
-
-def _escaped(value: str) -> str:
-    # Inside quotes Hydra reads \\ as a backslash only in front of a quote.
-    value = re.sub(r'(\\*)"', r'\1\1\\"', value)
-    return re.sub(r"(\\+)$", r"\1\1", value)
 
 
 def _hint(schema: type, key: str) -> tuple[Any, bool]:

@@ -8,7 +8,7 @@ always means the same run.
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -70,6 +70,11 @@ def refused(
     return [
         d for d in diffs if d.kind is Kind.refused and not covered(d.key, permitted)
     ]
+
+
+def of_training(config: Config) -> Config:
+    """Give the keys of training alone, of a command that has others too."""
+    return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
 
 
 def run_name(config: Config) -> str:

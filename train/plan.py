@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from train.command import run_command
 from train.config import (
-    Config,
     ConfigError,
     Mistake,
     PlanConfig,
@@ -183,13 +182,12 @@ def _write(
 ) -> None:
     """Leave plan.json and plan.html in a folder."""
     from train.advice import said
-    from train.identity import run_name
+    from train.identity import of_training, run_name
     from train.object_store import run_folder, write_whole
     from train.picture import write_picture
 
-    keys = [field.name for field in dataclasses.fields(Config)]
-    own = Config(**{key: getattr(config, key) for key in keys})
-    folder = run_folder(config.output or f"plans/{run_name(own)}-{config.target}")
+    name = run_name(of_training(config))
+    folder = run_folder(config.output or f"plans/{name}-{config.target}")
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
     advice, prediction = outlook.advise(program, room), outlook.prediction

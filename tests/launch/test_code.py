@@ -21,11 +21,12 @@ from launch import __main__ as door
 from launch.code import archive, files
 from launch.config import Code, LocalCluster, schema_of
 from launch.gate import Machine
-from launch.job import ARCHIVE, UNPACK, Job, Rendered, hydra_text
+from launch.job import ARCHIVE, UNPACK, Job, Rendered
 from launch.unpack import unpack
 from tests.fleet import REPOSITORY, TINY
 from tests.launch.hostile import VALUES, argument_printer, printed
 from train.command import compose
+from train.quoting import hydra_text
 
 UNPACKER = REPOSITORY / "launch" / "unpack.py"
 

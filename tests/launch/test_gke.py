@@ -14,7 +14,7 @@ import yaml
 from launch import gke_gpu, gke_tpu, gpu
 from launch.config import KINDS, Code, GkeGpuCluster, GkeTpuCluster, schema_of
 from launch.gate import Machine
-from launch.job import Job, hydra_text, job_name
+from launch.job import Job, job_name
 from launch.jobset import FILE
 from launch.manifest import merged, to_yaml
 from launch.policy import Verdict, judge
@@ -26,6 +26,7 @@ from train.command import check_command_line
 from train.command import to_yaml as written
 from train.config import ConfigError
 from train.flags import quote_text
+from train.quoting import hydra_text
 from train.targets import parse_target
 
 TIMEOUT_S = 600  # of four processes, on a machine that has other work

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launch import gke_tpu, kubectl
-from launch.job import Job, hydra_text
+from launch.job import Job
 from launch.records import Record, newest
 from tests.fleet import REPOSITORY
 from tests.launch import fake_kubectl
@@ -26,6 +26,7 @@ from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES
 from tests.launch.test_gke import JOB, TPU
 from train.exits import Exit
+from train.quoting import hydra_text
 
 CLUSTER = replace(TPU, queue="tpus", grace_period_s=20)
 NAME = JOB.name

@@ -12,13 +12,14 @@ import pytest
 import yaml
 
 from launch.config import LocalCluster
-from launch.job import Job, hydra_text, unfit
+from launch.job import Job, unfit
 from launch.local import render
 from tests.drills.ground import check_equal
 from tests.drills.run import Run
 from tests.fleet import REPOSITORY, TINY
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
+from train.quoting import hydra_text
 
 COUNT, STEPS = 4, 600
 TIMEOUT_S = 300

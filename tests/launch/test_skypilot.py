@@ -17,7 +17,7 @@ import yaml
 from launch import skypilot
 from launch.config import Code, SkypilotCluster
 from launch.gate import Machine
-from launch.job import Job, hydra_text, job_name
+from launch.job import Job, job_name
 from launch.node import STOP
 from launch.policy import Verdict, judge
 from launch.records import Record
@@ -26,6 +26,7 @@ from tests.fleet import REPOSITORY
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
 from train.exits import Exit
+from train.quoting import hydra_text
 
 FOLDER = "s3://bucket/runs/base-1b/launch/3"
 JOB = Job(

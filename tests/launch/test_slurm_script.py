@@ -8,12 +8,13 @@ import pytest
 
 from launch import slurm
 from launch.config import SlurmCluster
-from launch.job import Job, hydra_text, shell
+from launch.job import Job, shell
 from launch.policy import Verdict, backoff, judge
 from launch.slurm_script import script
 from launch.supervisor import Supervisor, said_of_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
+from train.quoting import hydra_text
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ import yaml
 from launch import keeping, ssh, ssh_hosts, supervisor, watch
 from launch.config import Code, SshCluster
 from launch.doors import ROOT
-from launch.job import Job, hydra_text
+from launch.job import Job
 from launch.records import Record, keep
 from tests.launch import fake_ssh
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
 from train.exits import Exit
+from train.quoting import hydra_text
 
 PATIENCE_S = 30
 CLUSTER = SshCluster(hosts=["n0", "me@n1"], python="trainer", poll_s=0.05)

@@ -20,12 +20,13 @@ from launch import gcloud, keeping, queued, supervisor, tpu_hosts, tpu_vm, watch
 from launch.config import Code, TpuVmCluster
 from launch.doors import ROOT
 from launch.gcloud import commands
-from launch.job import ARCHIVE, UNPACK, Job, hydra_text
+from launch.job import ARCHIVE, UNPACK, Job
 from launch.records import Record, keep
 from tests.launch import fake_gcloud
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
 from train.exits import Exit
+from train.quoting import hydra_text
 
 CLUSTER = TpuVmCluster(target="v6e-8", zone="us-a", setup=[], poll_s=0.05)  # one VM
 CLUSTER = replace(CLUSTER, code=Code.shared, backoff_s=0.01, max_restarts=2)

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # A module of train/ imports only what stands above it. The way to read train/.
 ORDER = [
     *("exits", "config"),
-    *("identity", "rules", "schema", "flags", "check", "command"),
+    *("identity", "rules", "quoting", "schema", "flags", "check", "command"),
     *("detection", "rollcall", "cluster", "requests"),
     *("chips", "targets", "flops", "runtime", "mesh", "topology"),
     *("sharding", "optimizer", "spikes", "state"),
@@ -40,7 +40,7 @@ DOORS = {
 }
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "model"}
 # The words of the command line: keys, exit codes, names of machines.
-LAUNCH_MAY = {"train.config", "train.exits", "train.chips", "train.targets"}
+LAUNCH_MAY = {f"train.{name}" for name in ("config", "exits", "quoting", "targets")}
 DATA_MAY_NOT = {"jax", "jaxlib", "flax", "optax", "orbax", "model", "train"}
 
 
