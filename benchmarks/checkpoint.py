@@ -19,11 +19,11 @@ import numpy as np
 from etils import epath
 
 from data.batches import Batch
-from train.checkpoint import Checkpoints
-from train.command import compose
+from train.cli.command import compose
 from train.config import CheckpointConfig
-from train.digests import damage, size
 from train.program import Program, make_program, settle
+from train.run.checkpoint import Checkpoints
+from train.run.digests import damage, size
 from train.runtime import set_up
 
 

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-import data.reader
+import data.token_store.reader
 from data import bpe
 from data.batches import Order
-from data.build import prepare_store, usable_cores
 from data.config import (
     DataConfig,
     MixtureSource,
@@ -37,6 +36,7 @@ from data.config import (
 )
 from data.errors import DataError
 from data.sources import open_sources
+from data.token_store.build import prepare_store, usable_cores
 from data.tokenizer import load_tokenizer
 
 SHAPES = ((12, 64), (64, 1024), (512, 8192))
@@ -163,14 +163,14 @@ def load(folder: Path) -> None:
 
 def from_disk(config: DataConfig) -> Iterator:
     """Read through TensorStore's cache, as stores of over 1 GiB are."""
-    limit = data.reader.MEMORY_LIMIT_BYTES
-    data.reader.MEMORY_LIMIT_BYTES = 0
+    limit = data.token_store.reader.MEMORY_LIMIT_BYTES
+    data.token_store.reader.MEMORY_LIMIT_BYTES = 0
     try:
         opened = open_sources(config)
         for store in opened.stores.values():
             store.split("train")
     finally:
-        data.reader.MEMORY_LIMIT_BYTES = limit
+        data.token_store.reader.MEMORY_LIMIT_BYTES = limit
     return Order(opened, config, 0).batches()
 
 
@@ -226,9 +226,9 @@ def dataloader(path: Path, rows: int, length: int) -> Iterator | None:
 OPEN = """
 import resource, sys, time
 import numpy as np
-from data.reader import TokenArray
+from data.token_store.reader import TokenArray
 from data.rows import Concatenated
-from data.storage import Storage
+from data.token_store.storage import Storage
 import data.batches
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -246,8 +246,8 @@ print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
 
 def open_large(folder: Path) -> None:
     """Open 100 billion tokens in 100 million documents; the tokens are not there."""
-    import data.writer as writer
-    from data.storage import Storage
+    import data.token_store.writer as writer
+    from data.token_store.storage import Storage
 
     documents, length = 100_000_000, 1000
     storage = Storage(folder / "large")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from data.batches import Batch
-from train.command import compose
+from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
 from train.feed import place
 from train.program import make_program

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 import jax
 
-from train.command import compose
+from train.cli.command import compose
 from train.config import PlanConfig, Remat
-from train.ledger import HELD
-from train.outlook import Outlook, compile_and_read, estimate
+from train.console import format_bytes
+from train.hardware.devices import fake_devices, prepare
+from train.hardware.targets import parse_target
+from train.plan.memory import HELD
+from train.plan.plan import Outlook, compile_and_read, estimate
 from train.program import Program, make_program, settle
-from train.progress import format_bytes
-from train.targets import parse_target
-from train.topology import fake_devices, prepare
 
 GPT2 = "model=gpt2_124m data.sequence_length=1024"
 LLAMA1 = "model=llama3_1b data.sequence_length=2048"

@@ -23,21 +23,21 @@ from jax.sharding import Mesh
 
 from benchmarks.published_rows import ROWS, Row
 from model.config import ModelConfig
-from train.aot import OutOfMemory, measure_compile
-from train.chips import Chip
-from train.command import compose
+from train.cli.command import compose
 from train.config import PlanConfig, Platform
-from train.execution import Execution, read_execution
-from train.loops import read
+from train.console import print_table
+from train.hardware.chips import Chip
+from train.hardware.devices import fake_devices, missing_compiler, prepare
+from train.hardware.targets import parse_target
+from train.plan.aot import OutOfMemory, measure_compile
+from train.plan.compiled.collectives import Total
+from train.plan.compiled.flops import Work
+from train.plan.compiled.trip_counts import read
+from train.plan.cost import Execution, read_execution
+from train.plan.roofline import predict
+from train.plan.scaling import weak_scaling
 from train.program import Program, make_program, settle
-from train.progress import print_table
-from train.roofline import predict
 from train.runtime import set_up
-from train.scaling import weak_scaling
-from train.targets import parse_target
-from train.topology import fake_devices, missing_compiler, prepare
-from train.traffic import Total
-from train.work import Work
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from train.chips import peak_flops
+from train.hardware.chips import peak_flops
 
 NUM_BATCHES = 8  # distinct ones, used in turn
 CHECK_STEPS = 40  # a multiple of NUM_BATCHES: first and last loss of one batch

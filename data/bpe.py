@@ -10,11 +10,11 @@ import base64
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from data.corpus import find_files
-from data.documents import read
 from data.errors import DataError
-from data.files import units_of
-from data.records import Bad, Reading
+from data.text.corpus import find_files
+from data.text.documents import read
+from data.text.files import units_of
+from data.text.records import Bad, Reading
 from data.tokenizer import RANK_FILE_PATTERN
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ import numpy as np
 
 from data import tokenizer
 from data.batches import Excerpt
-from data.files import SPLITS, Split
-from data.store import Store
-from data.writer import SKIPPED
+from data.text.files import SPLITS, Split
+from data.token_store.store import Store
+from data.token_store.writer import SKIPPED
 
 _BAR = 40  # characters of the longest bar
 

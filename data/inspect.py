@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from data.config import DataConfig, Packing, Source
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Mistake, RunConfig
 
 
@@ -27,9 +27,9 @@ def main(config: InspectConfig) -> int:
     """Show what is in a store, or which documents make up a batch."""
     from data.batches import Order
     from data.describe import describe_batch, describe_lengths, describe_store, samples
-    from data.files import SPLITS
     from data.sources import open_sources
-    from data.store import open_store
+    from data.text.files import SPLITS
+    from data.token_store.store import open_store
 
     if config.step is None:
         store = open_store(str(config.store))
@@ -49,7 +49,7 @@ def main(config: InspectConfig) -> int:
         packing=config.packing,
     )
     if config.run.dir:
-        from train.rundir import read_run
+        from train.run.directory import read_run
 
         run = read_run(config.run.dir, config.step)
         data, seed = run.data, run.seed

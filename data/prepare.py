@@ -4,17 +4,17 @@ import logging
 import sys
 
 from data.config import PrepareConfig
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Mistake
-from train.exits import STOPPED
+from train.errors import STOPPED
 
 log = logging.getLogger(__name__)
 
 
 def main(config: PrepareConfig) -> int:
     """Encode the input, or say that it is encoded already; print the store's counts."""
-    from data.build import prepare_store
     from data.describe import describe_store
+    from data.token_store.build import prepare_store
 
     try:
         store = prepare_store(config)

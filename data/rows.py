@@ -21,9 +21,9 @@ import numpy as np
 from data import packing
 from data.config import DataConfig, Packing
 from data.errors import DataError
-from data.files import Split
-from data.reader import TokenArray
-from data.store import Store
+from data.text.files import Split
+from data.token_store.reader import TokenArray
+from data.token_store.store import Store
 
 _PLAN_VERSION = 1
 _PLAN = ("starts", "lengths", "row_offsets")

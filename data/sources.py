@@ -7,11 +7,11 @@ from pathlib import Path
 
 import tiktoken
 
-from data.build import cache_dir, cached_store
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.files import Split
-from data.store import Store, open_store
+from data.text.files import Split
+from data.token_store.build import cache_dir, cached_store
+from data.token_store.store import Store, open_store
 from data.tokenizer import load_tokenizer
 
 

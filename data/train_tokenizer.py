@@ -13,9 +13,9 @@ from pathlib import Path
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.errors import DataError
-from data.records import Reading
+from data.text.records import Reading
 from data.tokenizer import encode, load_tokenizer
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Mistake
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published; memory is set aside for all

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Mistake
-from train.exits import WRONG_DATA
+from train.errors import WRONG_DATA
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class VerifyConfig:
 
 def main(config: VerifyConfig) -> int:
     """Check every chunk and every digest; exit 65 if something is damaged."""
-    from data.store import open_store
+    from data.token_store.store import open_store
 
     store = open_store(str(config.store))
     damaged = False

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import gke_gpu, gke_tpu, local, skypilot, slurm, ssh, tpu_vm
+from launch import local, skypilot
+from launch.archive import travelling
 from launch.backend import Backend
-from launch.code import travelling
 from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
 from launch.doors import ROOT, run_door
-from launch.gate import see_first
 from launch.job import (
     Job,
     environment_mistakes,
@@ -27,15 +26,19 @@ from launch.job import (
     shell,
     unfit,
 )
-from launch.records import Record, keep, newest, next_number
-from train.command import compose, run_command, to_yaml
+from launch.kubernetes import gke_gpu, gke_tpu
+from launch.plan_check import see_first
+from launch.remote import ssh, tpu_vm
+from launch.slurm import backend as slurm
+from launch.submissions import Record, keep, newest, next_number
+from train.cli.command import compose, run_command, to_yaml
+from train.cli.flags import parse_flags
+from train.cli.quoting import hydra_text
+from train.cli.rules import validate
 from train.config import Config, ConfigError, Mistake
-from train.exits import FINISHED
-from train.flags import parse_flags
+from train.errors import FINISHED
 from train.identity import of_training, run_dir, run_name
-from train.object_store import run_folder
-from train.quoting import hydra_text
-from train.rules import validate
+from train.run.storage import run_folder
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from typing import Any, Protocol
 
-from launch.gate import Machine
 from launch.job import Job, Rendered
-from launch.records import Record
+from launch.plan_check import Machine
+from launch.submissions import Record
 from train.config import Mistake
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launch.config import Code
+from train.cli.quoting import hydra_text
 from train.config import Mistake
-from train.quoting import hydra_text
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
 

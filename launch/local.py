@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from launch.config import LocalCluster
-from launch.gate import Machine
 from launch.job import Job, Rendered, exports, shell
-from launch.keeping import alive as alive
-from launch.keeping import print_log, said_of, stop_watcher, supervise
+from launch.plan_check import Machine
 from launch.processes import Processes, place
-from launch.records import Record
+from launch.remote.supervise import alive as alive
+from launch.remote.supervise import print_log, said_of, stop_watcher, supervise
+from launch.submissions import Record
 from train.config import Mistake
 
 WHERE_SECRETS_GO = "set it in the environment that you type this command in"

@@ -23,7 +23,7 @@ from etils import epath
 
 from launch.policy import Verdict, backoff, judge
 from launch.processes import Processes, place
-from train.exits import ABORTED, STOPPED
+from train.errors import ABORTED, STOPPED
 
 STOP = "stop"
 _LOOK_S = 10.0

@@ -1,13 +1,13 @@
 """What the end of an attempt means: over, again, or a crash that is counted.
 
-The exit codes are those of train/exits.py. The job script of Slurm and the policies of
+The exit codes are those of train/errors.py. The job script of Slurm and the policies of
 JobSet say the same in their own words; tests hold them to this.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
 
-from train.exits import (
+from train.errors import (
     ABORTED,
     CRASHES_AGAIN,
     DIVERGED,

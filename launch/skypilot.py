@@ -19,16 +19,16 @@ from typing import Any
 
 from etils import epath
 
-from launch import gpu
+from launch import gpu_variables as gpu
 from launch.config import Code, SkypilotCluster
-from launch.gate import Machine, object_store_mistakes
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merged, to_yaml
 from launch.node import STOP, through
+from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
-from launch.records import Record
+from launch.submissions import Record
 from train.config import Mistake
-from train.exits import CRASHED, FINISHED, Exit
+from train.errors import CRASHED, FINISHED, Exit
 
 log = logging.getLogger(__name__)
 

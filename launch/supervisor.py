@@ -17,7 +17,7 @@ from typing import Protocol
 from launch.doors import run_door
 from launch.job import Job
 from launch.policy import SAME_STEP, Verdict, backoff, judge
-from train.exits import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
+from train.errors import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
 

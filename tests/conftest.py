@@ -30,7 +30,7 @@ def composed() -> Callable:
 
     composed(*overrides) -> Config
     """
-    from train.command import compose
+    from train.cli.command import compose
     from train.config import Config
     from train.program import settle
 
@@ -60,7 +60,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One for all tests: clients are kept for good, with their server's address."""
-    from train.object_store import run_folder
+    from train.run.storage import run_folder
 
     moto = pytest.importorskip("moto.server")
     fsspec = pytest.importorskip("fsspec")

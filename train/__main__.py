@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Config
 
 _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])

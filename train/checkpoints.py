@@ -2,17 +2,17 @@
 
 import time
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import CheckpointsConfig, Config
-from train.exits import WRONG_DATA
+from train.errors import WRONG_DATA
 
 
 def main(asked: CheckpointsConfig) -> int:
     """Print step, size, age and verdict of each; exit 65 if one is damaged."""
-    from train.digests import damage, is_sealed, size
+    from train.console import format_bytes, print_table
     from train.identity import run_dir
-    from train.object_store import run_folder, written_at
-    from train.progress import format_bytes, print_table
+    from train.run.digests import damage, is_sealed, size
+    from train.run.storage import run_folder, written_at
 
     folder = run_folder(run_dir(Config(run=asked.run))) / "checkpoints"
     rows, all_good = [], True

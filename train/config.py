@@ -2,7 +2,7 @@
 
 Defaults stand here, once; the YAML files under `configs/` hold what a preset
 changes. Everything below `train/` takes the dataclass it needs, never all of it.
-What values are allowed stands in `train/rules.py`.
+What values are allowed stands in `train/cli/rules.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ class DistributedConfig:
     """The processes of a run: null is what the cluster's own variables say.
 
     Under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes JAX finds them; elsewhere
-    torchrun's variables, SkyPilot's, or these keys tell (train/detection.py).
+    torchrun's variables, SkyPilot's, or these keys tell (distributed/detection.py).
     """
 
     coordinator_address: str | None = None  # host:port of process 0
@@ -257,7 +257,7 @@ class Config:
 class PlanConfig(Config):
     """Keys of `python -m train.plan`: those of training, and its own."""
 
-    target: str | None = None  # a machine to compile for (train/targets.py)
+    target: str | None = None  # a machine to compile for (train/hardware/targets.py)
     margin: float = 0.05  # part of its memory that must stay free
     json: bool = False  # print one JSON object, for programs
     output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>

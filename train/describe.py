@@ -9,10 +9,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from data.batches import Order
 from model.params import ParamInfo, named
-from train.chips import peak_flops
 from train.config import ConfigError, Mistake
+from train.console import format_bytes, format_flops, print_table
+from train.hardware.chips import peak_flops
 from train.program import Program
-from train.progress import format_bytes, format_flops, print_table
 from train.sharding import num_shards
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import EvaluateConfig
 
 
@@ -11,7 +11,7 @@ def main(asked: EvaluateConfig) -> int:
     import jax
 
     from train.evaluation import evaluate
-    from train.trained import load_trained
+    from train.load_run import load_trained
 
     program, sources, step, params = load_trained(asked, asked.batch_size)
     with jax.set_mesh(program.mesh):

@@ -4,6 +4,7 @@ The loop dispatches a step before it reads the metrics of the one before: the ho
 for the devices only to log, to evaluate and to save.
 """
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,27 +15,27 @@ import jax
 from data.batches import Order, batch_number
 from data.errors import DataError
 from data.sources import Sources
-from train.checkpoint import Checkpoints
-from train.cluster import Cluster, exit_code, join
 from train.config import Config, ConfigError, Mistake
+from train.console import Progress
 from train.describe import describe, describe_data
-from train.drill import Drill
+from train.distributed.fault_injection import Drill
+from train.distributed.preemption import SAVE, Crash, Requests
+from train.distributed.processes import Cluster, exit_code, join
+from train.distributed.replicas import compare, make_checksums
+from train.distributed.watchdog import Watchdog
+from train.errors import ABORTED, CRASHES_AGAIN, DIVERGED, Exit
 from train.evaluation import Score, evaluate
-from train.exits import ABORTED, CRASHES_AGAIN, DIVERGED, Exit
 from train.feed import Feed, local_rows
 from train.identity import run_dir
-from train.object_store import run_folder
+from train.log_window import Profiler, Window
 from train.preflight import Prepared
 from train.program import Program, make_program
-from train.progress import Progress
-from train.replicas import compare
-from train.requests import SAVE, Crash, Requests
-from train.rundir import RunDir, about, open_run, read_results
+from train.results import print_results, results
+from train.run.checkpoint import Checkpoints
+from train.run.directory import RunDir, about, open_run, read_results
+from train.run.storage import run_folder
 from train.runtime import set_up
 from train.state import TrainState, best_params
-from train.summary import print_results, results
-from train.watchdog import Watchdog
-from train.window import Profiler, Window
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,9 @@ class Start:
             Exit: ABORTED, if a device has other bits than its copies.
         """
         program = self.program
-        if program.checksums is None:
+        if self._checksums is None:
             return
-        found = compare(program.checksums(state), program.state, program.mesh)
+        found = compare(self._checksums(state), program.state, program.mesh)
         for finding in found:
             self.run.events.record("corrupt", step=step, **finding._asdict())
         if found:
@@ -95,6 +96,10 @@ class Start:
                 f"step {step}: silent corruption: {'; '.join(map(str, found[:3]))}"
                 f"{more}. Nothing was saved since. Look at that device",
             )
+
+    @functools.cached_property
+    def _checksums(self):
+        return make_checksums(self.program.state, self.program.mesh)
 
     def check_skips(self, step: int) -> None:
         """Refuse to leave out what was trained on before the step to go on from.

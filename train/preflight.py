@@ -17,12 +17,12 @@ import jax
 from data.batches import Order
 from data.sources import Sources, encoding_of, open_sources
 from data.tokenizer import padded_vocab_size
-from train.cluster import Cluster
 from train.config import Config, ConfigError, DistributedConfig, Mistake, check_all
-from train.layouts import Layout
+from train.distributed.processes import Cluster
+from train.plan.candidates import Layout
+from train.plan.search import choose
 from train.program import Program, make_program, settle
-from train.search import choose
-from train.versions import code_version, versions
+from train.run.versions import code_version, versions
 
 
 class Prepared:

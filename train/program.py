@@ -22,7 +22,6 @@ from train.config import Config, ConfigError, Mistake, TrainConfig, check_all
 from train.flops import flops_per_token
 from train.mesh import Device, least_sizes, make_mesh
 from train.optimizer import Optimizer, make_optimizer
-from train.replicas import make_checksums
 from train.runtime import compiler_options, execution
 from train.sharding import (
     activation_rules,
@@ -85,11 +84,6 @@ class Program:
             in_shardings=(self.shardings.params, self.batch_shardings),
             out_shardings=self.replicated,
         )
-
-    @functools.cached_property
-    def checksums(self):
-        """Jitted: state -> sums of what has copies (train/replicas.py), or None."""
-        return make_checksums(self.state, self.mesh)
 
     @property
     def head(self) -> PartitionSpec:

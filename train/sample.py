@@ -1,6 +1,6 @@
 """`python -m train.sample run.dir=... prompt=...`: generate text from a checkpoint."""
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import SampleConfig
 
 
@@ -9,8 +9,8 @@ def main(asked: SampleConfig) -> int:
     import jax
 
     from train.generate import Sampling
-    from train.summary import sample_text
-    from train.trained import load_trained
+    from train.load_run import load_trained
+    from train.results import sample_text
 
     program, sources, _, params = load_trained(asked)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)

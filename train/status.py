@@ -11,17 +11,17 @@ from typing import Any
 import yaml
 from etils import epath
 
-from train.command import run_command
+from train.cli.command import run_command
 from train.config import Config, ConfigError, Mistake, StatusConfig
-from train.digests import is_sealed
-from train.exits import meaning
-from train.goodput import BUCKETS, Goodput, Start, account
+from train.console import format_seconds, print_table
+from train.errors import meaning
 from train.identity import run_dir
-from train.lease import read_owner
-from train.lines import newest_rows
-from train.metrics import read_events
-from train.object_store import run_folder
-from train.progress import format_seconds, print_table
+from train.run.digests import is_sealed
+from train.run.goodput import BUCKETS, Goodput, Start, account
+from train.run.jsonl import newest_rows
+from train.run.lease import read_owner
+from train.run.metrics import read_events
+from train.run.storage import run_folder
 
 _SILENT_S = 180.0  # uploads come once a minute
 _SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import data.reader
-import data.writer
+import data.token_store.reader
+import data.token_store.writer
 from data.config import DataConfig, Source
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 values and shards of 256, so that tiny stores have many."""
-    for module in (data.writer, data.reader):
+    for module in (data.token_store.writer, data.token_store.reader):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
         monkeypatch.setattr(module, "SHARD_LENGTH", 256)
 
@@ -32,9 +32,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What of a split is read into memory: all, where documents start, or nothing."""
     if request.param != "memory":
-        monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", 0)
+        monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     if request.param == "disk":
-        monkeypatch.setattr(data.reader, "OFFSETS_LIMIT", 0)
+        monkeypatch.setattr(data.token_store.reader, "OFFSETS_LIMIT", 0)
     return request.param
 
 

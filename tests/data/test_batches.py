@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data.reader
+import data.token_store.reader
 from data.batches import (
     Batch,
     Order,
@@ -22,9 +22,9 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.rows import cut_rows
 from data.sources import Sources, open_sources
-from data.store import Store
+from data.token_store.store import Store
+from tests.fleet import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 NO_BACKEND = """
 if 'jax' in sys.modules:
     from jax._src import xla_bridge
@@ -227,7 +227,7 @@ def test_what_lies_behind_the_end_is_padding(mask):
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypatch):
     """Cut each row into its documents, and find each in one document's own tokens."""
-    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", limit)
+    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", limit)
     store = open_sources(config)
     tokens = only(store).split("train")
     documents = [
@@ -287,7 +287,7 @@ def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
     )
     result = subprocess.run(
         [sys.executable, "-c", script, pickle.dumps(config).hex()],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         timeout=60,
         capture_output=True,
         text=True,
@@ -320,5 +320,10 @@ def test_reading_runs_ahead_but_not_far(config, monkeypatch):
 
 
 def test_importing_data_initialises_no_backend():
-    script = "import data.batches, data.store, data.tokenizer, sys\n" + NO_BACKEND
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+    script = (
+        "import data.batches, data.token_store.store, data.tokenizer, sys\n"
+        + NO_BACKEND
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=60
+    )

@@ -12,13 +12,14 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import bpe, files, streams
+from data import bpe
 from data.errors import DataError
-from data.records import Reading
+from data.text import files, streams
+from data.text.records import Reading
 from data.tokenizer import decode_bytes, encode, load_tokenizer
 from data.train_tokenizer import TrainTokenizerConfig, write
+from tests.fleet import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 1000
 # Hypothesis would write its examples into the folder that the tests run in.
 quietly = settings(database=None, deadline=None, max_examples=200)

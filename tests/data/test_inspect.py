@@ -6,7 +6,7 @@ from data.batches import Order
 from data.describe import describe_batch
 from data.inspect import InspectConfig, main
 from data.sources import open_sources
-from train.command import to_yaml
+from train.cli.command import to_yaml
 from train.config import Config, RunConfig
 
 

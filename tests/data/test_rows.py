@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from data import packing
 from data.config import DataConfig, Packing
-from data.reader import TokenArray
 from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan
 from data.sources import open_sources
+from data.token_store.reader import TokenArray
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 quietly = settings(database=None, deadline=None, max_examples=100)

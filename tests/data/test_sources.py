@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.reader
+import data.token_store.reader
 from data.batches import Batch, Order, validation_batches
-from data.build import prepare_store
 from data.config import (
     DataConfig,
     MixtureSource,
@@ -23,8 +22,9 @@ from data.config import (
 )
 from data.errors import DataError
 from data.sources import Sources, encoding_of, open_sources
+from data.token_store.build import prepare_store
+from tests.fleet import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 WEIGHTS = {"prose": 0.61, "code": 0.23, "lists": 0.16}
 STEPS, B = 100, 8
 
@@ -117,7 +117,7 @@ def test_real_processes_see_them_too(stores, expected):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", READER, stores, str(i), "2", "90"],
-            cwd=ROOT,
+            cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -228,7 +228,7 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(data.reader, "MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
     output = f"{tmp_path}/store"
     prepare_store(PrepareConfig(input=f"{stores}/code.jsonl", output=output))
     config = DataConfig(
@@ -300,7 +300,7 @@ def test_mistakes_of_a_mixture_are_listed(changes, field):
 def run(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", *map(str, arguments)],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=120,

@@ -3,8 +3,9 @@
     python tests/kernels/ahead.py <folder> <json>
 
 The JSON maps a name to what is to be compiled: {"target": a name of
-`train/targets.py`, and either "step": overrides of `python -m train` (the real training
-step on all devices) or "attention": [T, H] (the kernel and its gradient on one)}.
+hardware/targets.py, and either "step": overrides of `python -m train` (the real
+training step on all devices) or "attention": [T, H] (the kernel and its
+gradient on one)}.
 For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
 {"name", "seconds" (of CPU time), "temp_bytes"} or {"name", "error"}, to stdout.
 
@@ -26,14 +27,14 @@ from hydra import compose, initialize_config_dir
 
 from model.attention import attention
 from model.config import Attention
-from train.aot import compile_step
-from train.check import CONFIG_DIR, VERSION_BASE, register
+from train.cli.compose import CONFIG_DIR, VERSION_BASE, register
+from train.cli.schema import load
 from train.config import Config
+from train.hardware.devices import fake_devices, prepare
+from train.hardware.targets import parse_target
 from train.mesh import Device
+from train.plan.aot import compile_step
 from train.program import make_program, settle
-from train.schema import load
-from train.targets import parse_target
-from train.topology import fake_devices, prepare
 
 
 def step(chips: list[Device], overrides: list[str]):

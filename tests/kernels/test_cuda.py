@@ -3,7 +3,7 @@
     pip install 'jax[cuda13]'
     python -m pytest tests/kernels/test_cuda.py
 
-No GPU and no driver is needed: train/topology.py describes the machine.
+No GPU and no driver is needed: train/hardware/devices.py describes the machine.
 """
 
 import importlib.util
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.loops import read
-from train.traffic import ledger, totals
-from train.work import work
+from train.plan.compiled.collectives import ledger, totals
+from train.plan.compiled.flops import work
+from train.plan.compiled.trip_counts import read
 
 pytestmark = [
     pytest.mark.cuda,

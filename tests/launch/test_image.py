@@ -147,7 +147,7 @@ def test_only_the_program_is_sent_to_the_builder():
         ("python /runs/x/launch/1/unpack.py code.tar.gz -- python -P -m train", True),
         ("/usr/bin/tini -s -- python -P -m train", False),
         ("python -P -m launch.health", False),
-        ("python -P /opt/longhaul/train/watcher.py 7", False),
+        ("python -P /opt/longhaul/train/distributed/watchdog_process.py 7", False),
         ("python -m http.server", False),
         ("python -m", False),
         ("", False),

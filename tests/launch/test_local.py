@@ -19,7 +19,7 @@ from tests.drills.run import Run
 from tests.fleet import REPOSITORY, TINY
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
-from train.quoting import hydra_text
+from train.cli.quoting import hydra_text
 
 COUNT, STEPS = 4, 600
 TIMEOUT_S = 300

@@ -1,7 +1,7 @@
 import pytest
 
 from launch.policy import LONGEST_BACKOFF_S, Verdict, backoff, judge
-from train import exits
+from train import errors as exits
 
 
 @pytest.mark.parametrize(

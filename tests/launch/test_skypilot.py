@@ -16,17 +16,17 @@ import yaml
 
 from launch import skypilot
 from launch.config import Code, SkypilotCluster
-from launch.gate import Machine
 from launch.job import Job, job_name
 from launch.node import STOP
+from launch.plan_check import Machine
 from launch.policy import Verdict, judge
-from launch.records import Record
 from launch.skypilot import FILE
+from launch.submissions import Record
 from tests.fleet import REPOSITORY
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
-from train.exits import Exit
-from train.quoting import hydra_text
+from train.cli.quoting import hydra_text
+from train.errors import Exit
 
 FOLDER = "s3://bucket/runs/base-1b/launch/3"
 JOB = Job(

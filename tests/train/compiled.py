@@ -10,10 +10,10 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from train.hlo import Module
-from train.loops import read
+from train.plan.compiled.collectives import Collective, ledger
+from train.plan.compiled.hlo import Module
+from train.plan.compiled.trip_counts import read
 from train.program import Program, make_program
-from train.traffic import Collective, ledger
 
 
 def needs_tpu_compiler(test: Any) -> Any:

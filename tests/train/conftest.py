@@ -14,8 +14,8 @@ import pytest
 from data.sources import Sources, open_sources
 from tests.train.compiled import Compile, make_compile
 from train.config import Config
+from train.hardware.devices import prepare
 from train.program import Program, make_program
-from train.topology import prepare
 
 TINY = (
     *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),

@@ -6,16 +6,16 @@ from unittest import mock
 
 from jax.sharding import Mesh
 
-from train import topology
-from train.chips import Chip
 from train.config import Config
-from train.execution import Execution
+from train.hardware import devices as topology
+from train.hardware.chips import Chip
+from train.hardware.targets import parse_target
 from train.mesh import make_mesh
-from train.prediction import Prediction
-from train.roofline import predict
-from train.targets import parse_target
-from train.traffic import Total
-from train.work import Work
+from train.plan.compiled.collectives import Total
+from train.plan.compiled.flops import Work
+from train.plan.cost import Execution
+from train.plan.prediction import Prediction
+from train.plan.roofline import predict
 
 # A model that fills every matrix unit.
 FULL = (

@@ -11,10 +11,10 @@ pytestmark = pytest.mark.slow
 PRELUDE = """
 import os, signal, sys, time
 import jax
-from train.cluster import join
-from train.command import compose, configure_logging
-from train.exits import Exit
-from train.requests import SAVE, Requests
+from train.distributed.processes import join
+from train.cli.command import compose, configure_logging
+from train.errors import Exit
+from train.distributed.preemption import SAVE, Requests
 
 configure_logging()
 config = compose(sys.argv[1:]).distributed

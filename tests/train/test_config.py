@@ -7,6 +7,14 @@ import pytest
 
 from data.config import DataConfig, Source
 from model.config import Attention, ModelConfig, Position
+from train.cli.rules import nearest, validate, without_effect
+from train.cli.schema import (
+    did_you_mean,
+    read_yaml,
+    schema_node,
+    to_yaml,
+    unknown_key,
+)
 from train.config import (
     Config,
     ConfigError,
@@ -30,14 +38,6 @@ from train.config import (
     TrainConfig,
 )
 from train.identity import Kind, differences, flatten, refused, run_dir, run_name
-from train.rules import nearest, validate, without_effect
-from train.schema import (
-    did_you_mean,
-    read_yaml,
-    schema_node,
-    to_yaml,
-    unknown_key,
-)
 
 
 def keys(config: Any) -> list[str]:
@@ -202,8 +202,8 @@ def test_differences_are_classified():
 
 
 def test_every_key_of_the_tables_exists():
+    from train.cli.rules import _RANGES
     from train.identity import ALLOWED, HARMLESS
-    from train.rules import _RANGES
 
     known = [*flatten(Config()), *(f.name for f in fields(Config))]
     known += [*flatten(EvaluateConfig()), *flatten(SampleConfig())]

@@ -10,6 +10,7 @@ import pytest
 
 from model.params import named
 from train.config import ConfigError
+from train.console import format_flops
 from train.describe import (
     array_slices,
     bytes_per_device,
@@ -17,7 +18,6 @@ from train.describe import (
     describe_array,
     describe_data,
 )
-from train.progress import format_flops
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 

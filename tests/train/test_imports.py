@@ -6,119 +6,123 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.fleet import REPOSITORY
 
-# A module of train/ imports only what stands above it. The way to read train/.
-ORDER = [
-    *("exits", "config"),
-    *("identity", "rules", "quoting", "schema", "flags", "check", "command"),
-    *("detection", "rollcall", "cluster", "requests"),
-    *("chips", "targets", "flops", "runtime", "mesh", "topology"),
-    *("sharding", "optimizer", "spikes", "state"),
-    *("loss", "step", "replicas"),
-    *("program", "aot", "feed", "evaluation", "generate", "drill"),
-    *("hlo", "loops", "accesses", "work", "groups", "serves", "traffic"),
-    *("share", "residuals", "temporaries", "movements", "effort", "exchanges"),
-    *("versions", "object_store", "progress"),
-    *("achievable", "links", "describe", "ledger", "execution", "estimate"),
-    *("prediction", "roofline", "scaling", "advice", "relief", "outlook"),
-    *("layouts", "found", "search"),
-    "preflight",
-    *("appenders", "lines", "metrics", "goodput", "timeline", "charts"),
-    *("page", "report"),
-    *("tracker", "owner", "lease", "rundir"),
-    *("digests", "orbax_log", "orbax_s3", "checkpoint", "watcher", "watchdog"),
-    *("summary", "trained", "window", "loop"),
-    *("rates", "layer_timeline", "lanes", "layout", "layout_grid"),
-    *("memory_bar", "execution_tables", "picture"),
-]
-DOORS = {
-    *("train.__main__", "train.plan", "train.evaluate", "train.sample"),
+# What stands in a line imports only lines above it, and its own. A name is a module of
+# train/, or a folder with all that is in it.
+LAYERS = """
+    errors config console identity
+    cli
+    mesh
+    hardware
+    flops runtime sharding optimizer spikes state loss step program feed evaluation \
+generate describe
+    distributed
+    run
+    results load_run log_window | plan
+    preflight
+    loop
+"""
+COMMANDS = {
+    *("train.__main__", "train.plan.__main__", "train.evaluate", "train.sample"),
     *("train.checkpoints", "train.status"),
     *("data.prepare", "data.inspect", "data.verify", "data.train_tokenizer"),
     "launch.__main__",
 }
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "model"}
-# The words of the command line: keys, exit codes, names of machines.
-LAUNCH_MAY = {f"train.{name}" for name in ("config", "exits", "quoting", "targets")}
 DATA_MAY_NOT = {"jax", "jaxlib", "flax", "optax", "orbax", "model", "train"}
-
-
-def modules(package: str) -> dict[str, Path]:
-    folder = REPOSITORY / package
-    return {
-        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path
-        for path in sorted(folder.rglob("*.py"))
-        if path.name != "__init__.py"
-    }
+# The words of the command line: keys, exit codes, names of machines.
+LAUNCH_MAY = {"train.config", "train.errors", "train.cli", "train.hardware"}
+NO_JAX = ("train.cli", "train.hardware.chips", "train.hardware.targets")
+STRANGERS = {"train.plan.compiled": "train.plan.estimated"}
+STRANGERS |= {"train.plan.estimated": "train.plan.compiled"}
 
 
 def imports(path: Path) -> set[str]:
     """Give the modules imported anywhere in a file, `train.config` for either form."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {str(node.module)}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 ALL = {
-    name: path
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): imports(path)
     for package in ("train", "model", "data", "launch")
-    for name, path in modules(package).items()
+    for path in sorted((REPOSITORY / package).rglob("*.py"))
+    if path.name != "__init__.py"
 }
 
 
+def inside(module: str, *places: str) -> bool:
+    """Tell whether a module is one of these, or lies in one of these folders."""
+    return any(f"{module}.".startswith(f"{place}.") for place in places)
+
+
 def test_inside_train_imports_run_one_way():
-    names = [f"train.{name}" for name in ORDER]
-    inside = [name for name in modules("train") if name not in DOORS]
-    assert sorted(names) == sorted(inside), "give a new module its place in ORDER"
-    for position, name in enumerate(names):
-        later = imports(ALL[name]) & {*names[position:]}
-        assert not later, f"{name} imports {later}, which ORDER puts behind it"
+    lines = LAYERS.strip().split("\n")
+    rank = {
+        f"train.{name}": (number, side)
+        for number, line in enumerate(lines)
+        for side, part in enumerate(line.split("|"))
+        for name in part.split()
+    }
+    for module in ALL.keys() - COMMANDS:
+        if not inside(module, "train"):
+            continue
+        (place,) = [p for p in rank if inside(module, p)] or pytest.fail(
+            f"{module}: give it a place in LAYERS"
+        )
+        for other in ALL[module]:
+            for above in (p for p in rank if inside(other, p)):
+                lower, same = (
+                    rank[above][0] < rank[place][0],
+                    rank[above] == rank[place],
+                )
+                assert lower or same, f"{module} imports {other}, which stands below it"
 
 
-def test_nothing_imports_a_door():
-    for name, path in ALL.items():
-        assert not imports(path) & DOORS, name
+def test_nothing_imports_a_command():
+    for module, names in ALL.items():
+        assert not names & COMMANDS, module
 
 
-@pytest.mark.parametrize("package", ["model", "data", "launch"])
-def test_packages_know_only_what_they_may(package):
-    for name, path in modules(package).items():
-        tops = {module.partition(".")[0] for module in imports(path)}
-        known = tops & {"train", "model", "data", "launch", "tests"}
+def test_packages_know_only_what_they_may():
+    for module, names in ALL.items():
+        package = module.split(".")[0]
+        tops = {name.split(".")[0] for name in names}
         if package == "model":
-            assert tops <= MODEL_MAY | sys.stdlib_module_names, name
-        elif package == "data":
-            of_doors = {"train"} if name in DOORS else set()
-            assert not tops & DATA_MAY_NOT - of_doors, name
-            assert known <= {"data"} | of_doors, name
-        elif name not in DOORS:
-            assert known <= {"launch", "train"}, name
-            inside = {m for m in imports(path) if m.startswith("train.")}
-            assert {".".join(m.split(".")[:2]) for m in inside} <= LAUNCH_MAY, name
-
-
-def test_train_does_not_know_launch():
-    for name, path in modules("train").items():
-        assert not {m for m in imports(path) if m.split(".")[0] == "launch"}, name
+            assert tops <= MODEL_MAY | sys.stdlib_module_names, module
+        elif package == "data" and module not in COMMANDS:
+            assert not tops & DATA_MAY_NOT, module
+        elif package == "launch" and module not in COMMANDS:
+            assert not tops & {"model", "data"}, module
+            of_train = [name for name in names if inside(name, "train")]
+            assert all(inside(name, *LAUNCH_MAY) for name in of_train), module
+        if package != "launch":
+            assert "launch" not in tops, module
+        for place, other in STRANGERS.items():
+            if inside(module, place):
+                assert not any(inside(name, other) for name in names), module
+        if inside(module, *NO_JAX):
+            assert not tops & {"jax", "flax"}, module
 
 
 def test_there_are_no_cycles():
-    graph = {name: imports(path) & set(ALL) for name, path in ALL.items()}
+    graph = {module: names & ALL.keys() for module, names in ALL.items()}
     done: set[str] = set()
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, " -> ".join([*above, name])
-        if name not in done:
-            for other in sorted(graph[name]):
-                visit(other, (*above, name))
-            done.add(name)
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join([*above, module])
+        if module not in done:
+            for other in sorted(graph[module]):
+                visit(other, (*above, module))
+            done.add(module)
 
-    for name in sorted(graph):
-        visit(name, ())
+    for module in sorted(graph):
+        visit(module, ())

@@ -18,20 +18,19 @@ import numpy as np
 import pytest
 import yaml
 
-from train.checkpoint import Checkpoints
-from train.goodput import account
-from train.metrics import read_events
+from tests.fleet import REPOSITORY
 from train.program import make_program
-from train.rundir import read_run
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from train.run.checkpoint import Checkpoints
+from train.run.directory import read_run
+from train.run.goodput import account
+from train.run.metrics import read_events
 
 # The door, with a hand that sends the process a signal as soon as a step is logged.
 STOPPED = """
 import os
 from train.__main__ import main
-from train.command import run_command
-from train.metrics import MetricsLog
+from train.cli.command import run_command
+from train.run.metrics import MetricsLog
 
 write = MetricsLog.write
 

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from train import topology
 from train.config import ConfigError, DcnConfig, MeshConfig
+from train.hardware import devices as topology
+from train.hardware.devices import fake_devices
+from train.hardware.targets import parse_target
 from train.mesh import MESH_AXES, axis_sizes, make_mesh
-from train.targets import parse_target
-from train.topology import fake_devices
 
 
 def test_sizes_are_as_asked():

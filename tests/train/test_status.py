@@ -5,18 +5,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from etils import epath
 
-from train.metrics import EventLog, MetricsLog, read_metrics
-from train.owner import Owner
+from tests.fleet import REPOSITORY
+from train.run.liveness import Owner
+from train.run.metrics import EventLog, MetricsLog, read_metrics
 from train.status import look
 
 OWNER = Owner.this_process()
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write_run(

@@ -1,0 +1,243 @@
+"""Find the files of an input and divide their documents into train and validation.
+
+Where every file is one document they are divided by a hash of their ids, so that
+neither split is empty, and adding a file moves no other one to the other side. A single
+text is divided by place: its end is the validation text. Records inside files are
+divided one by one, by a hash of their ids (token_store/parts.py). No document is in
+both splits. Nothing but a single text's length is read here.
+"""
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+
+from data.config import DataConfig, Source
+from data.errors import DataError
+from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
+from data.text.streams import align, text_size
+
+log = logging.getLogger(__name__)
+
+_NOT_LIBRARY = {"site-packages", "dist-packages"}
+_NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files in the order of their names, and how they are divided."""
+
+    root: str  # what was asked for
+    files: tuple[File, ...]
+    validation: float  # the part that is held out
+
+    @property
+    def is_single_text(self) -> bool:
+        """Whether one running text is divided, so that no document ends in it."""
+        return len(self.files) == 1 and self.files[0].format is Format.text
+
+    def identity(self) -> str:
+        """Hash the division, and path, size and version of every file."""
+        files = [(file.path, file.size, file.version) for file in self.files]
+        return hashlib.sha256(json.dumps([self.validation, files]).encode()).hexdigest()
+
+    def units(self) -> list[Unit]:
+        """Cut the files into what is read independently, in order.
+
+        Raises:
+            DataError: a split of a single text would be empty.
+        """
+        if self.is_single_text:
+            return self._single_text()
+        if any(file.format is not Format.text for file in self.files):
+            return [unit for file in self.files for unit in units_of(file)]
+        names = tuple(file.name for file in self.files)
+        held_out = held_out_ids(names, self.validation) if self.validation else set()
+        units = []
+        for file in self.files:
+            split: Split = "validation" if file.name in held_out else "train"
+            if file.compression:
+                units.append(Unit(file, split=split))
+            else:
+                units += cut(file, 0, file.size, split)
+        return units
+
+    def _single_text(self) -> list[Unit]:
+        (file,) = self.files
+        size = text_size(file)
+        middle = align(file, size - int(size * self.validation))
+        parts: list[tuple[int, int, Split]] = [(0, middle, "train")]
+        if self.validation:
+            parts.append((middle, size, "validation"))
+        for low, high, split in parts:
+            if low == high:
+                raise DataError(
+                    f"{file.path}: no byte is left for {split}, and both splits need "
+                    f"text. Use a longer file or change validation={self.validation}"
+                )
+        if file.compression:  # read from its start either way
+            return [Unit(file, a, b, a, b, split, False) for a, b, split in parts]
+        return [unit for a, b, split in parts for unit in cut(file, a, b, split, False)]
+
+
+def find_corpus(config: DataConfig) -> Corpus:
+    """Find the documents that a training config names, without reading them.
+
+    Raises:
+        DataError: the path is missing, or holds too few files.
+    """
+    if config.source is Source.python:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = _library_files(root)
+        files = [_file(str(root / name), name) for name in names]
+        if len(files) < 2:
+            raise DataError(
+                f"{root}: Python's standard library is not there as source code. Name "
+                f"text of your own with data=text data.path=..."
+            )
+        return Corpus(str(root), tuple(files), config.validation)
+    path = config.path or ""
+    files = find_files([path], config.pattern)
+    corpus = Corpus(path, tuple(files), config.validation)
+    if len(files) < 2 and files[0].name != PurePosixPath(files[0].path).name:
+        raise _too_few(path, config.pattern, len(files))
+    if len(files) == 1 and Path(path).is_dir():
+        raise _too_few(path, config.pattern, 1)
+    return corpus
+
+
+def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
+    """Find files, in the order of their names.
+
+    Args:
+        inputs: files, folders and globs; local, or URLs that fsspec knows.
+        pattern: which files of a folder. Hidden ones do not count; and where some hold
+            records (.jsonl, .parquet, .arrow), only those do.
+
+    Raises:
+        DataError: one of the inputs is missing, holds nothing or cannot be reached.
+    """
+    found: list[File] = []
+    for given in inputs:
+        try:
+            files = _find(str(given), pattern)
+        except FileNotFoundError:
+            files = None
+        except (OSError, ValueError, NotImplementedError, ImportError) as error:
+            raise DataError(
+                f"{given}: cannot be searched for {pattern} ({error}). Use a path or "
+                f"URL that can be read, and a pattern inside it such as '**/*.txt'"
+            ) from error
+        if files is None:
+            raise DataError(
+                f"{given}: there is no such file or folder. Name a text file, a folder "
+                f"of them, or a pattern such as 'corpus/*.jsonl'"
+            )
+        if not files:
+            raise _too_few(given, pattern, 0)
+        prefix = PurePosixPath(given.rstrip("/")).name if len(inputs) > 1 else ""
+        if prefix and any("/" in f.name or f.name != prefix for f in files):
+            files = [
+                File(f.path, f"{prefix}/{f.name}", f.size, f.version) for f in files
+            ]
+        found += files
+    return sorted(found, key=lambda file: file.name)
+
+
+def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
+    """Choose the validation documents: those whose id's hash falls under `fraction`.
+
+    The lowest hash is always held out and the highest never, so that neither split
+    is empty. `ids` holds at least two; their order does not matter.
+    """
+    hashes = {
+        name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+        for name in ids
+    }
+    ranked = sorted(ids, key=hashes.__getitem__)
+    chosen = {name for name in ids if hashes[name] < fraction}
+    return (chosen | {ranked[0]}) - {ranked[-1]}
+
+
+def _find(given: str, pattern: str) -> list[File]:
+    system, path = fsspec.url_to_fs(
+        str(Path(given).expanduser()) if "://" not in given else given
+    )
+    if any(letter in path for letter in "*?[") and not system.exists(path):
+        root = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
+        root = root.rpartition("/")[0]
+        infos = system.glob(path, detail=True)
+    elif system.isfile(path):
+        info = system.info(path)
+        return [_of(system, info, PurePosixPath(path).name)]
+    else:
+        root = path.rstrip("/")
+        if not system.isdir(path):
+            raise FileNotFoundError(path)
+        if pattern.startswith("/"):
+            raise ValueError("the pattern is an absolute path")
+        infos = system.glob(f"{glob.escape(root)}/{pattern}", detail=True)
+    names = {
+        info["name"][len(root) :].lstrip("/"): info
+        for info in infos.values()
+        # A link is of type "other", whatever it leads to.
+        if info["type"] == "file"
+        or (info.get("islink") and system.isfile(info["name"]))
+    }
+    files = [
+        _of(system, info, name)
+        for name, info in names.items()
+        if not any(part.startswith(".") for part in PurePosixPath(name).parts)
+    ]
+    records = [file for file in files if file.format is not Format.text]
+    if records and len(records) < len(files):
+        others = next(file for file in files if file.format is Format.text)
+        log.warning(
+            "%s: %d files that hold no records are left out, such as %s; to encode "
+            "them too, name them as another input",
+            given,
+            len(files) - len(records),
+            others.name,
+        )
+    return records or files
+
+
+def _of(system: Any, info: dict[str, Any], name: str) -> File:
+    stamps = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
+    version = next((str(info[key]) for key in stamps if info.get(key)), "")
+    path = system.unstrip_protocol(info["name"])
+    return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
+
+
+def _file(path: str, name: str) -> File:
+    try:
+        stat = Path(path).stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return File(path, name, stat.st_size, str(stat.st_mtime))
+
+
+def _library_files(root: Path) -> list[str]:
+    # Not a glob: that would go through all installed packages, at every start.
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY
+        relative = Path(folder).relative_to(root)
+        found += [(relative / file).as_posix() for file in files if file[-3:] == ".py"]
+    return sorted(found)
+
+
+def _too_few(root: str, pattern: str, count: int) -> DataError:
+    return DataError(
+        f"{root}: {count} files match pattern={pattern} (hidden ones do not count), "
+        f"but train and validation need one each. Add files, widen the pattern, or "
+        f"name a single file"
+    )

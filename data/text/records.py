@@ -1,0 +1,67 @@
+"""What records of input become: documents, or what could not be used and why."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from data.text.files import File
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records become documents."""
+
+    text_field: str = "text"
+    id_field: str | None = None
+    keep_invalid_utf8: bool = False  # of text files: bytes are encoded one by one
+    max_record_bytes: int = 2**26
+
+
+class Record(NamedTuple):
+    """A document, or a piece of one whose end comes later."""
+
+    id: str
+    text: bytes
+    ends: bool = True
+
+
+class Bad(NamedTuple):
+    """What could not be used."""
+
+    file: File
+    place: str  # "byte 123", "row 5"
+    reason: str
+
+
+def document(
+    file: File, place: str, text: object, name: object, how: Reading
+) -> Record | Bad:
+    """Make a document of a record's text and id, if they can be used."""
+    if not isinstance(text, str | bytes):
+        kind = "null" if text is None else type(text).__name__
+        return Bad(file, place, f"{how.text_field!r} is no text but {kind}")
+    try:
+        encoded = text.encode() if isinstance(text, str) else text
+    except UnicodeEncodeError:
+        return Bad(file, place, f"{how.text_field!r} holds half a surrogate pair")
+    if not_utf8(encoded) is not None:
+        return Bad(file, place, "not UTF-8")
+    if len(encoded) > how.max_record_bytes:
+        return Bad(file, place, too_long(len(encoded), how.max_record_bytes))
+    if isinstance(name, dict | list):
+        return Bad(file, place, f"{how.id_field!r} is no id but {type(name).__name__}")
+    own = f"{file.name}:{place}" if name is None else str(name)
+    return Record(own.encode(errors="replace").decode(), encoded)
+
+
+def not_utf8(text: bytes) -> int | None:
+    """Give the place of the first byte that is not UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return None
+
+
+def too_long(size: int, limit: int) -> str:
+    """Say why a record is refused."""
+    return f"{size} bytes, longer than max_record_bytes={limit}"

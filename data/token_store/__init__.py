@@ -1,0 +1,1 @@
+"""Tokens at rest: written in parts, checked, read at random."""

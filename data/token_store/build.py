@@ -1,0 +1,304 @@
+"""Build token stores: encode the units of a corpus, put the parts together.
+
+`cached_store` gives the store that belongs to a training config, from a cache; what
+`python -m data.prepare` builds, and continues after a kill, is `prepare_store`'s.
+"""
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from data import tokenizer
+from data.config import DataConfig, OnError, PrepareConfig
+from data.errors import DataError
+from data.text.corpus import Corpus, find_corpus, find_files
+from data.text.files import SPLITS
+from data.text.records import Reading
+from data.token_store.parts import (
+    Encoding,
+    Segment,
+    Task,
+    encode_tasks,
+    make_tasks,
+    part_path,
+    read_part,
+    token_dtype,
+)
+from data.token_store.progress import Meter
+from data.token_store.storage import Storage
+from data.token_store.store import Store, open_store
+from data.token_store.writer import MANIFEST, SCHEMA, write_store
+
+_ABANDONED_AFTER_S = 24 * 3600
+_MARK = "unfinished"  # a key in a store that is being written
+
+_log = logging.getLogger(__name__)
+
+
+def cached_store(config: DataConfig) -> Store:
+    """Open the store of a config, building it first where there is none yet.
+
+    The folder's name holds a hash of what the store is made of, so that a changed
+    source makes another store. It is built beside its place and renamed into it: any
+    number of processes may prepare at once, and one that dies leaves no store.
+
+    Raises:
+        DataError: the text or the tokenizer is missing, or the store is damaged.
+        ValueError: a rank file is named as tokenizer without its hash.
+    """
+    encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    corpus = find_corpus(config)
+    how = Encoding(
+        config.tokenizer,
+        config.tokenizer_sha256,
+        Reading(keep_invalid_utf8=True),
+        config.validation,
+        skip_bad=False,
+    )
+    identity = f"{SCHEMA} {corpus.identity()} {tokenizer.fingerprint(encoding)}"
+    name = re.sub(r"[^\w.-]", "_", config.name)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = cache_dir(config) / f"{name}-{digest}"
+    if not (path / MANIFEST).exists():
+        _log.info("preparing %s from %s", path, corpus.root)
+        started = time.monotonic()
+        building = path.with_name(f"{path.name}.building-{secrets.token_hex(4)}")
+        _remove_abandoned(path)
+        try:
+            _make_folder(building, "data.cache_dir")
+            (building / "parts").mkdir()
+            storage = Storage(building / "store")
+            build_store(storage, corpus, how, building / "parts", usable_cores())
+            _move_into_place(building / "store", path)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+        _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
+    return open_store(path, encoding)
+
+
+def prepare_store(config: PrepareConfig) -> Store:
+    """Build the store that a config asks for, or continue, or open it if it is there.
+
+    Parts that were encoded wait in a folder of their own until the store is whole, so
+    that a killed preparation is continued by the same command. The store's bytes
+    follow from the input's and the config alone.
+
+    Raises:
+        DataError: the input cannot be read or is bad, or the output cannot be written,
+            belongs to something else, or is being prepared by another process.
+        ValueError: a rank file is named as tokenizer without its hash.
+    """
+    assert config.output, "checked by the command"
+    encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    reading = Reading(
+        config.text_field,
+        config.id_field,
+        config.keep_invalid_utf8,
+        config.max_record_bytes,
+    )
+    how = Encoding(
+        config.tokenizer,
+        config.tokenizer_sha256,
+        reading,
+        config.validation,
+        config.on_error is OnError.skip,
+    )
+    root = " ".join(config.inputs)
+    files = tuple(find_files(config.inputs, config.pattern))
+    corpus = Corpus(root, files, config.validation)
+    storage = Storage(config.output)
+    with _locked(_work_folder(config, storage)) as work:
+        if storage.has(MANIFEST):
+            storage.remove(_MARK)
+            store = open_store(storage.location, encoding)
+            if store.manifest["made_of"] != made_of(corpus, how):
+                raise DataError(
+                    f"{storage}: is a store of other input or other settings. Name "
+                    f"another output, or delete it"
+                )
+            _log.info("%s: is there already", storage)
+        else:
+            names = storage.names()
+            if names and _MARK not in names:
+                raise DataError(
+                    f"{storage}: is not empty, and is no token store. Name another "
+                    f"output"
+                )
+            storage.write(_MARK, b"")
+            for name in set(names) - {_MARK}:
+                storage.remove(name)
+            build_store(storage, corpus, how, work, config.workers or usable_cores())
+            storage.remove(_MARK)
+            store = open_store(storage.location, encoding)
+        for part in work.glob("*.part*"):
+            part.unlink()
+    return store
+
+
+def build_store(
+    storage: Storage, corpus: Corpus, how: Encoding, parts: Path, workers: int
+) -> None:
+    """Encode a corpus into an empty folder.
+
+    Args:
+        storage: the folder; the manifest, written last, makes it a store.
+        corpus: what to encode.
+        how: tokenizer, fields, what becomes of bad records.
+        parts: where encoded parts wait. What an earlier attempt left there is used.
+        workers: processes.
+
+    Raises:
+        DataError: text or storage fail, or a split would be empty.
+    """
+    encoding = tokenizer.load_tokenizer(how.tokenizer, how.tokenizer_sha256)
+    tasks = make_tasks(corpus.units())
+    with Meter(sum(task.size for task in tasks)) as meter:
+        encode_tasks(tasks, parts, how, workers, meter.show)
+    about = {
+        "tokenizer": how.tokenizer,
+        "tokenizer_sha256": how.tokenizer_sha256,
+        "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
+        "source": {"path": corpus.root, "validation": corpus.validation},
+        "made_of": made_of(corpus, how),
+    }
+    segments = _checked(_segments(tasks, parts, how), corpus)
+    try:
+        ranks = tokenizer.rank_file(how.tokenizer)
+        write_store(storage, segments, token_dtype(encoding), about, ranks)
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"{storage}: cannot be written ({error}). Free space there, or name "
+            f"another place"
+        ) from error
+
+
+def made_of(corpus: Corpus, how: Encoding) -> str:
+    """Hash the settings, and the name and size of every file: no times, no places."""
+    files = [(file.name, file.size) for file in corpus.files]
+    text = json.dumps([SCHEMA, asdict(how), files], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _segments(tasks: list[Task], parts: Path, how: Encoding) -> Iterator[Segment]:
+    for task in tasks:
+        for segment in read_part(part_path(parts, task, how)):
+            if segment.notes["bad"] and not how.skip_bad:  # an earlier attempt skipped
+                path, place, reason = segment.notes["bad"][0]
+                raise DataError(f"{path}, {place}: {reason}. Mend it, or on_error=skip")
+            yield segment
+
+
+def _checked(segments: Iterator[Segment], corpus: Corpus) -> Iterator[Segment]:
+    """Pass segments on; in the end, refuse a store of which a split is empty."""
+    documents, bad = dict.fromkeys(SPLITS, 0), 0
+    for segment in segments:
+        bad += len(segment.notes["bad"])
+        for split in SPLITS:
+            documents[split] += len(segment.splits[split].ends)
+        yield segment
+    needed = SPLITS if corpus.validation else SPLITS[:1]
+    for split in needed:
+        if not documents[split]:
+            total = sum(documents.values())
+            raise DataError(
+                f"{corpus.root}: of {total} documents none falls to {split} with "
+                f"validation={corpus.validation} ({bad} bad records were skipped). "
+                f"Give more text or another part; validation=0 holds nothing out"
+            )
+
+
+def _work_folder(config: PrepareConfig, storage: Storage) -> Path:
+    digest = hashlib.sha256(storage.location.encode()).hexdigest()[:16]
+    if config.work_dir:
+        return Path(config.work_dir).expanduser().absolute() / f"prepare-{digest}"
+    if storage.path is not None:
+        return storage.path.with_name(f"{storage.path.name}.work")
+    return cache_folder() / "prepare" / digest
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """Hold a folder for this process, and remove it in the end unless parts are left.
+
+    A lock dies with its owner.
+    """
+    _make_folder(folder, "work_dir")
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: another process is preparing this store. Wait for it"
+            ) from error
+        try:
+            yield folder
+        finally:
+            if [path.name for path in folder.iterdir()] == ["lock"]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def cache_folder() -> Path:
+    """Name the folder of all caches: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "longhaul"
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """Name the folder of stores that were built on first use, and of plans of rows."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    return cache_folder() / "stores"
+
+
+def _make_folder(path: Path, key: str) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent}: nothing can be kept there ({error}). Name a "
+            f"folder that can be written with {key}"
+        ) from error
+
+
+def _move_into_place(building: Path, path: Path) -> None:
+    """Rename a finished store to `path`, unless another process was faster."""
+    for _ in range(3):
+        with contextlib.suppress(OSError):
+            building.rename(path)
+            return
+        if (path / MANIFEST).exists():
+            return
+        # What lies there has lost its manifest: it is no store.
+        broken = path.with_name(f"{path.name}.building-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            path.rename(broken)
+        shutil.rmtree(broken, ignore_errors=True)
+    raise DataError(f"{path}: cannot be replaced. Delete it and start again")
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes that died while they built this store left behind."""
+    for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(building)

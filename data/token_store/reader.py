@@ -1,0 +1,225 @@
+"""One split of a token store, read at random: from memory when it is small.
+
+Every chunk's checksum is checked when the chunk is read, and a chunk that is not
+there is damage too, never zeros. Opening costs the same for any number of tokens, but
+for one int64 a chunk of tokens: which documents start there.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from data.errors import DataError
+from data.token_store.storage import Storage
+from data.token_store.writer import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH
+
+# Tokens of at most this size are read into memory once: rows then cost a copy. So are
+# the starts of at most so many documents.
+MEMORY_LIMIT_BYTES = 2**30
+OFFSETS_LIMIT = 2**23
+_CACHE_LIMIT_BYTES = 2**28
+
+
+class TokenArray:
+    """One split of a store: a flat array of tokens, and where its documents start."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        split: str,
+        documents: int,
+        tokens: int,
+        keep: bool = True,
+    ):
+        """Open a split; read the tokens too when they are few.
+
+        Args:
+            storage: the store's folder.
+            split: its name.
+            documents: how many the manifest says there are.
+            tokens: likewise.
+            keep: whether to hold what is small in memory.
+        """
+        self._storage, self._split = storage, split
+        self._num_tokens, self.num_documents = tokens, documents
+        lengths = {
+            "tokens": tokens,
+            "offsets": documents + 1,
+            "id_offsets": documents + 1,
+            "index": -(-tokens // CHUNK_LENGTH) + 1,
+        }
+        self._arrays: dict[str, Any] = {}
+        for name in ARRAYS:
+            array = self._open(name)
+            if array.shape[0] != lengths.get(name, array.shape[0]):
+                raise self._damaged(name, 0, 0, f"its length is {array.shape[0]}")
+            self._arrays[name] = array
+        size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
+        self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
+        few = documents <= OFFSETS_LIMIT
+        self._offsets_in_memory = self.in_memory or (keep and few)
+        if self.in_memory:
+            self._arrays["tokens"] = self.array("tokens")
+        if self._offsets_in_memory:
+            self._arrays["offsets"] = self.array("offsets")
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return self._num_tokens
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        """Read all documents' starts, then the end: int64 [documents + 1]."""
+        return self.array("offsets")
+
+    @functools.cached_property
+    def _index(self) -> np.ndarray:
+        return self.array("index")
+
+    def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Read a stretch of an array by its name.
+
+        Raises:
+            DataError: a chunk is missing or damaged.
+        """
+        end = int(self._arrays[name].shape[0]) if stop is None else stop
+        return self._wait(name, start, end, self._begin(name, start, end))
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Read tokens [start, stop), in the store's dtype.
+
+        Raises:
+            DataError: a chunk is missing or damaged.
+        """
+        return self.array("tokens", start, stop)
+
+    def stretches(self, name: str) -> Iterator[np.ndarray]:
+        """Read an array shard by shard; what is damaged in one is named by the chunk.
+
+        Raises:
+            DataError: a chunk is missing or damaged.
+        """
+        length = self._arrays[name].shape[0]
+        for start in range(0, length, SHARD_LENGTH):
+            stop = min(start + SHARD_LENGTH, length)
+            try:
+                yield self.array(name, start, stop)
+            except DataError:
+                for chunk in range(start, stop, CHUNK_LENGTH):
+                    self.array(name, chunk, min(chunk + CHUNK_LENGTH, stop))
+                raise
+
+    def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Read `lengths` tokens from each of `starts` on, end to end, as int32.
+
+        Raises:
+            DataError: a chunk is missing or damaged.
+        """
+        ends = np.cumsum(lengths)
+        if self.in_memory:
+            shift = np.repeat(starts - (ends - lengths), lengths)
+            found = self._arrays["tokens"][shift + np.arange(len(shift))]
+            return found.astype(np.int32)
+        # All reads are under way before the first one is awaited.
+        spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+        reads = [self._begin("tokens", *span) for span in spans]
+        out = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+        for end, span, read in zip(ends.tolist(), spans, reads, strict=True):
+            out[end - (span[1] - span[0]) : end] = self._wait("tokens", *span, read)
+        return out
+
+    def starts_within(
+        self, lows: np.ndarray, highs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Find the documents, the end as one, that start in each stretch (low, high].
+
+        Args:
+            lows: int64 [n].
+            highs: int64 [n].
+
+        Returns:
+            For each found one which stretch it is in, and its start; both int64.
+        """
+        if self._offsets_in_memory:
+            first = np.searchsorted(self.offsets, lows, "right")
+            last = np.searchsorted(self.offsets, highs, "right")
+            counts = last - first
+            row = np.repeat(np.arange(len(lows)), counts)
+            nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+            return row, self.offsets[np.repeat(first, counts) + nth]
+        blocks = len(self._index) - 1
+        firsts = self._index[np.minimum(lows // CHUNK_LENGTH, blocks)]
+        lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, blocks)]
+        spans = [
+            (int(a), min(int(b), self.num_documents) + 1)
+            for a, b in zip(firsts, lasts, strict=True)
+        ]
+        reads = [self._begin("offsets", *span) for span in spans]
+        rows, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for row, (span, read) in enumerate(zip(spans, reads, strict=True)):
+            offsets = self._wait("offsets", *span, read)
+            inside = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
+            rows.append(np.full(len(inside), row))
+            starts.append(inside)
+        return np.concatenate(rows), np.concatenate(starts)
+
+    def document_at(self, token: int) -> tuple[int, int, int]:
+        """Say which document a token belongs to: its number, start and end."""
+        if self._offsets_in_memory:
+            number = int(np.searchsorted(self.offsets, token, "right")) - 1
+            return number, int(self.offsets[number]), int(self.offsets[number + 1])
+        first = max(0, int(self._index[token // CHUNK_LENGTH]) - 1)
+        last = int(self._index[min(token // CHUNK_LENGTH + 1, len(self._index) - 1)])
+        offsets = self.array("offsets", first, last + 1)
+        nth = int(np.searchsorted(offsets, token, "right")) - 1
+        return first + nth, int(offsets[nth]), int(offsets[nth + 1])
+
+    def document_id(self, number: int) -> str:
+        """Read a document's id."""
+        start, stop = self.array("id_offsets", number, number + 2).tolist()
+        return self.array("ids", start, stop).tobytes().decode()
+
+    def _begin(self, name: str, start: int, stop: int) -> Any:
+        part = self._arrays[name][start:stop]
+        return part.read() if isinstance(part, ts.TensorStore) else part
+
+    def _wait(self, name: str, start: int, stop: int, values: Any) -> np.ndarray:
+        try:
+            return values.result() if isinstance(values, ts.Future) else values
+        except (ValueError, OSError) as error:
+            raise self._damaged(name, start, stop, str(error)) from error
+
+    def _open(self, name: str) -> ts.TensorStore:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": self._storage.spec(f"{self._split}/{name}"),
+            # A store holds every chunk, so that a missing one is not read as zeros.
+            "fill_missing_data_reads": False,
+            # Stores do not change: what was read once need not be looked at again.
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+            "context": {"cache_pool": {"total_bytes_limit": _CACHE_LIMIT_BYTES}},
+        }
+        try:
+            return ts.open(spec, read=True, open=True).result()
+        except (ValueError, OSError) as error:
+            raise self._damaged(name, 0, 0, str(error)) from error
+
+    def _damaged(self, name: str, start: int, stop: int, error: str) -> DataError:
+        array = f"{self._storage}/{self._split}/{name}"
+        place = f"{array}: is missing or damaged"
+        if stop > start:
+            shards = range(start // SHARD_LENGTH, (stop - 1) // SHARD_LENGTH + 1)
+            files = ", ".join(f"c/{shard}" for shard in shards)
+            chunks = f"{start // CHUNK_LENGTH} to {(stop - 1) // CHUNK_LENGTH}"
+            place = (
+                f"{array}/{files}: values {start} to {stop - 1} (chunks {chunks}) are "
+                f"missing or damaged"
+            )
+        return DataError(
+            f"{place} ({error}). Delete {self._storage} and build it again, or bring "
+            f"back that file from a copy"
+        )

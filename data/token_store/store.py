@@ -1,0 +1,165 @@
+"""A token store: text that was encoded once and is read at random ever after.
+
+The manifest's presence is the commit, so a store is whole or not there; every chunk's
+checksum is checked when it is read; what is damaged is a `DataError`, never data.
+"""
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from data import tokenizer
+from data.errors import DataError
+from data.text.files import SPLITS, Split
+from data.token_store.reader import TokenArray
+from data.token_store.storage import Storage
+from data.token_store.writer import MANIFEST, MANIFEST_DIGEST, RANKS, SCHEMA
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened token store."""
+
+    storage: Storage
+    manifest: Mapping[str, Any]
+    encoding: tiktoken.Encoding
+    _splits: dict[str, TokenArray] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def path(self) -> str:
+        """Where it lies: a path or a URL."""
+        return self.storage.location
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of all tokens and offsets: equal in stores of equal content."""
+        return self.manifest["fingerprint"]
+
+    def num_tokens(self, split: Split) -> int:
+        """Count a split's tokens, the documents' ends among them."""
+        return self.manifest["splits"][split]["tokens"]
+
+    def num_bytes(self, split: Split) -> int:
+        """Count the bytes of a split's text: what bits per byte are divided by."""
+        return self.manifest["splits"][split]["bytes"]
+
+    def split(self, split: Split) -> TokenArray:
+        """Open a split, on first use.
+
+        Raises:
+            DataError: an array is missing or damaged.
+        """
+        if split not in self._splits:
+            counts = self.manifest["splits"][split]
+            self._splits[split] = TokenArray(
+                self.storage, split, counts["documents"], counts["tokens"]
+            )
+        return self._splits[split]
+
+    def text(self, split: Split, limit: int | None = None) -> bytes:
+        """Decode a split, or its first `limit` bytes, without the documents' ends."""
+        tokens, parts, size = self.split(split), [], 0
+        for start in range(0, len(tokens), 2**20):
+            if limit is not None and size >= limit:
+                break
+            ids = tokens.read(start, min(start + 2**20, len(tokens)))
+            ids = ids[ids != self.encoding.eot_token]
+            parts.append(tokenizer.decode_bytes(self.encoding, ids))
+            size += len(parts[-1])
+        return b"".join(parts)[:limit]
+
+    def verify(self) -> Iterator[str]:
+        """Read everything, and name what does not agree with the manifest."""
+        for split in SPLITS:
+            try:
+                counts = self.manifest["splits"][split]
+                sizes = counts["documents"], counts["tokens"]
+                array = TokenArray(self.storage, split, *sizes, keep=False)
+            except DataError as error:
+                yield str(error)
+                continue
+            for name, digest in self.manifest["digests"][split].items():
+                read = hashlib.sha256()
+                try:
+                    for values in array.stretches(name):
+                        read.update(values.data)
+                except DataError as error:
+                    yield str(error)
+                    continue
+                if read.hexdigest() != digest:
+                    where = f"{self.path}/{split}/{name}"
+                    yield f"{where}: its values are not those of the manifest"
+
+
+def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
+    """Open the store at a path or URL, with the tokenizer it names if none is given.
+
+    Raises:
+        DataError: there is no whole store, one of its small files is damaged, or it
+            was made with another tokenizer.
+    """
+    storage = Storage(path)
+    again = (
+        f"Delete {storage} and prepare it again (python -m data.prepare input=... "
+        f"output={storage}), or bring it back from a copy"
+    )
+    file = f"{storage}/{MANIFEST}"
+    try:
+        content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{error}: is not there, so {storage} is no whole token store. Is it a "
+            f"folder of text? Then data=text. {again}"
+        ) from error
+    if hashlib.sha256(content).hexdigest().encode() != digest.strip():
+        raise DataError(f"{file}: is damaged: its SHA-256 is another one. {again}")
+    manifest = json.loads(content)
+    if manifest.get("schema") != SCHEMA:
+        raise DataError(
+            f"{file}: its schema is {manifest.get('schema')}, but this version reads "
+            f"{SCHEMA}. {again}"
+        )
+    for name, expected in manifest["files"].items():
+        try:
+            found = hashlib.sha256(storage.read(name)).hexdigest()
+        except FileNotFoundError as error:
+            raise DataError(f"{error}: is not there. {again}") from error
+        if found != expected:
+            raise DataError(
+                f"{storage}/{name}: is damaged: its SHA-256 is another one. {again}"
+            )
+    if encoding is None and RANKS in manifest["files"]:
+        encoding = tokenizer.parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
+    elif encoding is None:
+        encoding = tokenizer.load_tokenizer(manifest["tokenizer"])
+    if tokenizer.fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
+        raise DataError(
+            f"{file}: its tokens were made with another tokenizer of the name "
+            f"{manifest['tokenizer']}. Name that one, or delete {storage} to build it "
+            f"anew"
+        )
+    return Store(storage, manifest, encoding)
+
+
+def compression_bits_per_byte(text: bytes) -> dict[str, float]:
+    """Compress text with gzip -9 and xz -9: the bar that a model should pass.
+
+    Raises:
+        ValueError: the text is empty.
+    """
+    if not text:
+        raise ValueError("text=b'': has no bits per byte; give at least one byte")
+    sizes = {
+        "gzip": len(gzip.compress(text, 9, mtime=0)),
+        "xz": len(lzma.compress(text, preset=9)),
+    }
+    return {name: 8 * size / len(text) for name, size in sizes.items()}

@@ -1,0 +1,203 @@
+"""Put parts together as a token store.
+
+    <store>/<split>/tokens      uint16 or uint32, one flat array
+    <store>/<split>/offsets     int64, the start of each document, then the end
+    <store>/<split>/index       int64, documents that start before each 16,384th token
+    <store>/<split>/ids         uint8, the documents' ids in UTF-8, end to end
+    <store>/<split>/id_offsets  int64, the start of each id, then the end
+    <store>/tokenizer.tiktoken  the rank file, where the tokenizer has one
+    <store>/skipped.jsonl       what was left out: file, place, reason
+    <store>/manifest.json       written last: a folder without one is no store
+
+The arrays are zarr v3, sharded, each chunk with its CRC-32C; the manifest holds the
+SHA-256 of every array's values and of every small file, and has its own beside it.
+The same segments give the same bytes. Memory use is that of a few shards.
+"""
+
+import collections
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from data.text.files import SPLITS, Split
+from data.token_store.parts import Segment, SegmentSplit
+from data.token_store.storage import Storage
+
+SCHEMA = 2
+MANIFEST = "manifest.json"
+RANKS = "tokenizer.tiktoken"  # the rank file, where the tokenizer has one
+MANIFEST_DIGEST = "manifest.json.sha256"
+SKIPPED = "skipped.jsonl"
+# A chunk is the least that a random row must read and check; a shard is one file.
+CHUNK_LENGTH = 2**14
+SHARD_LENGTH = 2**25
+ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
+
+
+def write_store(
+    storage: Storage,
+    segments: Iterable[Segment],
+    dtype: np.dtype,
+    about: dict[str, Any],
+    ranks: bytes | None = None,
+) -> None:
+    """Write a store into an empty folder.
+
+    Args:
+        storage: the folder.
+        segments: the text, in order.
+        dtype: of the tokens.
+        about: what else the manifest says: tokenizer, source.
+        ranks: the tokenizer's rank file, to be kept with its tokens.
+
+    Raises:
+        DataError: the storage cannot be written.
+    """
+    splits: dict[Split, _SplitWriter] = {}
+    for split in SPLITS:
+        splits[split] = _SplitWriter(storage, split, dtype)
+    num_bytes, empty, skipped = collections.Counter(), 0, []
+    for segment in segments:
+        for split, writer in splits.items():
+            writer.append(segment.splits[split])
+        num_bytes.update(segment.notes["bytes"])
+        empty += segment.notes["empty"]
+        skipped += segment.notes["bad"]
+    counts, digests = {}, {}
+    for split, writer in splits.items():
+        counts[split] = {**writer.close(), "bytes": num_bytes[split]}
+        digests[split] = writer.digests()
+    lines = [
+        json.dumps(dict(zip(("file", "place", "reason"), bad, strict=True)))
+        for bad in skipped
+    ]
+    storage.write(SKIPPED, "".join(f"{line}\n" for line in lines).encode())
+    if ranks is not None:
+        storage.write(RANKS, ranks)
+    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+    content = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
+    manifest = {
+        "schema": SCHEMA,
+        **about,
+        "splits": counts,
+        "empty_documents": empty,
+        "skipped_records": len(skipped),
+        "fingerprint": hashlib.sha256(" ".join(content).encode()).hexdigest(),
+        "digests": digests,
+        "files": {
+            name: hashlib.sha256(storage.read(name)).hexdigest()
+            for name in [*small, SKIPPED, *([] if ranks is None else [RANKS])]
+        },
+    }
+    text = (json.dumps(manifest, indent=2) + "\n").encode()
+    storage.write(MANIFEST_DIGEST, hashlib.sha256(text).hexdigest().encode())
+    storage.write(MANIFEST, text)
+
+
+class _SplitWriter:
+    """The five arrays of a split."""
+
+    def __init__(self, storage: Storage, split: str, dtype: np.dtype):
+        dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
+        self._arrays = {
+            name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))
+            for name, kind in zip(ARRAYS, dtypes, strict=True)
+        }
+        self._documents = self._tokens = self._id_bytes = self._indexed = 0
+        # Where the next document starts: told apart from the tokens written so far
+        # by those of a document whose end is still to come.
+        self._begins = 0
+
+    def append(self, part: SegmentSplit) -> None:
+        self._arrays["tokens"].append(part.tokens)
+        ends = self._tokens + part.ends
+        starts = np.concatenate([np.array([self._begins], np.int64), ends])[:-1]
+        if len(ends):
+            self._index(starts)
+            self._arrays["offsets"].append(starts)
+            begins = self._id_bytes + part.id_ends
+            first = np.array([self._id_bytes], np.int64)
+            self._arrays["id_offsets"].append(np.concatenate([first, begins])[:-1])
+            self._arrays["ids"].append(part.ids)
+            self._begins, self._id_bytes = int(ends[-1]), int(begins[-1])
+        self._documents += len(ends)
+        self._tokens += len(part.tokens)
+
+    def _index(self, starts: np.ndarray) -> None:
+        """Count the documents before each block that begins up to the last start."""
+        blocks = np.arange(self._indexed, int(starts[-1]) // CHUNK_LENGTH + 1)
+        before = np.searchsorted(starts, blocks * CHUNK_LENGTH, "left")
+        self._arrays["index"].append(self._documents + before.astype(np.int64))
+        self._indexed += len(blocks)
+
+    def close(self) -> dict[str, int]:
+        assert self._begins == self._tokens, "the last document has an end"
+        blocks = -(-self._tokens // CHUNK_LENGTH) + 1
+        rest = np.full(blocks - self._indexed, self._documents, np.int64)
+        self._arrays["index"].append(rest)
+        self._arrays["offsets"].append(np.array([self._tokens], np.int64))
+        self._arrays["id_offsets"].append(np.array([self._id_bytes], np.int64))
+        for array in self._arrays.values():
+            array.close()
+        return {"documents": self._documents, "tokens": self._tokens}
+
+    def digests(self) -> dict[str, str]:
+        return {name: a.digest.hexdigest() for name, a in self._arrays.items()}
+
+
+class _ArrayWriter:
+    """Appends to a flat array of unknown length, a whole shard at a time."""
+
+    def __init__(self, kvstore: dict[str, Any], dtype: np.dtype):
+        checked = [{"name": "bytes"}, {"name": "crc32c"}]
+        sharding = {"chunk_shape": [CHUNK_LENGTH], "codecs": checked}
+        self._array = ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": kvstore,
+                # A chunk of zeros must be there too: a missing one is then damage.
+                "store_data_equal_to_fill_value": True,
+                "metadata": {
+                    "shape": [0],
+                    "data_type": dtype.name,
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": [SHARD_LENGTH]},
+                    },
+                    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+                },
+            },
+            create=True,
+        ).result()
+        self.digest = hashlib.sha256()
+        self._dtype = dtype
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+        self._pending: Any = None
+
+    def append(self, values: np.ndarray) -> None:
+        self.digest.update(np.ascontiguousarray(values, self._dtype).data)
+        self._waiting.append(values)
+        self._num_waiting += len(values)
+        if self._num_waiting >= SHARD_LENGTH:
+            self._write(self._num_waiting // SHARD_LENGTH * SHARD_LENGTH)
+
+    def close(self) -> None:
+        self._write(self._num_waiting)
+        if self._pending is not None:
+            self._pending.result()
+
+    def _write(self, count: int) -> None:
+        if not count:
+            return
+        values = np.concatenate(self._waiting)
+        start = self._array.shape[0]
+        if self._pending is not None:
+            self._pending.result()  # one shard on its way at a time
+        self._array = self._array.resize(exclusive_max=[start + count]).result()
+        self._pending = self._array[start : start + count].write(values[:count])
+        self._waiting, self._num_waiting = [values[count:]], len(values) - count

@@ -1,0 +1,73 @@
+"""The program as an archive, for machines that do not see the folders of this one.
+
+It holds what an installed package would, with the presets of `configs/`, and what it
+takes to install one: a checkout's files as they are, but for those that git ignores.
+Nothing else: no hidden file, no link that leads out. Equal files give equal bytes.
+"""
+
+import gzip
+import io
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from launch.job import ARCHIVE, UNPACK
+
+_PACKAGES = ("configs", "data", "launch", "model", "train")
+_TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+
+
+def travelling(root: Path) -> dict[str, bytes]:
+    """Give the files that `job.command` names: the archive, and what unpacks it."""
+    unpack = root / "launch" / "unpack.py"
+    return {ARCHIVE: archive(root), UNPACK: unpack.read_bytes()}
+
+
+def archive(root: Path) -> bytes:
+    """Pack the program whose packages lie in a folder."""
+    packed = io.BytesIO()
+    # Without a name and a time, that equal files give equal bytes.
+    with (
+        gzip.GzipFile("", "wb", 9, packed, mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name in files(root):
+            content = (root / name).read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def files(root: Path) -> list[str]:
+    """List what travels, by paths from the root on, in order."""
+    known = _not_ignored(root) or _on_disk(root)
+    return sorted({name for name in known if _travels(root, Path(name))})
+
+
+def _travels(root: Path, name: Path) -> bool:
+    if any(part.startswith(".") for part in name.parts):
+        return False
+    path = (root / name).resolve()
+    if not path.is_file() or not path.is_relative_to(root.resolve()):
+        return False
+    packaged = name.suffix in (".html", ".py", ".sh", ".yaml") or name.name == "py.typed"
+    return str(name) in _TO_INSTALL or (name.parts[0] in _PACKAGES and packaged)
+
+
+def _not_ignored(root: Path) -> list[str]:
+    """Ask git; nothing where there is none, or where this is no checkout."""
+    listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-C", str(root), *listing, "--", *_PACKAGES, *_TO_INSTALL]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return found.stdout.split("\0")[:-1]
+
+
+def _on_disk(root: Path) -> Iterable[str]:
+    found = [path for package in _PACKAGES for path in (root / package).rglob("*")]
+    found += [root / name for name in _TO_INSTALL]
+    return [path.relative_to(root).as_posix() for path in found]

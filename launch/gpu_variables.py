@@ -1,0 +1,86 @@
+"""What jobs on NVIDIA GPUs are started with: variables of XLA and NCCL, and why.
+
+One table for all kinds of clusters; `cluster.environment` replaces any line of it.
+What XLA and NCCL do by themselves by now is left out, and so is what only a site can
+know: where NCCL takes the wrong network card, NCCL_SOCKET_IFNAME and NCCL_IB_HCA say
+which. Each flag is known to the XLA of jax 0.10 to 0.12 (an unknown one ends the
+program). How much they gain on GPUs was not measured here.
+
+Sources: docs.jax.dev, "GPU performance tips" and "GPU memory allocation";
+docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
+openxla.org/xla/gpu_optimization_levels, O1; docs.nvidia.com/deeplearning/nccl,
+"Environment Variables". MaxText's scripts for H100 (src/maxtext/configs/gpu/a3) set the
+same flags.
+"""
+
+from collections.abc import Mapping
+
+from launch.plan_check import Machine
+from train.config import ConfigError
+from train.hardware.targets import parse_target
+
+FLAGS: Mapping[str, tuple[str, str]] = {
+    "xla_gpu_enable_latency_hiding_scheduler": (
+        "true",
+        "collectives run beside products that do not need them",
+    ),
+    "xla_gpu_enable_pipelined_all_gather": (
+        "true",
+        "the weights of the next layer are gathered during this one",
+    ),
+    "xla_gpu_enable_pipelined_all_reduce": (
+        "true",
+        "the gradients of a layer are added up during the next one",
+    ),
+    "xla_gpu_enable_while_loop_double_buffering": (
+        "true",
+        "unrolls the loop over layers once: no copies, and no wait between two layers",
+    ),
+}
+
+SETTINGS: Mapping[str, tuple[str, str]] = {
+    "XLA_FLAGS": (
+        " ".join(f"--{flag}={value}" for flag, (value, _) in FLAGS.items()),
+        "\n".join(f"{flag}: {reason}" for flag, (_, reason) in FLAGS.items()),
+    ),
+    "XLA_CLIENT_MEM_FRACTION": (
+        "0.9",
+        "JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's",
+    ),
+    "NCCL_DEBUG": ("WARN", "says why, when a connection fails"),
+}
+# jaxlib refuses both together.
+_SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Give each variable's value and reason, without those that are set anyway.
+
+    Args:
+        environment: `cluster.environment`.
+    """
+    return {
+        name: both
+        for name, both in SETTINGS.items()
+        if name not in environment and _SAME.get(name) not in environment
+    }
+
+
+def values(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give all variables with their values, those of `environment` among them."""
+    ours = {name: value for name, (value, _) in settings(environment).items()}
+    return {**ours, **environment}
+
+
+def machine_of(
+    kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
+) -> Machine:
+    """Give what a plan for nodes of GPUs is made for.
+
+    A target, if their kind was said and so many of a node have a name; else devices.
+    """
+    try:
+        target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
+    except ConfigError:
+        return Machine(devices=gpus_per_node * nodes)
+    return Machine(target, variables=values(environment))

@@ -1,0 +1,1 @@
+"""Kubernetes: JobSets on GKE, for TPUs and GPUs."""

@@ -1,0 +1,119 @@
+"""`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
+
+`cluster.target` says all of the machine: v5e-256x2. GKE tells the processes of a slice
+of each other (TPU_WORKER_HOSTNAMES, TPU_WORKER_ID), what tells slices of each other is
+set here; JAX's own detection reads both.
+
+The container runs as root, but without a capability and without leave to gain any:
+nodes from GKE 1.28 on give it the chips without privileges, but to root. Not seen on a
+TPU yet.
+"""
+
+from typing import Any
+
+from launch.config import GkeTpuCluster
+from launch.job import Job, Rendered
+from launch.kubernetes import jobset
+from launch.kubernetes.jobset import WHERE_SECRETS_GO as WHERE_SECRETS_GO
+from launch.kubernetes.kubectl import alive as alive
+from launch.kubernetes.kubectl import logs as logs
+from launch.kubernetes.kubectl import status as status
+from launch.kubernetes.kubectl import stop as stop
+from launch.kubernetes.kubectl import submit as submit
+from launch.kubernetes.pod import Pods, host_of, label
+from launch.plan_check import Machine
+from train.config import ConfigError, Mistake
+from train.hardware.targets import Target, parse_target
+
+SLICE = "slice"
+# Values of the label gke-tpu-accelerator. Sources: GKE, "Plan TPUs"; xpk,
+# src/xpk/core/system_characteristics.py at 367c838.
+ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
+_NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+
+
+def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the cluster's keys, or with where the run lies."""
+    return [*_target_mistakes(cluster), *jobset.mistakes(cluster, run_dir)]
+
+
+def _target_mistakes(cluster: GkeTpuCluster) -> list[Mistake]:
+    key, name = "cluster.target", cluster.target
+    if name is None:
+        return [Mistake(key, None, "is needed: v5e-256, v5p-512x4 (slices), ...")]
+    try:
+        target = parse_target(name)
+    except ConfigError as error:
+        return [Mistake(key, value, rule) for _, value, rule in error.mistakes]
+    if target.platform != "tpu":
+        return [Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu")]
+    if target.slices > 1 and _hosts(target) == 1:
+        # Source: GKE, "Deploy TPU Multislices in GKE": only multi-host node pools.
+        rule = "has several slices of one host each, which GKE does not join"
+        return [Mistake(key, name, rule)]
+    return []
+
+
+def machine(cluster: GkeTpuCluster) -> Machine:
+    """Plan for the slices."""
+    return Machine(target=cluster.target)
+
+
+def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
+    """Give the JobSet."""
+    assert cluster.target is not None  # `mistakes`
+    target = parse_target(cluster.target)
+    hosts = _hosts(target)
+    pods = Pods(
+        name=SLICE,
+        jobs=target.slices,
+        pods=hosts,
+        command=job.command("python", cluster.code),
+        environment=_environment(job, target),
+        resource=("google.com/tpu", target.chips_per_host),
+        selector={
+            "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[target.family],
+            "cloud.google.com/gke-tpu-topology": "x".join(map(str, target.topology)),
+        },
+        annotations=_one_node_pool_each(hosts),
+        # Device nodes are root's, unless containerd was told to hand them over. Source:
+        # kubernetes/kubernetes#92211.
+        user={"runAsUser": 0},
+        network=_NODES_NETWORK if cluster.host_network else {},
+    )
+    return jobset.render(job, cluster, pods)
+
+
+def _hosts(target: Target) -> int:
+    """Give the hosts of a slice."""
+    return target.num_hosts // target.slices
+
+
+def _one_node_pool_each(hosts: int) -> dict[str, str]:
+    """Keep the pods of a slice together; the hosts of a slice are a node pool."""
+    exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+    return {exclusive: "cloud.google.com/gke-nodepool"} if hosts > 1 else {}
+
+
+def _environment(job: Job, target: Target) -> dict[str, Any]:
+    """Give what tells processes of each other, and GKE does not say.
+
+    A host alone is told so: it is in an Indexed Job all the same, which else would look
+    like one of several. GKE adds MEGASCALE_* to the pods of a JobSet where they are not
+    set (xpk and axlearn rely on it); set here, nothing depends on that.
+    """
+    if target.num_hosts == 1:
+        return {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1", "RANK": "0"}
+    if target.slices == 1:
+        return {}
+    return {
+        "MEGASCALE_NUM_SLICES": str(target.slices),
+        "MEGASCALE_SLICE_ID": label("jobset.sigs.k8s.io/job-index"),
+        "MEGASCALE_COORDINATOR_ADDRESS": host_of(job, SLICE),
+    }

@@ -1,0 +1,165 @@
+"""A run as a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2), from 0.10 on.
+
+What the exit code of a process means stands in the JobSet itself, so nothing else needs
+to watch it: of the codes that launch/policy.py never starts again it fails for good,
+after those that do not count and after a lost node it restarts whatever their number,
+and after others up to `cluster.max_restarts` times. All pods are gone before new ones
+come. There is no pause between restarts.
+
+With `cluster.queue` it bears Kueue's label, and waits until there is room.
+
+Not seen on a cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launch.config import Code, KubernetesCluster
+from launch.job import Job, Rendered
+from launch.kubernetes.pod import CONTAINER, Pods, pod
+from launch.manifest import merged, to_yaml
+from launch.plan_check import object_store_mistakes
+from launch.policy import AGAIN, NEVER_AGAIN
+from train.config import Mistake
+
+FILE = "jobset.yaml"
+WHERE_SECRETS_GO = (
+    "keep it in a Secret of Kubernetes, and name that: "
+    "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
+)
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
+
+
+def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the keys that both kinds have."""
+    found = []
+    if not cluster.image:
+        rule = "is needed: an image with this program in it (docker build), as "
+        found.append(
+            Mistake("cluster.image", None, rule + "cluster.image=host/name:tag")
+        )
+    if cluster.code is Code.shared:
+        rule = "pods do not see this machine's files: must be image or archive"
+        found.append(Mistake("cluster.code", "shared", rule))
+    if cluster.grace_period_s < 1:
+        rule = "must be at least 1: it is the time to save in"
+        found.append(Mistake("cluster.grace_period_s", cluster.grace_period_s, rule))
+    for variable, secret in cluster.secrets.items():
+        if not _SECRET.fullmatch(secret):
+            rule = "must be secret/key: a Secret's name, and a key in it"
+            found.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
+    if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
+        found += object_store_mistakes(run_dir, "gke")
+    return found
+
+
+def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
+    """Give the manifest, and what is typed with it."""
+    document = merged(_jobset(job, cluster, pods), cluster.merge)
+    return Rendered(
+        {FILE: to_yaml(document)}, [*kubectl(cluster), "create", "-f", FILE]
+    )
+
+
+def kubectl(cluster: KubernetesCluster) -> list[str]:
+    """Give the words before a verb."""
+    context = ["--context", cluster.context] if cluster.context else []
+    return ["kubectl", *context, "--namespace", cluster.namespace]
+
+
+def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
+    queue = {"kueue.x-k8s.io/queue-name": cluster.queue} if cluster.queue else {}
+    metadata = {
+        "name": job.name,
+        "namespace": cluster.namespace,
+        "labels": {"app.kubernetes.io/name": "longhaul", **queue},
+        "annotations": dict(pods.annotations),
+    }
+    template = {
+        "parallelism": pods.pods,
+        "completions": pods.pods,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,  # one pod's end is the end of all
+        "podFailurePolicy": {"rules": _pod_rules()},
+        "template": {"spec": pod(job, cluster, pods)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {key: value for key, value in metadata.items() if value},
+        "spec": {
+            "failurePolicy": {
+                "maxRestarts": cluster.max_restarts,
+                "restartStrategy": "BlockingRecreate",
+                "rules": _rules(),
+            },
+            "replicatedJobs": [
+                {
+                    "name": pods.name,
+                    "replicas": pods.jobs,
+                    "template": {"spec": template},
+                }
+            ],
+        },
+    }
+
+
+def _pod_rules() -> list[dict[str, Any]]:
+    """Say which ends of a pod end its Job with reason PodFailurePolicy.
+
+    Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
+    leave the condition DisruptionTarget on the pod.
+    """
+
+    def codes(values: Sequence[int]) -> dict[str, Any]:
+        which = {"containerName": CONTAINER, "operator": "In"}
+        return {
+            "action": "FailJob",
+            "onExitCodes": {**which, "values": sorted(values)},
+        }
+
+    lost = {"type": "DisruptionTarget", "status": "True"}
+    return [
+        codes(NEVER_AGAIN),
+        codes(AGAIN),
+        {"action": "FailJob", "onPodConditions": [lost]},
+    ]
+
+
+def _rules() -> list[dict[str, Any]]:
+    """Say what the end of a Job means; what no rule names restarts all, and counts.
+
+    Source of the message's words: kubernetes, pkg/controller/job/pod_failure_policy.go,
+    "... failed with exit code %v matching %v rule at index %d". Patterns for it: JobSet
+    0.10.
+    """
+    codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
+    policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    return [
+        {
+            "name": "never_again",
+            "action": "FailJobSet",
+            **policy,
+            "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "],
+        },
+        {
+            "name": "not_counted",
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            **policy,
+        },
+    ]
+
+
+def _mounts(more: Any) -> list[str]:
+    """Find where volumes are mounted in what a person merges."""
+    if isinstance(more, Mapping):
+        here = [more["mountPath"]] if isinstance(more.get("mountPath"), str) else []
+        return here + [path for value in more.values() for path in _mounts(value)]
+    if isinstance(more, Sequence) and not isinstance(more, str):
+        return [path for value in more for path in _mounts(value)]
+    return []
+
+
+def _is_below(folder: str, mount: str) -> bool:
+    return f"{folder}/".startswith(mount.rstrip("/") + "/")

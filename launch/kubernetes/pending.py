@@ -1,0 +1,97 @@
+"""Why a JobSet's pods wait, in sentences: from Kueue, the scheduler, the image."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from train.errors import meaning
+
+Object = Mapping[str, Any]
+_MOST = 8  # lines of pods that have failed
+
+
+def said_of_queue(
+    queue: str, workloads: Sequence[Object], pending: Sequence[Object]
+) -> list[str]:
+    """Say where in Kueue's queue a JobSet is, and what Kueue says of it.
+
+    Args:
+        queue: its name.
+        workloads: of the JobSet.
+        pending: all that waits there, as Kueue's visibility server lists it.
+    """
+    if not workloads:
+        return [f"queue {queue}: Kueue has not taken it up (is there such a queue?)"]
+    workload = workloads[-1]
+    conditions = {
+        c["type"]: c for c in workload.get("status", {}).get("conditions", [])
+    }
+    if conditions.get("Admitted", {}).get("status") == "True":
+        return [f"queue {queue}: admitted"]
+    waits = conditions.get("QuotaReserved") or {}
+    why = waits.get("message") or "waits"
+    name = workload["metadata"]["name"]
+    for position, other in enumerate(pending):
+        if other["metadata"]["name"] == name:
+            place = other.get("positionInLocalQueue", position)
+            all_ = other.get("positionInClusterQueue")
+            more = "" if all_ is None else f", {all_} in the cluster's"
+            return [f"queue {queue}: {place} before it{more}: {why}"]
+    return [f"queue {queue}: {why}"]
+
+
+def said_of_pods(
+    pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
+) -> list[str]:
+    """Count a JobSet's pods, and say why the first that waits does, and who failed.
+
+    Args:
+        pods: all of them.
+        events: gives what was said of a pod.
+    """
+    if not pods:
+        return ["no pods"]
+    phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
+    counts = ", ".join(f"{count} {phase.lower()}" for phase, count in phases.items())
+    lines = [f"pods: {counts}"]
+    waiting = [(pod, why) for pod in pods if (why := _why_it_waits(pod))]
+    if waiting:
+        pod, why = waiting[0]
+        name = pod["metadata"]["name"]
+        lines.append(f"{name} waits: {why}")
+        told = sorted(events(name), key=_time)
+        lines += [f"  {e['reason']}: {e['message']}" for e in told[-1:]]
+    ended = [line for pod in pods for line in _how_it_ended(pod)]
+    more = [f"... and {len(ended) - _MOST} more"] if len(ended) > _MOST else []
+    return lines + ended[:_MOST] + more
+
+
+def _why_it_waits(pod: Object) -> str | None:
+    status = pod["status"]
+    if status.get("phase") != "Pending":
+        return None
+    for container in status.get("containerStatuses", []):
+        if waiting := container.get("state", {}).get("waiting"):
+            words = [waiting.get("reason"), waiting.get("message")]
+            return ": ".join(filter(None, words))
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason')}: {condition.get('message')}"
+    return "for its node"
+
+
+def _how_it_ended(pod: Object) -> list[str]:
+    name, lines = pod["metadata"]["name"], []
+    for container in pod["status"].get("containerStatuses", []):
+        ended = container.get("state", {}).get("terminated")
+        if ended and ended["exitCode"]:
+            code, reason = ended["exitCode"], ended.get("reason", "Error")
+            why = meaning(code) if reason == "Error" else reason
+            lines.append(f"{name} ended with {code}: {why}")
+    return lines
+
+
+def _time(event: Object) -> str:
+    times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
+    known = next(filter(None, times), None)
+    return known or event["metadata"].get("creationTimestamp", "")

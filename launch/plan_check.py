@@ -1,0 +1,79 @@
+"""Before a job is submitted: can it run there, and does it fit?
+
+`python -m train.plan` answers, in a process of its own: with the cluster's machine as
+target it compiles the step and compares memory; where the machine is not known it lays
+the arrays out on as many virtual devices.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from launch.doors import run_door
+from launch.job import Job
+from train.config import Mistake
+from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit
+
+log = logging.getLogger(__name__)
+
+
+class Machine(NamedTuple):
+    """What a plan is to be made for; nothing: training says all of it by itself.
+
+    target: by its name (train/hardware/targets.py).
+    devices: how many, where no more is known.
+    variables: what the compiler is told there, such as XLA_FLAGS.
+    """
+
+    target: str | None = None
+    devices: int | None = None
+    variables: Mapping[str, str] = {}
+
+
+_REFUSED = {
+    DOES_NOT_FIT: "it does not fit",
+    WRONG_CONFIG: "its configuration is wrong",
+    WRONG_DATA: "its data is missing or damaged",
+}
+
+
+def see_first(job: Job, machine: Machine, force: bool) -> None:
+    """Show the plan; refuse what is of no use to submit.
+
+    Args:
+        job: what is to run.
+        machine: what it is to run on.
+        force: submit all the same.
+
+    Raises:
+        Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
+    """
+    if machine == Machine():
+        return
+    arguments = [*job.overrides, "runtime.platform=cpu"]
+    if machine.target is not None:
+        arguments.append(f"target={machine.target}")
+    else:
+        arguments.append(f"runtime.cpu_devices={machine.devices}")
+    how = {"stdout": sys.stderr, "cwd": job.workdir}
+    variables = machine.variables
+    code = run_door("train.plan", arguments, variables, **how).returncode
+    if code == FINISHED:
+        return
+    if code not in _REFUSED:
+        log.warning("the plan could not be made (exit code %d): submitted unseen", code)
+        return
+    said = f"the plan says that {_REFUSED[code]}"
+    if not force:
+        raise Exit(code, f"not submitted: {said}. To submit all the same: force=true")
+    log.warning("%s; submitted all the same (force=true)", said)
+
+
+def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:
+    """List what is wrong with a run's directory that must be seen from anywhere."""
+    if "://" in run_dir:
+        return []
+    rule = f"must lie where the hosts of cluster={kind} and this machine both see it: "
+    rule += "give run.dir=gs://bucket/runs/name, or s3://"
+    return [Mistake("run.dir", run_dir, rule)]

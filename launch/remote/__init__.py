@@ -1,0 +1,1 @@
+"""Machines reached by ssh: a supervisor here, processes there."""

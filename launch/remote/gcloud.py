@@ -1,0 +1,106 @@
+"""The gcloud program: commands for queued resources, and what its errors mean.
+
+Commands and flags: its reference, gcloud compute tpus queued-resources (SDK 528).
+"""
+
+import re
+from collections.abc import Sequence
+
+from launch.config import TpuVmCluster
+from launch.subprocesses import try_call
+from train.hardware.targets import parse_target
+
+_MOST = 2000  # characters of what it says
+# By google.rpc.Code. Source: googleapis/googleapis, google/rpc/code.proto.
+_HOPELESS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
+_HOPELESS |= {16: "UNAUTHENTICATED"}
+_ACCOUNT = ("active account", "gcloud auth login", "Reauthentication")
+_USAGE = 2  # of gcloud's own parser
+
+# As the cloud spells them: docs.cloud.google.com/tpu/docs/v5e and its neighbours; the
+# software versions for JAX: docs.cloud.google.com/tpu/docs/runtimes.
+TYPES = {
+    "v4": ("v4", "tpu-ubuntu2204-base"),
+    "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
+    "v5p": ("v5p", "v2-alpha-tpuv5"),
+    "v6e": ("v6e", "v2-alpha-tpuv6e"),
+}
+
+
+def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
+    """Give the commands that make, describe and delete it."""
+    target = parse_target(cluster.target or "")
+    kind, runtime = TYPES[target.family]
+    size = target.name.rpartition("-")[2].partition("x")[0]
+    create = [f"--accelerator-type={kind}-{size}"]
+    create.append(f"--runtime-version={cluster.runtime_version or runtime}")
+    if target.slices == 1:
+        create.append(f"--node-id={name}")
+    else:
+        create += [f"--node-count={target.slices}", f"--node-prefix={name}"]
+    create += ["--spot"] * cluster.spot + ["--reserved"] * cluster.reserved
+    labels = {"longhaul": name, **cluster.labels}
+    for flag, value in (
+        ("valid-until-duration", cluster.valid_until),
+        ("network", cluster.network),
+        ("subnetwork", cluster.subnetwork),
+        ("service-account", cluster.service_account),
+        ("labels", ",".join(f"{key}={value}" for key, value in labels.items())),
+    ):
+        create += [f"--{flag}={value}"] if value else []
+    create += cluster.options
+    return {
+        "create": words("create", name, cluster, *create),
+        "describe": words("describe", name, cluster, "--format=json"),
+        "delete": words("delete", name, cluster, "--force"),
+    }
+
+
+def words(verb: str, name: str, cluster: TpuVmCluster, *more: str) -> list[str]:
+    """Give a command of `gcloud compute tpus queued-resources`."""
+    own = [] if cluster.project is None else [f"--project={cluster.project}"]
+    group = ["gcloud", "compute", "tpus", "queued-resources"]
+    return [*group, verb, name, f"--zone={cluster.zone}", *own, "--quiet", *more]
+
+
+class GcloudError(Exception):
+    """It ended with an error; the message is its own."""
+
+    def __init__(self, message: str, code: int):
+        self.code = code
+        super().__init__(message[-_MOST:].strip())
+
+    def is_status(self, name: str) -> bool:
+        """Say whether the service answered so, `NOT_FOUND` say."""
+        return re.search(rf"\b{name}\b", str(self)) is not None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the same call would fail again."""
+        text = str(self)
+        said = any(self.is_status(name) for name in _HOPELESS.values())
+        said = said or any(words in text for words in _ACCOUNT)
+        return said or self.code == _USAGE or is_quota(text)
+
+
+def is_quota(message: str) -> bool:
+    """Say whether it is the project's quota that lacks, and not machines."""
+    return "quota" in message.lower()
+
+
+def hopeless_status(code: int | None, message: str) -> bool:
+    """Say whether a request that failed with this status would fail again."""
+    return code in _HOPELESS or is_quota(message)
+
+
+def call(words: Sequence[str]) -> str:
+    """Run a command; give what it printed.
+
+    Raises:
+        GcloudError: it failed, or took too long.
+        Exit: there is no gcloud.
+    """
+    code, out, err = try_call(words)
+    if code:
+        raise GcloudError(err, code)
+    return out.decode(errors="replace")

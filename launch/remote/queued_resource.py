@@ -1,0 +1,199 @@
+"""A queued resource: TPU slices that Google Cloud hands out when it has them.
+
+States: docs.cloud.google.com/tpu/docs/queued-resources, and QueuedResourceState of the
+v2 API. Spot machines that were taken away do not come back by themselves: what is left
+of the request is deleted, and made again. It would also go on to hold quota.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launch.config import TpuVmCluster
+from launch.remote.attempt import Wait
+from launch.remote.gcloud import GcloudError, call, commands, hopeless_status
+from train.errors import CRASHED, WRONG_CONFIG, Exit
+
+log = logging.getLogger(__name__)
+
+ACTIVE = "ACTIVE"
+_ON_THE_WAY = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
+_FAILURES = 5  # in a row, of what may pass
+_PAUSE_S, _LONGEST_S = 10.0, 300.0
+_ASK_AGAIN_S = 30.0
+_SAY_S = 600.0  # that it still waits
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a request is at. state: None if there is none; why: what it says of it."""
+
+    state: str | None
+    why: str = ""
+    code: int | None = None
+    created: str = ""
+
+    def __str__(self) -> str:
+        said = f": {self.why}" if self.why else ""
+        waited = f", {_age(self.created)} after it was made" if self.created else ""
+        return f"{self.state}{waited}{said}"
+
+
+class QueuedResource:
+    """One request by name.
+
+    diary: file that gets a JSON line for each state that it was seen in.
+    """
+
+    def __init__(self, name: str, cluster: TpuVmCluster, diary: Path | None = None):
+        self.name, self._cluster, self._diary = name, cluster, diary
+        self._commands = commands(name, cluster)
+        self._known, self._seen = False, ""
+        self._said, self._failures = 0.0, 0
+
+    def look(self) -> Look:
+        """Ask for its state.
+
+        Raises:
+            GcloudError: gcloud could not ask.
+        """
+        try:
+            told = json.loads(call(self._commands["describe"]))
+        except GcloudError as error:
+            if not error.is_status("NOT_FOUND"):
+                raise
+            return Look(None)
+        state: dict[str, Any] = told.get("state", {})
+        error = state.get("failedData", {}).get("error", {})
+        why = error.get("message", "")
+        if "stateInitiator" in state and state["state"] not in (ACTIVE, *_ON_THE_WAY):
+            why = why or f"by the {state['stateInitiator'].lower()}"
+        created = told.get("createTime", "")
+        return Look(state.get("state"), why, error.get("code"), created)
+
+    def ensure(self, wait: Wait, poll_s: float) -> bool:
+        """Wait until it is active, made anew as often as needed; False: a signal came.
+
+        Raises:
+            Exit: it will not be, and why.
+        """
+        pause_s = 0.0
+        while not wait(pause_s):
+            try:
+                now = self.look()
+            except GcloudError as error:
+                if error.hopeless and not self._known:
+                    raise Exit(WRONG_CONFIG, self._refused(str(error))) from None
+                log.warning("%s\nasked again in %.0f s", error, _ASK_AGAIN_S)
+                pause_s = _ASK_AGAIN_S
+                continue
+            self._note(now)
+            if now.state == ACTIVE:
+                self._failures = 0
+                return True
+            try:
+                pause_s = self._act(now, poll_s)
+            except GcloudError as error:
+                pause_s = self._after(error)
+        return False
+
+    def _act(self, now: Look, poll_s: float) -> float:
+        """Do what brings it nearer to being active; give the seconds to wait then."""
+        if now.state is None:
+            log.info("%s: asking for %s", self.name, self._cluster.target)
+            call(self._commands["create"])
+            return 0.0
+        if now.state == "FAILED":
+            self._judge(now)
+        elif now.state != "SUSPENDED":
+            return poll_s  # on the way, or leaving
+        call(self._commands["delete"])
+        return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
+
+    def _judge(self, now: Look) -> None:
+        """Raise Exit if it would fail again, or has often."""
+        expired = self._cluster.valid_until is not None and "valid" in now.why.lower()
+        if hopeless_status(now.code, now.why) or expired:
+            raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
+        self._failures += 1
+        if self._failures >= _FAILURES:
+            raise Exit(CRASHED, self._refused(f"{now.why} ({_FAILURES} times)"))
+
+    def _after(self, error: GcloudError) -> float:
+        if error.is_status("ALREADY_EXISTS"):
+            return 1.0
+        self._failures += 1
+        if error.hopeless:
+            raise Exit(WRONG_CONFIG, self._refused(str(error)))
+        if self._failures >= _FAILURES:
+            often = f"{error} ({_FAILURES} times)"
+            raise Exit(CRASHED, self._refused(often))
+        pause_s = min(_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_S)
+        log.warning("%s\nagain in %.0f s", error, pause_s)
+        return pause_s
+
+    def _refused(self, why: str) -> str:
+        self._write("given up", why)
+        return f"{self.name}: no {self._cluster.target} was to be had: {why}"
+
+    def _note(self, now: Look) -> None:
+        """Say what it is at when that changes, and now and then while it waits."""
+        state = now.state or "not there"
+        changed = state != self._seen
+        if changed or (now.state != ACTIVE and time.monotonic() > self._said + _SAY_S):
+            log.info("%s: %s", self.name, now if now.state else state)
+            self._said = time.monotonic()
+        if changed:
+            self._write(state, now.why)
+        self._known, self._seen = True, state
+
+    def _write(self, state: str, why: str) -> None:
+        if self._diary is not None:
+            line = {"time": time.time(), "state": state, "why": why}
+            with self._diary.open("a") as diary:
+                diary.write(json.dumps(line) + "\n")
+
+    def delete(self, tries: int = 3) -> bool:
+        """Delete it with its machines, and say loudly if that cannot be done."""
+        for attempt in range(tries):
+            try:
+                if self.look().state is None:
+                    return True
+                call(self._commands["delete"])
+                log.info("%s: deleted", self.name)
+                return True
+            except GcloudError as error:
+                log.warning("%s", error)
+                if attempt + 1 < tries:
+                    time.sleep(_PAUSE_S)
+        log.error(
+            "%s COULD NOT BE DELETED, and may go on to cost money. By hand: %s",
+            *(self.name, " ".join(self._commands["delete"])),
+        )
+        return False
+
+
+def said_of_states(diary: Path) -> Sequence[str]:
+    """Say which states it went through, a line each, the last ten."""
+    lines = diary.read_text().splitlines()[-10:] if diary.exists() else []
+    said = []
+    for line in map(json.loads, lines):
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+        why = f": {line['why']}" if line["why"] else ""
+        said.append(f"{at}   {line['state']}{why}")
+    return said
+
+
+def _age(created: str) -> str:
+    """Give the time since a moment as the API writes it; nanoseconds are too many."""
+    try:
+        then = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
+    except ValueError:
+        return created
+    minutes = max(0, int((datetime.now(UTC) - then).total_seconds() / 60))
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,128 @@
+"""`cluster=ssh`: machines that ssh reaches, kept running from here.
+
+Training has a session of its own there (`remote/run_script.py`): a broken connection
+ends nothing, and `action=resume` takes up what runs. What it is to know travels over
+the connections' standard input. Processes find each other by torchrun's variables.
+
+The run's directory, and with cluster.code=shared this program too, lie where all of
+them see it, and this machine does.
+"""
+
+import re
+import signal
+import sys
+from dataclasses import asdict, replace
+
+from launch.config import Code, SshCluster
+from launch.job import Job, Rendered, shell
+from launch.plan_check import Machine
+from launch.remote.attempt import Watch
+from launch.remote.run_script import RUN, run_script
+from launch.remote.ssh_hosts import SshHosts, put_line, ssh_command, start_line
+from launch.remote.supervise import (
+    LOG,
+    kept_keys,
+    print_log,
+    said_of,
+    stop_watcher,
+    supervise,
+    watching,
+)
+from launch.remote.supervise import alive as alive
+from launch.submissions import Record
+from train.config import Mistake
+
+WHERE_SECRETS_GO = (
+    "keep it on the hosts: log in there (wandb login), or let cluster.setup read a file"
+)
+
+
+def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the cluster's keys."""
+    found = []
+    if not cluster.hosts:
+        rule = "must name at least one, say [node1, me@node2]"
+        found.append(Mistake("cluster.hosts", [], rule))
+    for host in [*cluster.hosts, *filter(None, [cluster.address])]:
+        if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host, re.ASCII):
+            rule = "must be a host as ssh takes it, with user@ before it if need be"
+            found.append(Mistake("cluster.hosts", host, rule))
+    if len({*cluster.hosts}) < len(cluster.hosts):
+        rule = "must differ; cluster.processes_per_node has several on each"
+        found.append(Mistake("cluster.hosts", cluster.hosts, rule))
+    if cluster.processes_per_node < 1:
+        count = cluster.processes_per_node
+        found.append(Mistake("cluster.processes_per_node", count, "must be at least 1"))
+    if cluster.code is Code.image:
+        rule = "must be shared or archive: nothing starts containers here"
+        found.append(Mistake("cluster.code", cluster.code, rule))
+    if cluster.poll_s <= 0:
+        found.append(Mistake("cluster.poll_s", cluster.poll_s, "must be positive"))
+    return found
+
+
+def machine(cluster: SshCluster) -> Machine:
+    """Nothing to plan for: what the hosts have is not known here."""
+    return Machine()
+
+
+def render(job: Job, cluster: SshCluster) -> Rendered:
+    """Give run.sh, and how it is started on each host."""
+    # The archive comes to lie beside run.sh.
+    there = replace(job, folder=".") if cluster.code is Code.archive else job
+    python = cluster.python or sys.executable
+    shared = job.workdir if cluster.code is Code.shared else None
+    script = run_script(
+        there.command(python, cluster.code),
+        job.variables(cluster.code),
+        setup=cluster.setup,
+        workdir=cluster.workdir or shared,
+    )
+    lines = []
+    for number, host in enumerate(cluster.hosts):
+        put = ssh_command(cluster, host, put_line(job.name, RUN))
+        start = ssh_command(cluster, host, start_line(job.name, cluster, number))
+        lines += [f"{shell(put)} <{RUN}", shell(start)]
+    command = ["bash", "ssh.sh"]
+    return Rendered({RUN: script, "ssh.sh": "\n".join(lines) + "\n"}, command)
+
+
+def submit(job: Job, cluster: SshCluster, rendered: Rendered, record: Record) -> int:
+    """Start the run on all hosts, and keep it going to the end."""
+    record = record.with_handle(cluster=asdict(cluster))
+    start = watching(SshHosts(record, cluster), cluster)
+    return supervise(job, cluster, record, start)
+
+
+def status(record: Record) -> list[str]:
+    """Say what the hosts say, who keeps it running, and what came before."""
+    cluster = kept_keys(record)
+    hosts = SshHosts(record, cluster)
+    states = hosts.ask("poll")
+    there = [
+        f"{name}: {' '.join(map(str, filter(None, s)))}" for name, s in states.items()
+    ]
+    silent = hosts.processes - len(states)
+    there += [f"{silent} processes: no answer"] * bool(silent)
+    return [*said_of(record), *there]
+
+
+def logs(record: Record, follow: bool) -> int:
+    """Print what process 0 says; if nobody here has listened, what it has said."""
+    if not print_log(record, follow):
+        said = SshHosts(record, kept_keys(record)).said(0)
+        print(said.decode(errors="replace"), end="")
+    return 0
+
+
+def stop(record: Record) -> int:
+    """Let the run save and stop, and wait until it has."""
+    if stop_watcher(record):
+        return 0
+    cluster, file = kept_keys(record), record.local_folder() / LOG
+    hosts = SshHosts(record, cluster)
+    if any(state.word == "running" for state in hosts.ask("poll").values()):
+        watch = Watch(hosts, file, cluster.poll_s, begun=True)
+        watch.stop(signal.SIGINT)
+        watch.wait()
+    return 0

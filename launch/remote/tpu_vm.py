@@ -1,0 +1,223 @@
+"""`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, kept running from here.
+
+The machines come as a queued resource (`remote/queued_resource.py`), get this program
+by scp or as an image, and are asked over ssh (`remote/run_script.py`); JAX finds pods
+and slices by their metadata server. Machines that were taken away are asked for again,
+and what is over is deleted, unless `cluster.keep`. A new `action=resume` takes up the
+machines and the training that it finds.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from launch.config import Code, TpuVmCluster
+from launch.job import ARCHIVE, VARIABLE, Job, Rendered, shell
+from launch.plan_check import Machine, object_store_mistakes
+from launch.remote.attempt import Watch
+from launch.remote.gcloud import TYPES, GcloudError, commands
+from launch.remote.queued_resource import ACTIVE, QueuedResource, said_of_states
+from launch.remote.run_script import RUN, run_script, run_words
+from launch.remote.supervise import (
+    LOG,
+    kept_keys,
+    print_log,
+    said_of,
+    stop_watcher,
+    supervise,
+    watching,
+)
+from launch.remote.supervise import alive as alive
+from launch.remote.tpu_hosts import (
+    TpuHosts,
+    copy_command,
+    make_line,
+    ssh_command,
+    start_line,
+)
+from launch.submissions import Record
+from train.config import ConfigError, Mistake
+from train.hardware.targets import parse_target
+
+WHERE_SECRETS_GO = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
+STATES = "states.jsonl"
+_TYPED = "tpu_vm.sh"
+# The machines' own Python is 3.10: a newer one beside it, with what training needs.
+_SETUP = (
+    "python3 -m pip install --quiet --user uv",
+    "python3 -m uv venv --quiet --allow-existing --python 3.12 ~/longhaul/venv",
+    "python3 -m uv pip install --quiet --python ~/longhaul/venv/bin/python "
+    f'"longhaul[tpu,gcs] @ file://$PWD/{ARCHIVE}"',
+    "source ~/longhaul/venv/bin/activate",
+)
+
+
+def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the cluster's keys, or with where the run lies."""
+    found = [*_target_mistakes(cluster)]
+    if not cluster.zone:
+        found.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
+    if cluster.spot and cluster.reserved:
+        rule = "go not together: spot machines are what reservations leave"
+        found.append(Mistake("cluster.spot, cluster.reserved", True, rule))
+    if (cluster.image is None) == (cluster.code is Code.image):
+        rule = "goes with cluster.code=image, and only with it"
+        found.append(Mistake("cluster.image", cluster.image, rule))
+    if cluster.poll_s <= 0:
+        found.append(Mistake("cluster.poll_s", cluster.poll_s, "must be positive"))
+    for name in cluster.secrets:
+        if not VARIABLE.fullmatch(name):
+            rule = "must be a variable's name: letters, digits and underscores"
+            found.append(Mistake("cluster.secrets", name, rule))
+    # With code=shared there is a file system that all see.
+    shared = cluster.code is Code.shared
+    return found + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
+
+
+def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:
+    if not cluster.target:
+        rule = "is required, say v6e-8, or v5p-512x4 for four slices"
+        return [Mistake("cluster.target", cluster.target, rule)]
+    try:
+        target = parse_target(cluster.target)
+    except ConfigError as error:
+        return [m._replace(key="cluster.target") for m in error.mistakes]
+    if target.family in TYPES:
+        return []
+    if target.platform == "tpu":
+        rule = f"{target.family} is to be had in GKE only: cluster=gke_tpu"
+    else:
+        rule = f"must be a TPU: {', '.join(TYPES)}"
+    return [Mistake("cluster.target", cluster.target, rule)]
+
+
+def machine(cluster: TpuVmCluster) -> Machine:
+    """Give the target that the plan is made for."""
+    return Machine(target=cluster.target)
+
+
+def render(job: Job, cluster: TpuVmCluster) -> Rendered:
+    """Give run.sh, and the commands that are typed from here, in their order."""
+    # The archive comes to lie beside run.sh.
+    there = replace(job, folder=".") if cluster.code is Code.archive else job
+    python = "python" if cluster.code is Code.image else cluster.python
+    command = there.command(python, cluster.code)
+    variables = job.variables(cluster.code)
+    last: list[str] = []
+    if cluster.image is not None:
+        names = [*variables, *cluster.secrets]
+        command = _in_docker(cluster.image, job.name, names, command)
+        last = [f"sudo docker rm --force {job.name} >/dev/null 2>&1 || true"]
+    script = run_script(
+        command,
+        variables,
+        secrets=_secrets(cluster),
+        setup=_setup(cluster),
+        workdir=job.workdir if cluster.code is Code.shared else None,
+        last=last,
+    )
+    files = {RUN: script, _TYPED: _typed(job.name, cluster)}
+    return Rendered(files, commands(job.name, cluster)["create"])
+
+
+def _typed(name: str, cluster: TpuVmCluster) -> str:
+    """Give the commands that the supervisor types, for those who want to do so."""
+    own = commands(name, cluster)
+    poll = run_words(name, "poll", 0, 1)
+    stop = run_words(name, "signal", 0, 1, "INT")
+    parts = {
+        "Ask for the machines; once they are ACTIVE, go on": own["create"],
+        "Are they?": own["describe"],
+        "Make room for the files": ssh_command(name, cluster, make_line(name)),
+        "Copy them, from the folder of this file": copy_command(name, cluster),
+        "Start training": ssh_command(name, cluster, start_line(name)),
+        "Does it run?": ssh_command(name, cluster, poll),
+        "Let it save and stop": ssh_command(name, cluster, stop),
+        "Delete the machines": own["delete"],
+    }
+    lines = [line for what, p in parts.items() for line in (f"# {what}", shell(p))]
+    return "\n".join(lines) + "\n"
+
+
+def _setup(cluster: TpuVmCluster) -> Sequence[str]:
+    """Give the lines of shell that run before training."""
+    if cluster.setup is not None:
+        return cluster.setup
+    return _SETUP if cluster.code is Code.archive else ()
+
+
+def _secrets(cluster: TpuVmCluster) -> list[str]:
+    """Give lines of shell that ask Secret Manager, by the machine's own account.
+
+    Source: the reference of gcloud secrets versions access (SDK 528).
+    """
+    own = [] if cluster.project is None else [f"--project={cluster.project}"]
+    ask = ["gcloud", "secrets", "versions", "access", "latest"]
+    lines = []
+    for variable, name in cluster.secrets.items():
+        words = shell([*ask, f"--secret={name}", *own])
+        lines += [f'{variable}="$({words})"', f"export {variable}"]
+    return lines
+
+
+def _in_docker(
+    image: str, name: str, variables: list[str], command: list[str]
+) -> list[str]:
+    """Give the words that run a command in a container, with all chips of the machine.
+
+    Source: docs.cloud.google.com/tpu/docs/run-in-container.
+    """
+    names = ",".join(variables)
+    sudo = ["sudo", *([f"--preserve-env={names}"] if names else [])]
+    flags = [f"--name={name}", "--privileged", "--net=host", "--user=root"]
+    flags += [f"--env={variable}" for variable in variables]
+    return [*sudo, "docker", "run", "--rm", *flags, image, *command]
+
+
+def submit(job: Job, cluster: TpuVmCluster, rendered: Rendered, record: Record) -> int:
+    """Get the machines, start the run, and keep it going to the end."""
+    record = record.with_handle(cluster=asdict(cluster))
+    hosts = _hosts(record)
+
+    def over() -> None:
+        if not cluster.keep:
+            hosts.resource.delete()
+
+    return supervise(job, cluster, record, watching(hosts, cluster), over)
+
+
+def _hosts(record: Record) -> TpuHosts:
+    return TpuHosts(record, kept_keys(record), record.local_folder() / STATES)
+
+
+def status(record: Record) -> list[str]:
+    """Say what the queue says, who keeps it running, and what came before."""
+    try:
+        now = QueuedResource(record.name, kept_keys(record)).look()
+        there = str(now) if now.state else "none: it is over, or not asked for yet"
+    except GcloudError as error:
+        there = f"gcloud does not say: {error}"
+    states = said_of_states(record.local_folder() / STATES)
+    return [f"queued resource: {there}", *said_of(record), *states]
+
+
+def logs(record: Record, follow: bool) -> int:
+    """Print what process 0 says; if nobody here has listened, what it has said."""
+    if not print_log(record, follow):
+        print(_hosts(record).said(0).decode(errors="replace"), end="")
+    return 0
+
+
+def stop(record: Record) -> int:
+    """Let the run save and stop, wait until it has, and delete the machines."""
+    if stop_watcher(record):
+        return 0
+    hosts, cluster = _hosts(record), kept_keys(record)
+    if hosts.resource.look().state == ACTIVE:
+        file = record.local_folder() / LOG
+        watch = Watch(hosts, file, cluster.poll_s, begun=True)
+        watch.stop(signal.SIGINT)
+        watch.wait()
+    if not cluster.keep:
+        hosts.resource.delete()
+    return 0

@@ -1,0 +1,1 @@
+"""Slurm: one job that puts itself back into the queue."""

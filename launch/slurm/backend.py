@@ -1,0 +1,115 @@
+"""`cluster=slurm`: one job of sbatch's, which puts itself back into the queue.
+
+What runs there is `launch/slurm/script.py`'s; here it is submitted, asked about and
+stopped, with Slurm's own commands, on a machine that has them and sees the run's folder
+as the nodes do.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+from launch import gpu_variables as gpu
+from launch.config import SlurmCluster
+from launch.job import Job, Rendered
+from launch.plan_check import Machine
+from launch.slurm.checks import slurm_mistakes
+from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
+from launch.slurm.squeue import QueuedJob, ask
+from launch.submissions import Record
+from launch.supervisor import ATTEMPTS, said_of_attempts
+from train.config import Mistake
+from train.errors import FINISHED
+
+log = logging.getLogger(__name__)
+
+WHERE_SECRETS_GO = (
+    "set it in the environment that you type this command in: sbatch passes that on"
+)
+_LOOK_S = 1.0
+_ASK_AGAIN_S = 60.0  # the first signal may have come before there was a process
+
+
+def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
+    """List what is wrong with the cluster's keys."""
+    return slurm_mistakes(cluster, run_dir)
+
+
+def machine(cluster: SlurmCluster) -> Machine:
+    """Give nodes of GPUs; nothing for CPUs: how many devices they are is not known."""
+    if cluster.gpus_per_node is None:
+        return Machine()
+    how = cluster.gpus_per_node, cluster.nodes, cluster.environment
+    return gpu.machine_of(cluster.gpu, *how)
+
+
+def render(job: Job, cluster: SlurmCluster) -> Rendered:
+    """Give the job script, and sbatch's line; that holds the paths."""
+    folder = folder_of(job)
+    output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
+    command = ["sbatch", "--parsable", f"--chdir={workdir_of(job, cluster)}"]
+    command += [f"--output={output}", f"{folder}/{SCRIPT}"]
+    return Rendered({SCRIPT: script(job, cluster)}, command)
+
+
+def submit(job: Job, cluster: SlurmCluster, rendered: Rendered, record: Record) -> int:
+    """Hand the script to sbatch."""
+    folder = Path(folder_of(job))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SCRIPT).write_text(rendered.files[SCRIPT])
+    record = record.with_handle(folder=str(folder))
+    number, _, other = ask(rendered.command).strip().partition(";")
+    record.with_handle(job=number, cluster=other)
+    print(f"job {number}; action=status says where it is, action=logs what it says")
+    return FINISHED
+
+
+def alive(record: Record) -> bool:
+    """Say whether the job runs, or waits to."""
+    return QueuedJob(record.handle).state() is not None
+
+
+def status(record: Record) -> list[str]:
+    """Say where the job is, why it waits, and how its attempts ended."""
+    diary = Path(record.handle["folder"]) / ATTEMPTS
+    return [*QueuedJob(record.handle).describe(), *said_of_attempts(diary)]
+
+
+def logs(record: Record, follow: bool) -> int:
+    """Print what the script and the processes have said."""
+    file, job = Path(record.handle["folder"]) / LOG, QueuedJob(record.handle)
+    place, over, looked = 0, not follow, 0.0
+    while True:
+        if follow and time.monotonic() - looked > 5 * _LOOK_S:
+            over, looked = job.state() is None, time.monotonic()
+        if file.exists():
+            with file.open("rb") as said:
+                said.seek(place)
+                print(said.read().decode(errors="replace"), end="", flush=True)
+                place = said.tell()
+        if over:
+            return FINISHED
+        time.sleep(_LOOK_S / 4)
+
+
+def stop(record: Record) -> int:
+    """Let the run save and stop, or take it out of the queue; wait until it is gone.
+
+    A file keeps the script from starting again. The signal goes to the processes, and
+    SIGINT goes only once: a second would end them before they have saved.
+    """
+    (Path(record.handle["folder"]) / STOP).touch()
+    job, asked = QueuedJob(record.handle), None
+    while (state := job.state()) is not None:
+        now = time.monotonic()
+        if state == "PENDING":
+            job.cancel()
+        elif state == "RUNNING" and asked is None:
+            log.info("job %s: asked to save and stop", job.number)
+            job.cancel("INT")
+            asked = now
+        elif state == "RUNNING" and asked is not None and now - asked > _ASK_AGAIN_S:
+            job.cancel("TERM")
+            asked = now
+        time.sleep(_LOOK_S)
+    return FINISHED

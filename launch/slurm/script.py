@@ -1,0 +1,194 @@
+"""The job script of Slurm: trains, and decides what the end of an attempt means.
+
+Slurm knows only whether a script failed. So this one waits for all processes, reads
+their exit codes (each leaves its own in a file: srun tells the highest alone, which
+hides a wrong config behind a lost peer), judges them as `launch/policy.py` does, and
+puts its own job into the queue again, or not, and says why. What Slurm does by itself
+(a lost node, a preemption, scancel) it leaves alone, and does not count.
+
+Signals reach the processes without it: those of `--signal` and `scancel --signal` go
+to the step, those of a requeue, a preemption and a time limit to all there is.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import gpu_variables as gpu
+from launch.config import Code, SlurmCluster
+from launch.job import Job, exports
+from launch.policy import AGAIN, LONGEST_BACKOFF_S, NEVER_AGAIN, SAME_STEP, backoff
+from launch.supervisor import ATTEMPTS
+from train.errors import CRASHES_AGAIN, STOPPED
+
+SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
+_OTHERS_S = 600  # after one has ended: heartbeat, watchdog and a save are within it
+
+
+def script(job: Job, cluster: SlurmCluster) -> str:
+    """Give the job script."""
+    parts = [
+        ["#!/usr/bin/env bash", *directives(job, cluster)],
+        [f"# Trains {job.name}, and starts again until it is done or of no use."],
+        list(_gpu_lines(job, cluster)),
+        cluster.setup,
+        _PLACE,
+        exports(job.variables(cluster.code)),
+        _arrays(job, cluster),
+        _policy(job, cluster),
+        [Path(__file__).with_name("attempt.sh").read_text()],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def folder_of(job: Job) -> str:
+    """Give the folder of script, log and exit codes: all nodes see it.
+
+    That of the submission, or below the home directory if that one is remote.
+    """
+    if "://" not in job.folder:
+        return str(Path.cwd() / job.folder)
+    number = job.folder.rpartition("/")[2]
+    return str(Path.home() / f".local/state/longhaul/{job.name}/{number}")
+
+
+def workdir_of(job: Job, cluster: SlurmCluster) -> str:
+    """Give where the processes run."""
+    return cluster.workdir or job.workdir
+
+
+def directives(job: Job, cluster: SlurmCluster) -> list[str]:
+    """Give the lines for sbatch; their values were checked (`slurm/backend.py`)."""
+    known = {
+        "job-name": job.name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.processes_per_node,
+        "gpus-per-node": cluster.gpus_per_node,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.memory,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "signal": f"TERM@{cluster.signal_s}",
+        "requeue": True,
+        "open-mode": "append",
+    }
+    return [f"#SBATCH {word}" for word in flags({**known, **cluster.options})]
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Give options as words: null and false leave one out, true has no value."""
+    chosen = {k: v for k, v in options.items() if v is not None and v is not False}
+    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in chosen.items()]
+
+
+def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
+    if cluster.gpus_per_node is None:
+        return
+    yield "# For GPUs; cluster.environment replaces any of them."
+    for name, (value, reason) in gpu.settings(job.environment).items():
+        yield from (f"# {line}" for line in reason.splitlines())
+        yield from exports({name: value})
+
+
+# Process 0 is on the first node: JAX takes its name, and a port which another job may
+# have, or any program be given by the system. Ids of jobs that share a node differ by
+# less than 12,000; from 32,768 on Linux hands out ports at will. Some sites' names are
+# known to Slurm alone.
+_PLACE = r"""
+# Process 0, at a port that no other job on its node has.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if ! getent hosts "$first" >/dev/null &&
+	[[ $(scontrol show node --oneliner "$first") =~ NodeAddr=([^ ]+) ]]; then
+	first=${BASH_REMATCH[1]}
+fi
+export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
+""".strip().splitlines()
+
+
+def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
+    """Give the commands, a word a line."""
+    python = cluster.python or ("python3" if cluster.container_image else None)
+    python = python or sys.executable
+    tasks = cluster.nodes * cluster.processes_per_node
+    one = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "export": "ALL"}
+    all_of_them = {
+        "nodes": cluster.nodes,
+        "ntasks": tasks,
+        "ntasks-per-node": cluster.processes_per_node,
+        "cpus-per-task": cluster.cpus_per_task,  # srun does not take it from the job
+        "kill-on-bad-exit": 0,
+        "wait": _OTHERS_S,
+        "export": "ALL",
+    }
+    inside = _container(job, cluster)
+    return [
+        f"tasks={tasks}",
+        *_array("srun", ["srun", *flags({**all_of_them, **inside})]),
+        *_array("srun_one", ["srun", *flags({**one, **inside})]),
+        *_array("train", job.command(python, cluster.code)),
+        *_array("status", job.status_command(python, cluster.code)),
+    ]
+
+
+def _array(name: str, words: Sequence[str]) -> list[str]:
+    return [f"{name}=(", *(f"\t{shlex.quote(word)}" for word in words), ")"]
+
+
+def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
+    """Give the options of pyxis: the same paths inside as outside."""
+    if cluster.container_image is None:
+        return dict(cluster.srun_options)
+    workdir = workdir_of(job, cluster)
+    seen = [workdir, folder_of(job)]
+    seen += [] if "://" in job.run_dir else [job.run_dir]
+    seen += [job.root] if cluster.code is Code.shared else []
+    mounts = [f"{path}:{path}" for path in _outer(seen)]
+    ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
+    ours |= {*gpu.settings(job.environment)} if cluster.gpus_per_node else set()
+    return {
+        "container-image": cluster.container_image,
+        "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
+        "container-workdir": workdir,
+        "container-env": ",".join(sorted(ours)),  # else the image's own win
+        **cluster.srun_options,
+    }
+
+
+def _outer(paths: Iterable[str]) -> list[str]:
+    """Leave out what lies below another."""
+    each = [Path(path) for path in dict.fromkeys(paths)]
+    return [str(p) for p in each if not any(o in p.parents for o in each)]
+
+
+def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
+    """Give what `launch/policy.py` says, and where things lie."""
+    pauses = [0.0]
+    while pauses[-1] < LONGEST_BACKOFF_S and len(pauses) <= cluster.max_restarts:
+        pauses.append(backoff(len(pauses), cluster.backoff_s))
+        if not cluster.backoff_s:
+            break
+    words = {
+        "folder": folder_of(job),
+        "diary": f"{folder_of(job)}/{ATTEMPTS}",
+        "stop": f"{folder_of(job)}/{STOP}",
+    }
+    numbers = {
+        "stopped": STOPPED,
+        "crashes_again": CRASHES_AGAIN,
+        "same_step": SAME_STEP,
+        "max_restarts": cluster.max_restarts,
+    }
+    lists = {
+        "never_again": NEVER_AGAIN,
+        "again": AGAIN,
+        "pauses": [round(pause) for pause in pauses[1:]],
+    }
+    return [
+        *(f"{name}={shlex.quote(word)}" for name, word in words.items()),
+        *(f"{name}={number}" for name, number in numbers.items()),
+        *(f"{name}=({' '.join(map(str, each))})" for name, each in lists.items()),
+    ]

@@ -1,0 +1,110 @@
+"""What Slurm knows of a job, asked with its own commands, and how it is told to end."""
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from train.errors import CRASHED, Exit
+
+_OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+_OVER += ("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_WAITS = {
+    "Resources": "its nodes are not free yet",
+    "Priority": "jobs of a higher priority wait too",
+    "BeginTime": "not before the time below",
+    "Dependency": "for another job",
+    "JobHeldUser": "held: scontrol release lets it go",
+    "JobHeldAdmin": "held by an administrator",
+    "PartitionTimeLimit": "it asks for more time than its partition allows",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
+    "ReqNodeNotAvail": "nodes that it needs are down or reserved",
+}
+
+
+class QueuedJob:
+    """A job that sbatch has given a number."""
+
+    def __init__(self, handle: Mapping[str, str]):
+        """Take what `submit` kept; a job that sbatch refused has no number."""
+        self.number = handle.get("job")
+        other = handle.get("cluster")
+        self._where = [f"--clusters={other}"] if other else []
+
+    def about(self) -> dict[str, str]:
+        """Give `scontrol show job` by name; nothing, once Slurm has forgotten it."""
+        if self.number is None:
+            return {}
+        words = ["scontrol", *self._where, "show", "job", "--oneliner", self.number]
+        pairs = re.findall(r"(?:^| )([A-Za-z/]+)=(\S*)", ask(words, "Invalid job id"))
+        return dict(reversed(pairs))  # the first of each counts: texts come later
+
+    def state(self) -> str | None:
+        """Give its state; None if it is over."""
+        state = self.about().get("JobState")
+        return None if state in _OVER else state
+
+    def cancel(self, signal: str | None = None) -> None:
+        """Cancel it, or send its processes a signal; nothing if it is over."""
+        which = [f"--signal={signal}"] if signal else []
+        assert self.number is not None
+        ask(["scancel", "--quiet", *self._where, *which, self.number], "")
+
+    def describe(self) -> list[str]:
+        """Say whether it runs, why it waits, and how often it was put back."""
+        if self.number is None:
+            return ["in no queue: sbatch did not take it"]
+        about = self.about()
+        if not about:
+            return [f"job {self.number} is over, and forgotten", *self._accounted()]
+        state, reason = about["JobState"], about["Reason"]
+        lines = [f"job {self.number}: {state.lower()}"]
+        if state == "PENDING":
+            why = f" ({_WAITS[reason]})" if reason in _WAITS else ""
+            lines[0] += f", waits: {reason}{why}; {self._place(about['Partition'])}"
+            start = about["StartTime"]
+            start = "Slurm gives no estimate" if start == "Unknown" else start
+            lines.append(f"starts      {start}")
+        else:
+            lines[0] += f" ({reason})" * (reason != "None")
+            lines[0] += f", {about['RunTime']} of {about['TimeLimit']}"
+            lines.append(f"nodes       {about['NodeList']}, since {about['StartTime']}")
+        if (restarts := about.get("Restarts", "0")) != "0":
+            lines.append(f"restarts    {restarts}")
+        return lines
+
+    def _place(self, partition: str) -> str:
+        """Say how many jobs wait before it."""
+        order = ["--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
+        words = ["squeue", *self._where, *order, f"--partition={partition}"]
+        waiting = ask(words, "").split()
+        if self.number not in waiting:
+            return f"in partition {partition}"
+        before = waiting.index(self.number)
+        return f"{before or 'no'} job{'s' * (before != 1)} before it in {partition}"
+
+    def _accounted(self) -> list[str]:
+        """Ask the accounting, where there is one."""
+        words = ["sacct", *self._where, "--allocations", "--noheader", "--parsable2"]
+        words += ["--format=State,ExitCode,End", f"--jobs={self.number}"]
+        said = ask(words, "").strip()
+        return [f"accounting  {said.replace('|', ', ')}"] if said else []
+
+
+def ask(command: Sequence[str], allowed: str | None = None) -> str:
+    """Run one of Slurm's commands; give what it said.
+
+    Args:
+        command: its words.
+        allowed: a part of a message; where it fails with that, it said nothing.
+
+    Raises:
+        Exit: it failed otherwise.
+    """
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        wrong = f"there is no {command[0]} here: type this where Slurm's commands are"
+        raise Exit(CRASHED, wrong) from None
+    if asked.returncode and (allowed is None or allowed not in asked.stderr):
+        raise Exit(CRASHED, f"{command[0]}: {asked.stderr.strip()}")
+    return "" if asked.returncode else asked.stdout

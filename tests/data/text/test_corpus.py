@@ -1,0 +1,152 @@
+import dataclasses
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from data.config import DataConfig, Source
+from data.errors import DataError
+from data.text.corpus import Corpus, find_corpus, find_files, held_out_ids
+from data.text.documents import read
+from data.text.files import SPLITS, Split
+from data.text.records import Bad, Reading
+
+BYTES = Reading(keep_invalid_utf8=True)
+
+
+def names_of(corpus: Corpus) -> list[str]:
+    return [file.name for file in corpus.files]
+
+
+def documents(corpus: Corpus, split: Split) -> dict[str, bytes]:
+    """The text of each document of a split; a record's own split is not looked at."""
+    texts: dict[str, bytes] = {}
+    for unit in corpus.units():
+        for found in read(unit, BYTES) if unit.split == split else ():
+            assert not isinstance(found, Bad)
+            texts[found.id] = texts.get(found.id, b"") + found.text
+    return texts
+
+
+def test_python_is_the_standard_library_without_tests_and_packages():
+    corpus = find_corpus(DataConfig())
+    assert corpus.root == sysconfig.get_paths()["stdlib"]
+    ids = tuple(names_of(corpus))
+    assert {"ast.py", "json/decoder.py"} < set(ids)
+    assert list(ids) == sorted(ids)
+    for name in ids:
+        assert name.endswith(".py")
+        folders = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+        assert not folders & set(Path(name).parts)
+    held_out = held_out_ids(ids, 0.1)
+    assert 0.05 < len(held_out) / len(ids) < 0.15
+
+
+def test_no_validation_document_is_in_training(config, folder):
+    corpus = find_corpus(config)
+    train, validation = documents(corpus, "train"), documents(corpus, "validation")
+    assert not set(train) & set(validation)
+    assert set(train) | set(validation) == {path.name for path in folder.iterdir()}
+    assert list(train) == sorted(train)
+    assert validation
+    for name, content in (train | validation).items():
+        assert content == (folder / name).read_bytes()
+
+
+def test_a_new_file_moves_no_other_one():
+    names = tuple(f"{index}.txt" for index in range(100))
+    before = held_out_ids(names, 0.3)
+    assert held_out_ids(names[::-1], 0.3) == before
+    assert before <= held_out_ids((*names, "new.txt"), 0.3) <= before | {"new.txt"}
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+def test_neither_split_of_a_tiny_folder_is_empty(tmp_path, fraction):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    corpus = find_corpus(
+        DataConfig(source=Source.text, path=str(tmp_path), validation=fraction)
+    )
+    for split in SPLITS:
+        assert len(documents(corpus, split)) == 1
+
+
+def test_a_single_file_is_cut_at_a_character(tmp_path):
+    path = tmp_path / "cats.txt"
+    path.write_text("猫" * 10)
+    for tenth in (0.15, 0.2, 0.37, 0.9):
+        config = DataConfig(source=Source.text, path=str(path), validation=tenth)
+        corpus = find_corpus(config)
+        parts = [documents(corpus, split)[path.name] for split in SPLITS]
+        assert b"".join(parts) == path.read_bytes()
+        for part in parts:
+            part.decode()
+        assert abs(len(parts[1]) - 30 * tenth) < 3
+        assert corpus.is_single_text
+
+
+def test_the_pattern_chooses_and_hidden_files_do_not_count(config, folder):
+    for name in ("sub/a.md", "sub/b.md", ".git/c.md", ".d.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("x")
+    corpus = find_corpus(dataclasses.replace(config, pattern="**/*.md"))
+    assert names_of(corpus) == ["sub/a.md", "sub/b.md"]
+
+
+def test_links_are_followed_and_names_may_hold_brackets(config, folder, tmp_path):
+    linked = tmp_path / "linked [1]*"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    (linked / "dangling").symlink_to(tmp_path / "nowhere")
+    corpus = find_corpus(dataclasses.replace(config, path=str(linked)))
+    original = find_corpus(config)
+    assert names_of(corpus) == names_of(original)
+    assert [file.size for file in corpus.files] == [f.size for f in original.files]
+    assert documents(corpus, "train") == documents(original, "train")
+
+
+def test_several_inputs_have_names_of_their_own(folder):
+    inputs = [str(folder), str(folder / "01.txt"), f"{folder}/1*.txt"]
+    names = [file.name for file in find_files(inputs, "**/*")]
+    expected = [f"texts/{n:02}.txt" for n in range(40)] + ["01.txt"]
+    expected += [f"1*.txt/{n}.txt" for n in range(10, 20)]
+    assert names == sorted(expected)
+    (folder / "b.jsonl").write_text("")
+    assert [f.name for f in find_files([str(folder)], "**/*")] == ["b.jsonl"]
+
+
+def test_what_is_missing_is_named(config, folder, tmp_path):
+    def refuse(message: str, **changes) -> None:
+        with pytest.raises(DataError, match=message):
+            find_corpus(dataclasses.replace(config, **changes))
+
+    refuse("nowhere: there is no such file", path=str(tmp_path / "nowhere"))
+    refuse(r"0 files match pattern=\*\.md", pattern="*.md")
+    refuse("1 files match", pattern="01.txt")
+    refuse("cannot be searched", pattern="/etc/*")
+    corpus = find_corpus(config)
+    (folder / "02.txt").unlink()
+    with pytest.raises(DataError, match=r"02\.txt: cannot be read"):
+        [documents(corpus, split) for split in SPLITS]
+    (tmp_path / "short.txt").write_text("a")
+    short = find_corpus(dataclasses.replace(config, path=str(tmp_path / "short.txt")))
+    with pytest.raises(DataError, match="no byte is left for validation"):
+        short.units()
+
+
+def test_a_changed_file_is_another_source(config, folder):
+    before = find_corpus(config).identity()
+    assert find_corpus(config).identity() == before
+    changed = dataclasses.replace(config, validation=0.5)
+    assert find_corpus(changed).identity() != before
+    (folder / "00.txt").write_bytes(b"longer")
+    assert find_corpus(config).identity() != before
+
+
+def test_files_without_records_beside_records_are_left_out_loudly(tmp_path, caplog):
+    for name in ("a.jsonl", "b.txt", "c.md"):
+        (tmp_path / name).write_text("{}")
+    (found,) = find_files([str(tmp_path)], "**/*")
+    assert found.name == "a.jsonl"
+    assert "2 files that hold no records are left out, such as" in caplog.text

@@ -1,0 +1,124 @@
+"""A split reads alike from memory and from disk, however its documents lie."""
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data.token_store.reader
+import data.token_store.writer
+from data.errors import DataError
+from data.text.files import SPLITS
+from data.token_store.parts import Segment, SegmentSplit
+from data.token_store.reader import TokenArray
+from data.token_store.storage import Storage
+
+lengths = st.lists(
+    st.one_of(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)), max_size=80
+)
+
+
+def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[Segment]:
+    """Cut tokens 0, 1, 2 ... into segments anywhere, and documents with them."""
+    edges = [0, *sorted({cut for cut in cuts if cut < ends[-1]}), int(ends[-1])]
+    for index, (low, high) in enumerate(itertools.pairwise(edges)):
+        inside = (ends > low) & (ends <= high)
+        names = [b"id %d" % number for number in np.flatnonzero(inside)]
+        split = SegmentSplit(
+            np.arange(low, high).astype(np.uint16),
+            ends[inside] - low,
+            np.frombuffer(b"".join(names), np.uint8),
+            np.cumsum([len(name) for name in names], dtype=np.int64),
+        )
+        nothing = SegmentSplit(*(part[:0] for part in split))
+        notes = {"bytes": {"train": high - low}, "empty": index, "bad": []}
+        yield Segment(dict(zip(SPLITS, (split, nothing), strict=True)), notes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths.filter(len),
+    cuts=st.lists(st.integers(0, 400), max_size=6),
+    chunk=st.sampled_from([16, 32]),
+    source=st.randoms(use_true_random=False),
+)
+def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
+    ends = np.cumsum(lengths)
+    offsets, total = np.concatenate([[0], ends]), int(ends[-1])
+    small = {"CHUNK_LENGTH": chunk, "SHARD_LENGTH": 4 * chunk}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(data.token_store.writer, **small),
+        mock.patch.multiple(data.token_store.reader, **small),
+    ):
+        storage = Storage(folder)
+        segments = segments_of(ends, cuts)
+        data.token_store.writer.write_store(storage, segments, np.dtype(np.uint16), {})
+        arrays = []
+        for limit, most in ((2**30, 0), (0, 2**30), (0, 0)):
+            limits = {"MEMORY_LIMIT_BYTES": limit, "OFFSETS_LIMIT": most}
+            with mock.patch.multiple(data.token_store.reader, **limits):
+                arrays.append(TokenArray(storage, "train", len(lengths), total))
+        assert [array.in_memory for array in arrays] == [True, False, False]
+        lows = np.array([source.randrange(total + 9) for _ in range(20)])
+        highs = lows + [source.randrange(60) for _ in range(20)]
+        spans = np.minimum(highs, total) - np.minimum(lows, total)
+        expected = [
+            (row, offset)
+            for row, (low, high) in enumerate(zip(lows, highs, strict=True))
+            for offset in offsets
+            if low < offset <= high
+        ]
+        for array in arrays:
+            np.testing.assert_array_equal(array.offsets, offsets)
+            blocks = np.arange(-(-total // chunk) + 1) * chunk
+            before = np.searchsorted(offsets[:-1], blocks)
+            np.testing.assert_array_equal(array.array("index"), before)
+            for token in source.sample(range(total), min(total, 12)):
+                number, start, end = array.document_at(token)
+                assert start <= token < end
+                assert (start, end) == tuple(offsets[number : number + 2])
+            found = np.stack(array.starts_within(lows, highs), axis=1)
+            assert found.dtype == np.int64
+            np.testing.assert_array_equal(found, np.array(expected).reshape(-1, 2))
+            for none in array.starts_within(lows[:0], highs[:0]):
+                assert (none.shape, none.dtype) == ((0,), np.int64)
+            gathered = array.gather(np.minimum(lows, total), spans)
+            flat = [np.arange(low, high) for low, high in zip(lows, highs, strict=True)]
+            flat = np.concatenate(flat)
+            np.testing.assert_array_equal(gathered, flat[flat < total])
+            assert array.document_id(len(lengths) - 1) == f"id {len(lengths) - 1}"
+            tokens = np.concatenate(list(array.stretches("tokens")))
+            np.testing.assert_array_equal(tokens, np.arange(total))
+
+
+def test_an_empty_split_is_a_split(tmp_path):
+    segments = segments_of(np.array([5]), [])
+    data.token_store.writer.write_store(
+        Storage(tmp_path), segments, np.dtype(np.uint16), {}
+    )
+    array = TokenArray(Storage(tmp_path), "validation", 0, 0)
+    assert len(array) == 0
+    assert array.offsets.tolist() == [0]
+    assert [len(array.array(name)) for name in data.token_store.writer.ARRAYS] == [
+        0,
+        1,
+        1,
+        0,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("counts", [(2, 5), (1, 6)])
+def test_an_array_of_another_length_is_damage(tmp_path, counts):
+    segments = segments_of(np.array([5]), [])
+    data.token_store.writer.write_store(
+        Storage(tmp_path), segments, np.dtype(np.uint16), {}
+    )
+    with pytest.raises(DataError, match=r"train/\w+: is missing or damaged \(its len"):
+        TokenArray(Storage(tmp_path), "train", *counts)

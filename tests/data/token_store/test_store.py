@@ -1,0 +1,309 @@
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.token_store.build
+import data.token_store.writer
+from data.errors import DataError
+from data.text.files import SPLITS
+from data.token_store.build import cached_store
+from data.token_store.store import compression_bits_per_byte, open_store
+from tests.data.test_tokenizer import write_ranks
+from tests.fleet import REPOSITORY
+
+
+def only_shard(store, array: str) -> Path:
+    (file,) = Path(store.path, array, "c").iterdir()
+    return file
+
+
+def test_a_store_holds_every_byte_of_its_text(config, folder):
+    store = cached_store(config)
+    tokens = store.split("train")
+    ids = [tokens.document_id(number) for number in range(tokens.num_documents)]
+    assert ids == sorted(ids)
+    texts = [(folder / name).read_bytes() for name in ids]
+    assert store.text("train") == b"".join(texts)
+    assert store.text("train", 20) == b"".join(texts)[:20]
+    assert all(texts), "empty documents are left out"
+    assert store.manifest["empty_documents"] == 2
+    assert store.num_bytes("train") == sum(map(len, texts))
+    assert store.num_tokens("train") == len(tokens) == sum(map(len, texts)) + len(ids)
+    for name, start, end in zip(
+        ids, tokens.offsets[:-1], tokens.offsets[1:], strict=True
+    ):
+        document = tokens.read(start, end)
+        assert document[-1] == store.encoding.eot_token
+        assert document[:-1].astype(np.uint8).tobytes() == (folder / name).read_bytes()
+    assert tokens.read(0, 1).dtype == np.uint16
+    assert list(store.verify()) == []
+
+
+def test_a_single_file_has_no_end_inside(config, tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_bytes(b"0123456789" * 10)
+    store = cached_store(dataclasses.replace(config, path=str(path)))
+    assert store.text("train") + store.text("validation") == path.read_bytes()
+    assert store.num_tokens("train") == store.num_bytes("train") == 75
+    assert store.split("train").offsets.tolist() == [0, 75]
+
+
+def test_a_text_of_zeros_is_a_text(config, tmp_path):
+    path = tmp_path / "zeros"
+    path.write_bytes(bytes(100))
+    store = cached_store(dataclasses.replace(config, path=str(path)))
+    assert store.text("train") == bytes(75)
+
+
+def test_a_store_larger_than_a_shard_is_read_back(config, request):
+    whole = cached_store(config)
+    text = whole.text("train")
+    request.getfixturevalue("small_chunks")
+    sharded = cached_store(dataclasses.replace(config, name="sharded"))
+    assert len(list(Path(sharded.path, "train/tokens/c").iterdir())) > 3
+    assert sharded.text("train") == text
+    assert sharded.fingerprint == whole.fingerprint
+    assert list(sharded.verify()) == []
+
+
+def test_stretches_read_alike_from_disk_and_memory(config, kept):
+    tokens = cached_store(config).split("train")
+    assert tokens.in_memory == (kept == "memory")
+    flat = tokens.read(0, len(tokens))
+    starts, lengths = np.array([5, len(tokens) - 3, 7, 0]), np.array([8, 3, 0, 9])
+    found = tokens.gather(starts, lengths)
+    assert found.dtype == np.int32
+    expected = np.concatenate([flat[5:13], flat[-3:], flat[:9]])
+    np.testing.assert_array_equal(found, expected)
+    assert len(tokens.gather(starts[:0], lengths[:0])) == 0
+
+
+def test_a_store_is_built_once(config, folder, monkeypatch):
+    store = cached_store(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.token_store.build, "write_store", None)
+        assert cached_store(config).path == store.path
+    (folder / "00.txt").write_bytes(b"longer")
+    changed = cached_store(config)
+    assert changed.path != store.path
+    assert changed.fingerprint != store.fingerprint
+
+
+def test_equal_text_has_an_equal_fingerprint_anywhere(config, folder, tmp_path):
+    store = cached_store(config)
+    moved = tmp_path / "elsewhere"
+    folder.rename(moved)
+    copy = cached_store(dataclasses.replace(config, path=str(moved)))
+    assert copy.path != store.path
+    assert copy.fingerprint == store.fingerprint
+
+
+def test_the_default_place_follows_xdg(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    store = cached_store(dataclasses.replace(config, cache_dir=None))
+    assert Path(store.path).parent == tmp_path / "xdg" / "longhaul" / "stores"
+    assert Path(store.path).name.startswith("tiny-")
+
+
+def test_a_cache_that_cannot_be_written_is_named(config, folder):
+    inside_a_file = dataclasses.replace(config, cache_dir=str(folder / "01.txt"))
+    with pytest.raises(DataError, match=r"01\.txt: .*data\.cache_dir"):
+        cached_store(inside_a_file)
+
+
+@pytest.mark.parametrize("array", data.token_store.writer.ARRAYS)
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_chunk_is_found(config, kept, array, damage):
+    store = cached_store(config)
+    file = only_shard(store, f"train/{array}")
+    content = bytearray(file.read_bytes())
+    content[10] ^= 1
+    if damage == "flip":
+        file.write_bytes(content)
+    elif damage == "truncate":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        file.unlink()
+
+    def read() -> None:
+        tokens = open_store(store.path).split("train")
+        tokens.read(0, 20)
+        tokens.starts_within(np.array([0]), np.array([20]))
+        tokens.document_id(0)
+        if kept != "disk":  # there is no need of it
+            tokens.array("index")
+
+    with pytest.raises(DataError, match=f"train/{array}.*Delete {store.path}"):
+        read()
+    assert any(f"train/{array}" in line for line in open_store(store.path).verify())
+
+
+def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
+    def die(*arguments):
+        data.token_store.writer.write_store(*arguments)
+        arguments[0].remove(data.token_store.writer.MANIFEST)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data.token_store.build, "write_store", die)
+        with pytest.raises(KeyboardInterrupt):
+            cached_store(config)
+    assert not list(Path(config.cache_dir).iterdir())
+    store = cached_store(config)
+    fingerprint = store.fingerprint
+    Path(store.path, "manifest.json").unlink()
+    with pytest.raises(DataError, match=r"manifest\.json: is not there"):
+        open_store(store.path)
+    assert cached_store(config).fingerprint == fingerprint
+    assert [str(path) for path in Path(config.cache_dir).iterdir()] == [store.path]
+
+
+def test_what_a_killed_preparation_left_is_removed_later(config):
+    store = cached_store(config)
+    old, young = [Path(f"{store.path}.building-{n}") for n in "ab"]
+    for folder in (old, young):
+        folder.mkdir()
+    day_ago = time.time() - 2 * 24 * 3600
+    os.utime(old, (day_ago, day_ago))
+    Path(store.path, "manifest.json").unlink()
+    cached_store(config)
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_processes_may_prepare_at_once(config):
+    script = (
+        "import pickle, sys; from data.token_store.build import cached_store\n"
+        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "print('ready', flush=True); input()\n"
+        "store = cached_store(config)\n"
+        "print(store.fingerprint, len(store.text('train')))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, pickle.dumps(config).hex()],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        outputs = list(pool.map(lambda p: p.communicate("\n", 60)[0], processes))
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert len(list(Path(config.cache_dir).iterdir())) == 1
+
+
+def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
+    faster = []
+
+    def overtaken(*arguments):
+        data.token_store.writer.write_store(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                data.token_store.build,
+                "write_store",
+                data.token_store.writer.write_store,
+            )
+            faster.append(Path(cached_store(config).path, "manifest.json").stat())
+
+    monkeypatch.setattr(data.token_store.build, "write_store", overtaken)
+    store = cached_store(config)
+    assert Path(store.path, "manifest.json").stat().st_ino == faster[0].st_ino
+    assert len(list(Path(config.cache_dir).iterdir())) == 1
+
+
+def test_a_store_names_its_tokenizer(config, tmp_path):
+    path = tmp_path / "ranks"
+    with_ranks = dataclasses.replace(
+        config, tokenizer=str(path), tokenizer_sha256=write_ranks(path)
+    )
+    store = cached_store(with_ranks)
+    assert store.path != cached_store(config).path
+    assert open_store(store.path).text("train") == cached_store(config).text("train")
+    with pytest.raises(DataError, match="another tokenizer"):
+        open_store(store.path, cached_store(config).encoding)
+
+
+def test_another_schema_is_refused(config):
+    store = cached_store(config)
+    content = json.dumps({**store.manifest, "schema": 99}).encode()
+    Path(store.path, "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"manifest\.json: is damaged"):
+        open_store(store.path)
+    digest = hashlib.sha256(content).hexdigest()
+    Path(store.path, "manifest.json.sha256").write_text(digest)
+    with pytest.raises(DataError, match="schema is 99"):
+        open_store(store.path)
+
+
+def test_compression_is_in_bits_per_byte():
+    random = np.random.default_rng(0).bytes(50_000)
+    assert all(8 < bits < 8.1 for bits in compression_bits_per_byte(random).values())
+    bits = compression_bits_per_byte(b"ab" * 25_000)
+    assert set(bits) == {"gzip", "xz"}
+    assert all(0 < value < 0.1 for value in bits.values())
+    with pytest.raises(ValueError, match="text"):
+        compression_bits_per_byte(b"")
+
+
+def everything(path: str) -> dict[str, bytes]:
+    store = open_store(path)
+    return {
+        f"{split}/{name}": store.split(split).array(name).tobytes()
+        for split in SPLITS
+        for name in data.token_store.writer.ARRAYS
+    }
+
+
+def test_any_damage_to_any_file_is_found_and_named(
+    config, tmp_path, small_chunks, kept
+):
+    ranks = {"tokenizer": str(tmp_path / "ranks")}
+    ranks["tokenizer_sha256"] = write_ranks(tmp_path / "ranks")
+    store = cached_store(dataclasses.replace(config, **ranks))
+    intact, source = everything(store.path), random.Random(kept)
+    files = sorted(path for path in Path(store.path).rglob("*") if path.is_file())
+    # The manifest's size must not decide how often the others are met.
+    for trial in range(200):
+        file = files[trial % len(files)]
+        content = file.read_bytes()
+        damage, at = bytearray(content), source.randrange(len(content) or 1)
+        kind = source.choice(["flip", "flip", "flip", "cut", "add", "remove"])
+        if kind == "flip" and content:
+            damage[at] ^= 1 << source.randrange(8)
+        elif kind == "cut" and content:
+            del damage[at:]
+        else:
+            damage[at:at] = source.randbytes(3)
+        file.write_bytes(damage)
+        if kind == "remove":
+            file.unlink()
+        relative = file.relative_to(store.path).as_posix()
+        name = relative.partition("/c/")[0].removesuffix(".sha256")
+        reports = []
+        try:
+            reports += open_store(store.path).verify()
+            found = everything(store.path)
+        except DataError as error:
+            reports.append(str(error))
+        else:  # no rank file, nor what was skipped, is among the arrays
+            assert found == intact
+        assert any(name in report for report in reports), (relative, kind, reports)
+        file.write_bytes(content)
+    assert list(open_store(store.path).verify()) == []

@@ -1,0 +1,109 @@
+"""What watches processes on other machines: `attempt.py`, `subprocesses.py`."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from launch.remote import attempt as watch
+from launch.remote.attempt import Wait, Watch
+from launch.remote.run_script import State
+from launch.subprocesses import try_call
+
+
+def test_a_signal_ends_a_pause():
+    wait = Wait()
+    assert not wait(0.01)
+    threading.Timer(0.2, lambda: wait.ask(signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert wait(30)
+    assert time.monotonic() - began < 10
+    assert wait(0.3, known=1)  # waits, and says that one came
+    assert time.monotonic() - began > 0.4
+
+
+def test_what_is_called_has_a_session_of_its_own():
+    """Ctrl-C in the terminal does not reach it."""
+    ask = [sys.executable, "-S", "-c", "import os; print(os.getsid(0))"]
+    assert int(try_call(ask)[1]) != os.getsid(0)
+
+
+def test_what_takes_too_long_is_an_error():
+    code, _, said = try_call(["sleep", "30"], timeout_s=0.1)
+    assert code == 1
+    assert said == "sleep took longer than 0 s"
+
+
+class Scripted:
+    """Hosts that answer by a list, its last entry for good."""
+
+    def __init__(self, processes: int, *answers: Mapping[str, State]):
+        self.processes, self._answers = processes, list(answers)
+        self.told = []
+
+    def begin(self, wait: Wait, take_up: bool) -> bool:
+        return True
+
+    def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
+        if verb == "signal":
+            self.told.append(words)
+            return {"a": State("told")}
+        first, *rest = self._answers
+        self._answers = rest or [first]
+        return first
+
+    def said(self, without: int) -> bytes:
+        return b""
+
+    def tail(self, code: int) -> str:
+        return ""
+
+    def gone(self) -> bool:
+        return False
+
+
+RUNS, DONE, ABORTED = State("running"), State("ended", 0), State("ended", 134)
+
+
+@pytest.mark.parametrize(
+    ("answers", "codes"),
+    [
+        ([{"a": RUNS, "b": RUNS}, {"a": DONE, "b": RUNS}, {"b": DONE}], [0, 0]),
+        ([{"a": RUNS, "b": RUNS}, {}, {"a": DONE, "b": DONE}], [0, 0]),
+        ([{"a": RUNS, "b": RUNS}, {"a": ABORTED, "b": State("lost")}], [134, None]),
+        ([{"a": RUNS, "b": RUNS}, {}], [None, None]),  # silent for long
+        ([{"a": ABORTED}], [134, None]),  # never heard of
+        (
+            [{"a": State("lost"), "b": RUNS}, {"a": RUNS, "b": DONE}, {"a": DONE}],
+            [0, 0],
+        ),
+    ],
+)
+def test_ends(monkeypatch, tmp_path, answers, codes):
+    monkeypatch.setattr(watch, "LOST_S", 0.3)
+    monkeypatch.setattr(watch, "SILENT_S", 0.2)
+    hosts = Scripted(2, *answers)
+    assert Watch(hosts, tmp_path / "log", poll_s=0.02).wait() == codes
+
+
+def test_who_is_silent_when_others_have_ended_is_not_waited_for_long(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(watch, "SILENT_S", 0.2)
+    hosts = Scripted(2, {"a": RUNS, "b": RUNS}, {"a": ABORTED})
+    began = time.monotonic()
+    assert Watch(hosts, tmp_path / "log", poll_s=0.02).wait() == [134, None]
+    assert time.monotonic() - began < 30
+
+
+def test_those_that_do_not_end_are_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(watch, "OTHERS_S", 0.1)
+    many = [{"a": DONE, "b": RUNS}] * 20
+    hosts = Scripted(2, *many, {"a": DONE, "b": State("ended", 137)})
+    assert Watch(hosts, Path(tmp_path / "log"), poll_s=0.02).wait() == [0, 137]
+    assert ("KILL",) in hosts.told

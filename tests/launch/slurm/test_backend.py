@@ -1,0 +1,150 @@
+import os
+import subprocess
+
+import pytest
+
+from launch import gpu_variables as gpu
+from launch.config import Code, SlurmCluster
+from launch.job import Job
+from launch.plan_check import Machine, see_first
+from launch.slurm import backend as slurm
+from launch.slurm.script import script
+from launch.slurm.squeue import QueuedJob
+from tests.launch.golden import equals_golden
+from tests.launch.hostile import VALUES
+from tests.launch.slurm_stubs import Stubs
+
+JOB = Job(
+    name="base-0a1b2c3d",
+    run_dir="/shared/runs/base",
+    folder="/shared/runs/base/launch/1",
+    overrides=("model=llama3_1b", 'run.dir="/shared/runs/base"'),
+    root="/shared/longhaul",
+    workdir="/shared/work",
+)
+
+
+def test_directives_hold_only_what_was_checked():
+    """No quoting is known to carry these through all versions of sbatch."""
+    for value in VALUES:
+        texts = {"partition": value, "account": value, "qos": value}
+        cluster = SlurmCluster(**texts, options={"comment": value})
+        wrong = {m.key for m in slurm.mistakes(cluster, "/runs/a")}
+        if wrong:
+            of_all = {f"cluster.{key}" for key in texts} | {"cluster.options.comment"}
+            assert wrong == of_all, value
+        else:
+            assert not set(value) & set(" \t\r\n\a\"'\\#$`"), value
+            lines = script(JOB, cluster).splitlines()
+            assert f"#SBATCH --comment={value}" in lines
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"nodes": 0}, "cluster.nodes"),
+        ({"signal_s": 0}, "cluster.signal_s"),
+        ({"time": "a day"}, "cluster.time"),
+        ({"memory": "500 GB"}, "cluster.memory"),
+        ({"options": {"gpus-per-task": 1}}, "cluster.options.gpus-per-task"),
+        ({"srun_options": {"gpu-bind": "single"}}, "cluster.srun_options.gpu-bind"),
+        ({"options": {"nodes": 3}}, "cluster.options.nodes"),
+        ({"options": {"output": "x"}}, "cluster.options.output"),
+        ({"options": {"--exclusive": True}}, "cluster.options.--exclusive"),
+        ({"options": {"licenses": ["a"]}}, "cluster.options.licenses"),
+        ({"gpu": "h100"}, "cluster.gpu"),
+        ({"gpu": "v5e", "gpus_per_node": 8}, "cluster.gpu"),
+        ({"gpus_per_node": 8, "processes_per_node": 2}, "cluster.processes_per_node"),
+        ({"code": Code.image}, "cluster.code"),
+        ({"container_mounts": ["/a:/a"]}, "cluster.container_mounts"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys, key):
+    assert [m.key for m in slurm.mistakes(SlurmCluster(**keys), "/runs/a")] == [key]
+
+
+def test_what_can_be_is_not_refused():
+    options = {
+        "exclusive": True,
+        "constraint": "[a|b]*2",
+        "nice": 100,
+        "reservation": None,
+    }
+    cluster = SlurmCluster(
+        gpus_per_node=8, gpu="h100", processes_per_node=8, time="1-0", options=options
+    )
+    assert slurm.mistakes(cluster, "/runs/a") == []
+    lines = script(JOB, cluster).splitlines()
+    assert {"#SBATCH --exclusive", "#SBATCH --nice=100"} <= {*lines}
+    assert not [line for line in lines if "reservation" in line]
+
+
+def test_the_plan_is_made_for_the_machine():
+    gpus = {"nodes": 4, "gpus_per_node": 8}
+    variables = gpu.values({})
+    named = slurm.machine(SlurmCluster(**gpus, gpu="h100"))
+    assert named == Machine("h100-8x4", variables=variables)
+    assert slurm.machine(SlurmCluster(**gpus)) == Machine(devices=32)
+    six = SlurmCluster(gpu="h100", gpus_per_node=6, nodes=2)
+    assert slurm.machine(six) == Machine(devices=12)
+    assert slurm.machine(SlurmCluster(nodes=4)) == Machine()
+
+
+def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch):
+    asked = []
+
+    def run_door(module, arguments, variables, **how):
+        asked.append((module, [*arguments], variables))
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr("launch.plan_check.run_door", run_door)
+    cluster = SlurmCluster(
+        gpus_per_node=8, gpu="h100", environment={"XLA_FLAGS": "--x"}
+    )
+    see_first(JOB, slurm.machine(cluster), force=False)
+    ((module, arguments, variables),) = asked
+    assert (module, arguments[-1]) == ("train.plan", "target=h100-8x1")
+    assert variables["XLA_FLAGS"] == "--x"
+    assert variables["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+
+
+def test_golden():
+    equals_golden(
+        "slurm/cpu", slurm.render(JOB, SlurmCluster(nodes=2, python="python"))
+    )
+    gpus = SlurmCluster(
+        nodes=4,
+        gpus_per_node=8,
+        gpu="h100",
+        time="1-00:00:00",
+        partition="batch",
+        cpus_per_task=96,
+        container_image="nvcr.io#nvidia/jax:26.01",
+        options={"exclusive": True},
+        srun_options={"mpi": "none"},
+        setup=["module load slurm"],
+        environment={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
+    )
+    job = Job(**{**vars(JOB), "environment": gpus.environment})
+    equals_golden("slurm/gpu", slurm.render(job, gpus))
+
+
+def test_what_the_queue_says(tmp_path, monkeypatch):
+    stubs = Stubs(tmp_path)
+    monkeypatch.setenv("PATH", f"{stubs.bin}:{os.environ['PATH']}")
+    about = "JobId=7 JobName=a-b JobState=PENDING Reason=Priority Partition=debug "
+    about += "StartTime=2030-01-02T03:04:05 Restarts=2 Comment=x JobState=RUNNING\n"
+    (stubs.bin / "scontrol.job").write_text(about)
+    stubs.program("squeue", "printf '%s\\n' 5 6 7 8")
+    job = QueuedJob({"job": "7"})
+    assert job.state() == "PENDING"
+    assert job.describe() == [
+        "job 7: pending, waits: Priority (jobs of a higher priority wait too); "
+        "2 jobs before it in debug",
+        "starts      2030-01-02T03:04:05",
+        "restarts    2",
+    ]
+    stubs.program("scontrol", "echo 'slurm_load_jobs: Invalid job id' >&2; exit 1")
+    stubs.program("sacct", "echo 'COMPLETED|0:0|2030-01-02T03:04:05'")
+    assert job.state() is None
+    assert job.describe()[1] == "accounting  COMPLETED, 0:0, 2030-01-02T03:04:05"

@@ -1,0 +1,197 @@
+"""The job script of Slurm, executed with stubs of its commands."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from launch.config import SlurmCluster
+from launch.job import Job, shell
+from launch.policy import Verdict, backoff, judge
+from launch.slurm import backend as slurm
+from launch.slurm.script import script
+from launch.supervisor import Supervisor, said_of_attempts
+from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
+from train.cli.quoting import hydra_text
+
+
+@pytest.fixture
+def stubs(tmp_path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+def rendered(folder: Path, tasks: int = 2, **keys) -> str:
+    job = Job("a-b", str(folder), str(folder), ("x=1",), "/code", "/work")
+    keys = {"python": "python", "nodes": tasks, **keys}
+    return script(job, SlurmCluster(**keys))
+
+
+MIXTURES = [
+    *([[c, c] for c in (0, 1, 3, 4, 42, 65, 70, 75, 78, 130, 134, 137, 139, 143)]),
+    *([0, 42], [42, 0], [134, 137], [137, 134], [134, 1], [78, 134], [134, 65]),
+    *([70, 1], [139, 130], [3, 134], [75, 42], [4, 42], [255, 78], [42, 130]),
+]
+
+
+@pytest.mark.parametrize("codes", MIXTURES, ids=str)
+def test_it_judges_as_the_policy_does(stubs, tmp_path, codes):
+    verdict, code = judge(codes)
+    text = rendered(tmp_path, len(codes), backoff_s=7.0)
+    assert stubs.attempt(text, codes) == code
+    requeue = ["requeue 7"] * (verdict in (Verdict.again, Verdict.crashed))
+    later = f"update JobId=7 StartTime=now+{backoff(1, 7.0):.0f}"
+    assert stubs.told() == [*requeue, *[later] * (verdict is Verdict.crashed)]
+    (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
+    noted = json.loads(line)
+    assert (noted["verdict"], noted["codes"]) == (verdict, codes)
+    assert noted["over"] == (not requeue)
+
+
+class Played:
+    """An attempt for the supervisor."""
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def wait(self):
+        return self.codes
+
+    def stop(self, number):
+        raise AssertionError
+
+
+def supervised(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
+    """Give the exit code, and how many attempts there were."""
+    left = [list(attempt) for attempt in attempts]
+    steps = [step for codes, step in attempts if judge(codes)[0] is Verdict.crashed]
+    code = Supervisor(
+        start=lambda: Played(left.pop(0)[0]),
+        step=lambda: steps.pop(0),
+        max_restarts=max_restarts,
+        backoff_s=0,
+        diary=folder / "supervised.jsonl",
+    ).run()
+    return code, len(attempts) - len(left)
+
+
+def a_story(number: int):
+    """Crashes at a few steps, and ends that do not count among them."""
+    dice = random.Random(number)
+    crash, free = ([1], [137], [139]), ([42], [134], [75])
+    ends = [dice.choice(crash if dice.random() < 0.75 else free) for _ in range(8)]
+    return [(codes, dice.choice([None, 5, 5, 5, 9])) for codes in ends] + [([0], 9)]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "max_restarts"),
+    [
+        ([([1], 5), ([1], 5), ([1], 5), ([0], 9)], 10),
+        ([([1], 0), ([42], 0), ([1], 0), ([1], 0), ([0], 9)], 10),
+        ([([1], None)] * 4 + [([0], 9)], 3),
+        ([([1], None)] * 3 + [([0], 9)], 3),
+        ([([42], 1)] * 6 + [([1], 1), ([0], 9)], 0),
+        *((a_story(number), 5) for number in range(6)),
+    ],
+)
+def test_it_counts_as_the_supervisor_does(
+    stubs, tmp_path, monkeypatch, attempts, max_restarts
+):
+    monkeypatch.setattr("launch.supervisor._PAUSE_S", 0.0)
+    monkeypatch.setattr("launch.supervisor._OWNED_PAUSE_S", 0.0)
+    expected = supervised(attempts, max_restarts, tmp_path)
+    text = rendered(tmp_path, 1, max_restarts=max_restarts, backoff_s=0.0)
+    for number, (codes, step) in enumerate(attempts, start=1):
+        code = stubs.attempt(text, codes, step, SLURM_RESTART_COUNT=str(number - 1))
+        if not stubs.told():
+            break
+    assert (code, number) == expected
+
+
+def test_pauses_are_those_of_the_policy(stubs, tmp_path):
+    text = rendered(tmp_path, 1, max_restarts=9, backoff_s=10.0)
+    for number in range(1, 10):
+        stubs.attempt(text, [1], number)
+        assert stubs.told()[1].endswith(f"=now+{backoff(number, 10.0):.0f}")
+    assert stubs.attempt(text, [1], 99) == 1
+    assert stubs.told() == []
+
+
+def test_a_killed_shell_counts_as_srun_tells_it(stubs, tmp_path):
+    assert stubs.attempt(rendered(tmp_path), [None, 134]) == 137
+    assert len(stubs.told()) == 2  # a crash: a lost node is Slurm's own affair
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "restarts", "codes", "told", "over"),
+    [
+        ("COMPLETING", "None", 1, [137, 134], [], False),  # put back by Slurm
+        ("COMPLETING", "None", 0, [42, 42], [], True),  # cancelled
+        ("COMPLETING", "None", 0, [0, 0], [], True),
+        ("COMPLETING", "TimeLimit", 0, [42, 42], ["requeue 7"], False),
+        ("RUNNING", "None", 0, [42, 42], ["requeue 7"], False),
+    ],
+)
+def test_what_slurm_does_is_left_to_it(
+    stubs, tmp_path, state, reason, restarts, codes, told, over
+):
+    stubs.slurm_says(state, reason, restarts)
+    code = stubs.attempt(rendered(tmp_path), codes)
+    assert (code, stubs.told()) == (judge(codes)[1], told)
+    (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
+    assert json.loads(line)["over"] == over
+    (said,) = said_of_attempts(tmp_path / "attempts.jsonl")
+    assert said.endswith("the last" if over else "again")
+
+
+def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
+    text = rendered(tmp_path)
+    stubs.program("srun", f"touch {tmp_path}/stop\n{SRUN}")
+    assert stubs.attempt(text, [42, 42]) == 42
+    assert stubs.told() == []
+    assert stubs.attempt(text, [0, 0]) == 130
+    assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
+    stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
+    (stubs.bin / "python.codes").write_text("42 42")
+    done = stubs.run(rendered(tmp_path))
+    assert done.returncode == 42
+    assert "submit it again with action=resume" in done.stderr
+
+
+def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
+    stubs.program("srun", f"kill -TERM $PPID\nsleep 0.3\nkill -CONT $PPID\n{SRUN}")
+    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
+    assert stubs.told() == ["requeue 7"]
+
+
+def test_values_arrive_verbatim(stubs, tmp_path):
+    argument_printer(stubs.bin)
+    folder = "/".join([str(tmp_path), *VALUES])
+    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    variables = {f"V{number}": value for number, value in enumerate(VALUES)}
+    job = Job("a-b", folder, folder, overrides, "/code", folder, variables)
+    keep = [f"[[ $V{number} == {shell([v])} ]]" for number, v in enumerate(VALUES)]
+    srun = "\n".join(f"{line} || exit 9" for line in keep) + SRUN
+    stubs.program("srun", srun)
+    out = slurm.render(job, SlurmCluster(python="python", container_image="a:b c"))
+    done = stubs.run(out.files["job.sh"])
+    assert done.returncode == 0, done.stderr
+    assert printed(stubs.bin) == [["-P", "-m", "train", *overrides]]
+    assert (Path(folder) / "attempts.jsonl").exists()
+    assert out.command[3] == f"--output={folder.replace('%', '%%')}/job.log"
+    argument_printer(stubs.folder / "sbatch", "sbatch")
+    stubs.bin = stubs.folder / "sbatch"
+    stubs.run(shell(out.command))
+    assert printed(stubs.bin) == [list(out.command[1:])]
+
+
+def test_names_that_do_not_resolve(stubs, tmp_path):
+    show = 'python() { echo "$JAX_COORDINATOR_ADDRESS"; }\nexport -f python\n'
+    for first, address in (("localhost", "localhost"), ("no.such.host.", "10.0.0.7")):
+        stubs.program("python", f'echo "$JAX_COORDINATOR_ADDRESS" >{tmp_path}/address')
+        stubs.run(show + rendered(tmp_path, 1), first=first, SLURM_JOB_ID="24007")
+        assert (tmp_path / "address").read_text() == f"{address}:20007\n"

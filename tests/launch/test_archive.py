@@ -1,0 +1,400 @@
+"""The code travels: whole, alone, and to whoever starts first."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from launch import __main__ as door
+from launch.archive import archive, files
+from launch.config import Code, LocalCluster, schema_of
+from launch.job import ARCHIVE, UNPACK, Job, Rendered
+from launch.plan_check import Machine
+from launch.unpack import unpack
+from tests.fleet import REPOSITORY, TINY
+from tests.launch.hostile import VALUES, argument_printer, printed
+from train.cli.command import compose
+from train.cli.quoting import hydra_text
+
+UNPACKER = REPOSITORY / "launch" / "unpack.py"
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ["-c", "user.name=n", "-c", "user.email=e@e"]
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A small program in git, with what must not travel beside it."""
+    root = tmp_path / "checkout"
+    kept = {
+        "train/__init__.py": "",
+        "train/step.py": "old = 1\n",
+        "train/gone.py": "",
+        "train/py.typed": "",
+        "configs/mesh/fsdp.yaml": "fsdp: -1\n",
+        "pyproject.toml": "[project]\n",
+        "tests/test_step.py": "",
+        "train/notes.txt": "",
+        ".gitignore": "__pycache__/\nruns/\nmine.yaml\n",
+        ".ci/run.py": "",
+    }
+    for name, text in kept.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "all")
+    (root / "train/step.py").write_text("new = 2\n")
+    (root / "train/moe.py").write_text("experts = 8\n")
+    (root / "train/gone.py").unlink()
+    for name in (
+        *("train/__pycache__/step.pyc", "train/.env", "runs/base/config.yaml"),
+        *("configs/mine.yaml", "configs/.secret.yaml", "key.json", "train/key.json"),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("secret")
+    (tmp_path / "outside.py").write_text("secret")
+    (root / "train/link.py").symlink_to(tmp_path / "outside.py")
+    (root / "train/same.py").symlink_to("step.py")
+    return root
+
+
+WHOLE = [
+    *("configs/mesh/fsdp.yaml", "pyproject.toml", "train/__init__.py"),
+    *("train/moe.py", "train/py.typed", "train/same.py", "train/step.py"),
+]
+
+
+def contents(packed: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        read = {m.name: tar.extractfile(m) for m in tar}
+        return {name: file.read() for name, file in read.items() if file is not None}
+
+
+def test_it_is_what_the_checkout_holds_now_and_nothing_else(checkout: Path):
+    assert files(checkout) == WHOLE
+    packed = archive(checkout)
+    assert contents(packed)["train/step.py"] == b"new = 2\n"
+    assert contents(packed)["train/same.py"] == b"new = 2\n"
+    for secret in (b"secret", b".git/", str(checkout).encode(), b"root"):
+        assert secret not in gzip.decompress(packed)
+
+
+def test_without_git_it_is_what_an_installed_package_holds(checkout: Path):
+    shutil.rmtree(checkout / ".git")
+    (checkout / "configs/mine.yaml").unlink()  # nothing says that it is ignored
+    assert files(checkout) == WHOLE
+
+
+def test_this_program_is_whole():
+    """What setuptools is told to package is what travels."""
+    found = set(files(REPOSITORY))
+    for package in ("configs", "data", "launch", "model", "train"):
+        for suffix in ("py", "yaml"):
+            for path in (REPOSITORY / package).rglob(f"*.{suffix}"):
+                assert path.relative_to(REPOSITORY).as_posix() in found
+    assert {"pyproject.toml", "LICENSE", "README.md"} <= found
+    assert len(archive(REPOSITORY)) < 2**20
+
+
+def test_equal_files_give_equal_bytes(checkout: Path, tmp_path: Path):
+    again = tmp_path / "again"
+    shutil.copytree(checkout, again, symlinks=True, copy_function=shutil.copyfile)
+    os.utime(again / "train/step.py", (1, 1))
+    (again / "train/step.py").chmod(0o700)
+    assert archive(again) == archive(checkout)
+    assert archive(again)[4:8] == bytes(4)  # gzip's time (RFC 1952)
+    (again / "train/step.py").write_text("new = 3\n")
+    assert archive(again) != archive(checkout)
+
+
+def place(folder: Path, packed: bytes) -> Path:
+    """Put beside a record what `job.command` names there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ARCHIVE).write_bytes(packed)
+    shutil.copy(UNPACKER, folder / UNPACK)
+    return folder
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **more}
+
+
+def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
+    stubs, record = tmp_path / "stubs", place(tmp_path / "a record", archive(checkout))
+    argument_printer(stubs)
+    path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
+    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    for each in (*((o,) for o in (overrides[0], *VALUES[-3:])), overrides):
+        job = Job("name", "/runs/x", str(record), each, "", "")
+        _, *words = job.command("python", Code.archive)
+        ran = subprocess.run(
+            [sys.executable, *words], env=environment(tmp_path, PATH=path), cwd=stubs
+        )
+        assert ran.returncode == 0
+        assert printed(stubs)[-1] == ["-P", "-m", "train", *each]
+
+
+def run(record: Path, tmp_path: Path, code: str, **more: str):
+    command = [sys.executable, UNPACK, ARCHIVE, "--", sys.executable, "-P", "-c", code]
+    return subprocess.Popen(
+        command,
+        cwd=record,
+        env=environment(tmp_path, **more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Path):
+    record = place(tmp_path / "record", archive(checkout))
+    other = tmp_path / "other"
+    (other / "train").mkdir(parents=True)
+    (other / "train/__init__.py").write_text("")
+    (other / "train/step.py").write_text("new = 'of another program'\n")
+    (other / "extra.py").write_text("")
+    code = "import train.step, extra; print(train.step.new, train.step.__file__)"
+    said, wrong = run(record, tmp_path, code, PYTHONPATH=str(other)).communicate()
+    sha = hashlib.sha256((record / ARCHIVE).read_bytes()).hexdigest()
+    folder = tmp_path / "cache/longhaul/code" / sha
+    assert said.split() == ["2", str(folder / "train/step.py")], wrong
+
+
+@pytest.mark.parametrize("code", [0, 1, 42, 78, 134])
+def test_exit_codes_are_the_commands(code: int, checkout: Path, tmp_path: Path):
+    record = place(tmp_path / "record", archive(checkout))
+    process = run(record, tmp_path, f"raise SystemExit({code})")
+    process.communicate()
+    assert process.returncode == code
+
+
+def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
+    record = place(tmp_path / "record", archive(checkout))
+    wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
+    process = run(
+        record, tmp_path, wait + "print(os.getpid(), flush=1); time.sleep(60)"
+    )
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) == process.pid  # it has become the command
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 42
+
+
+def test_a_signal_on_the_way_is_a_preemption(tmp_path: Path):
+    """There is nothing to save yet; 143 would count as a crash."""
+    record = place(tmp_path / "record", b"")
+    (record / ARCHIVE).unlink()
+    os.mkfifo(record / ARCHIVE)  # an archive that is long in coming
+    process = run(record, tmp_path, "")
+    with (record / ARCHIVE).open("wb"):  # it reads by now
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 42
+
+
+def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
+    """Whoever comes while others write, or after one was killed, has it whole."""
+    packed = archive(REPOSITORY)
+    whole = contents(packed)
+    folder = tmp_path / hashlib.sha256(packed).hexdigest()
+    record = place(tmp_path / "record", packed)
+    code = f"""if True:
+        import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
+        from pathlib import Path; from launch.unpack import unpack
+        put, left = Path.replace, int(sys.argv[1])
+        def put_or_die(new, place):
+            global left
+            left -= 1
+            return put(new, place) if left else os.kill(os.getpid(), 9)
+        Path.replace = put_or_die
+        unpack(Path({str(record / ARCHIVE)!r}).read_bytes(), Path({str(tmp_path)!r}))"""
+
+    def start(dies_at: int = -1) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code, str(dies_at)])
+
+    def there() -> list[str]:
+        """Name what can be seen; all of it must be whole at any time."""
+        seen = [name for name in whole if (folder / name).exists()]
+        for name in seen:
+            assert (folder / name).read_bytes() == whole[name], name
+        return seen
+
+    assert start(dies_at=6).wait() == -signal.SIGKILL
+    assert len(there()) == 5
+    several = [start() for _ in range(4)]
+    while any(process.poll() is None for process in several):
+        there()
+    assert [process.returncode for process in several] == [0] * 4
+    assert len(there()) == len(whole)
+
+
+def test_a_damaged_file_is_replaced(checkout: Path, tmp_path: Path):
+    folder = unpack(archive(checkout), tmp_path)
+    (folder / "train/step.py").write_text("damaged")
+    (folder / "train/moe.py").unlink()
+    unpack(archive(checkout), tmp_path)
+    assert (folder / "train/step.py").read_text() == "new = 2\n"
+    assert (folder / "train/moe.py").exists()
+
+
+def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, "/etc/passwd"
+        tar.addfile(member)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        packed_with("../outside.py"),
+        packed_with("/tmp/outside.py"),
+        packed_with("train/../../outside.py"),
+        packed_with("train/link.py", tarfile.SYMTYPE),
+        packed_with("train/link.py", tarfile.LNKTYPE),
+        packed_with("train/pipe.py", tarfile.FIFOTYPE),
+        b"no archive",
+        archive(REPOSITORY)[:5000],
+    ],
+)
+def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
+    record = place(tmp_path / "record", packed)
+    process = run(record, tmp_path, "print('ran')")
+    said, wrong = process.communicate()
+    assert process.returncode == 1
+    assert said == ""
+    assert "cannot be unpacked" in wrong
+    assert "Traceback" not in wrong
+    assert not [*tmp_path.rglob("*outside.py*"), *tmp_path.rglob("link.py")]
+
+
+def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
+    record = place(tmp_path / "record", archive(checkout))
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file/cache")
+    code = "import train.step; print(train.step.__file__)"
+    more = {"XDG_CACHE_HOME": nowhere, "TMPDIR": str(tmp_path)}
+    said, wrong = run(record, tmp_path, code, **more).communicate()
+    folder = Path(said).relative_to(tmp_path).parts[0]
+    assert folder.startswith("longhaul-code-"), wrong
+    assert (tmp_path / folder).stat().st_mode & 0o077 == 0
+
+
+def test_an_unknown_command_exits_as_from_a_shell(checkout: Path, tmp_path: Path):
+    record = place(tmp_path / "record", archive(checkout))
+    command = [sys.executable, UNPACK, ARCHIVE, "--", "no-such-python"]
+    ran = subprocess.run(command, cwd=record, env=environment(tmp_path))
+    assert ran.returncode == 127
+
+
+def test_from_an_object_store(bucket, checkout: Path, tmp_path: Path):
+    packed = archive(checkout)
+    bucket.pipe("bucket/code/1/code.tar.gz", packed)
+    code = "import train.step; print(train.step.__file__)"
+    job = Job("x", "s3://bucket/code", "s3://bucket/code/1", (), "", "")
+    words = job.command(sys.executable, Code.archive)
+    said = subprocess.run(
+        [*words[: words.index("--") + 1], sys.executable, "-P", "-c", code],
+        env=environment(tmp_path, PYTHONPATH=str(REPOSITORY)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert hashlib.sha256(packed).hexdigest() in said.stdout, said.stderr
+
+
+@dataclass(frozen=True)
+class Away(LocalCluster):
+    code: Code = Code.archive
+
+
+class Elsewhere(SimpleNamespace):
+    """A kind of cluster that takes the code as an archive."""
+
+    def submit(self, job, cluster, rendered, record):
+        self.record, self.job = record, job
+        return 0
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> Elsewhere:
+    backend = Elsewhere(
+        WHERE_SECRETS_GO="",
+        mistakes=lambda *_: [],
+        machine=lambda _: Machine(),
+        render=lambda *_: Rendered({"job.sh": "line\n"}, ["bash", "job.sh"]),
+        alive=lambda _: False,
+    )
+    monkeypatch.setitem(door.BACKENDS, "local", backend)
+    return backend
+
+
+def submitted(monkeypatch, cluster, *arguments: str) -> None:
+    config = compose(arguments, "launch", schema_of("local"))
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    assert door.main(replace(config, cluster=cluster)) == 0
+
+
+def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
+    arguments = [f"run.dir={tmp_path}/runs/x", "tracker=none"]
+    submitted(monkeypatch, Away(), *arguments)
+    folder = tmp_path / "runs/x/launch/1"
+    packed = (folder / ARCHIVE).read_bytes()
+    assert contents(packed).keys() == {*files(REPOSITORY)}
+    assert (folder / UNPACK).read_bytes() == UNPACKER.read_bytes()
+    sha = hashlib.sha256(packed).hexdigest()
+    assert json.loads((folder / "record.json").read_text())["code"] == sha
+    words = elsewhere.job.command(sys.executable, Code.archive)
+    assert words[1:3] == [str(folder / UNPACK), str(folder / ARCHIVE)]
+    submitted(monkeypatch, LocalCluster(), *arguments)
+    assert not (tmp_path / "runs/x/launch/2" / ARCHIVE).exists()
+    kept = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
+    assert kept["code"] is None
+
+
+def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):
+    arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
+    cluster = Away()
+    submitted(monkeypatch, cluster, *arguments, f"output={tmp_path}/out")
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {
+        *("job.sh", ARCHIVE, UNPACK)
+    }
+    submitted(monkeypatch, cluster, *arguments)
+    assert "# ---- job.sh\nline\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_it_trains_from_the_archive_alone(tmp_path: Path):
+    """An empty folder, no checkout in sight: the run is by the archive's code."""
+    record = place(tmp_path / "record", archive(REPOSITORY))
+    text = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
+    (tmp_path / "text.txt").write_text(text)
+    overrides = (
+        *(*TINY, "run.name=x", "data.path=text.txt"),
+        f"data.cache_dir={tmp_path}/cache",
+    )
+    job = Job("x", str(tmp_path / "runs/x"), str(record), overrides, "", "")
+    env = environment(tmp_path, JAX_PLATFORMS="cpu")
+    env.pop("PYTHONPATH", None)
+    command = job.command(sys.executable, Code.archive)
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "cache/longhaul/code/" in ran.stderr
+    assert (tmp_path / "runs/x/results.json").exists()

@@ -1,0 +1,20 @@
+import os
+import subprocess
+import sys
+
+from launch import gpu_variables as gpu
+
+XLA = "import jax; jax.devices()"
+
+
+def test_flags_are_known_to_this_xla():
+    """An unknown one ends the program."""
+    env = {**os.environ, "XLA_FLAGS": gpu.values({})["XLA_FLAGS"]}
+    subprocess.run([sys.executable, "-c", XLA], env=env, check=True, timeout=120)
+
+
+def test_either_name_of_the_memory_fraction():
+    assert "XLA_CLIENT_MEM_FRACTION" in gpu.values({})
+    old = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"}
+    assert "XLA_CLIENT_MEM_FRACTION" not in gpu.values(old)
+    assert gpu.values({"NCCL_DEBUG": "INFO"})["NCCL_DEBUG"] == "INFO"

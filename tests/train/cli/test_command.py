@@ -1,0 +1,293 @@
+"""The command line as its users meet it: a door in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fleet import REPOSITORY
+
+DOOR = """
+import os, sys
+from train.cli.command import run_command, to_yaml
+from train.config import Config, ConfigError, Mistake
+from data.errors import DataError
+
+def main(config: Config) -> int:
+    if config.seed == 65:
+        raise DataError("/corpus is damaged; prepare it again")
+    if config.seed == 78:
+        raise ConfigError([Mistake("mesh.fsdp", 3, "must divide 8")])
+    if config.seed == 1:
+        raise RuntimeError("a crash")
+    if config.seed == 6:
+        os.abort()
+    if config.seed == 9:
+        sys.exit(9)
+    print("seed", config.seed, "pid", os.getpid())
+    print(to_yaml(config))
+    return 42 if config.seed == 42 else 0
+
+if __name__ == "__main__":
+    run_command(main, "train")
+"""
+
+
+@pytest.fixture
+def door(tmp_path: Path):
+    """Run the door from an empty folder; afterwards that must be empty still."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "code" / "door.py").write_text(DOOR)
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path / "code")])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "door", *arguments],
+            cwd=tmp_path / "here",
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    yield run
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def entry(result: subprocess.CompletedProcess[str], title: str) -> str:
+    """Give the text under one mistake of the list."""
+    assert result.returncode == 78
+    assert "Traceback" not in result.stderr
+    blocks = result.stderr.split("\n\n  ")
+    (found,) = [block for block in blocks if block.splitlines()[0] == title]
+    return found.partition("\n")[2]
+
+
+def test_all_mistakes_at_once(door):
+    result = door(
+        "model.num_hedas=8",
+        "optimizer.learning_rate=fast",
+        "train.num_steps=1.5",
+        "mesh=fdsp",
+        "model.norm=batch",
+        "+train.new=1",
+        "+seed=1",
+        "~log.interval_steps",
+        "~mesh.params.bar",
+        "mesh.params.foo=fsdp",
+        "train=3",
+        "train.remat={a: 1}",
+        "eval.interval_steps=[1",
+        "eval",
+        "data.batch_size=1,2",
+        "hydra.foo=1",
+        "--bogus",
+        "--cfgg=job",
+        "checkpoint.keep_latest=0",
+        "runtime.cpu_devices=-2",
+    )
+    assert result.stdout == ""
+    assert result.stderr.startswith("20 mistakes")
+    assert "did you mean model.num_heads?" in entry(result, "model.num_hedas = 8")
+    assert "must be a number" in entry(result, "optimizer.learning_rate = fast")
+    assert "must be a whole number" in entry(result, "train.num_steps = 1.5")
+    assert "auto, ddp, fsdp, fsdp_tensor" in entry(result, "mesh = fdsp")
+    assert "one of layernorm, rmsnorm" in entry(result, "model.norm = batch")
+    assert "no such key" in entry(result, "train.new = 1")
+    assert "without the +" in entry(result, "seed = 1")
+    assert "cannot be removed" in entry(result, "log.interval_steps")
+    assert "no such key" in entry(result, "mesh.params.bar")
+    assert "+mesh.params.foo=" in entry(result, "mesh.params.foo = fsdp")
+    assert "section" in entry(result, "train = 3")
+    assert "one of none, dots, full" in entry(result, "train.remat = {'a': 1}")
+    assert "quote" in entry(result, "eval.interval_steps = [1")
+    assert "is not key=value" in entry(result, "eval")
+    assert "--multirun" in entry(result, "data.batch_size = 1,2")
+    assert "no such key" in entry(result, "hydra.foo = 1")
+    assert "no such flag" in entry(result, "--bogus")
+    assert "did you mean --cfg?" in entry(result, "--cfgg=job")
+    assert "at least 1" in entry(result, "checkpoint.keep_latest = 0")
+    assert "at least 1" in entry(result, "runtime.cpu_devices = -2")
+
+
+def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(door):
+    result = door("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
+    assert result.stderr.startswith("2 mistakes")
+    assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
+    result = door("model.num_hedas=5", "model.embed_dim=130")
+    assert result.stderr.startswith("1 mistake ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        ("keys", "seed: x\noptimizer: {lr: 3, name: sgd}", ["seed", "optimizer.lr"]),
+        ("choice", "defaults: [{override /data: txt}]\nseed: 1", ["experiment"]),
+        ("yaml", "seed: [1", ["experiment"]),
+        ("rules", "seed: 1\nmodel: {num_heads: 3}", ["model.embed_dim"]),
+    ],
+)
+def test_a_preset_is_checked_too(door, tmp_path, name: str, text: str, keys: list[str]):
+    folder = tmp_path / "presets" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    result = door("--config-dir", str(folder.parent), f"experiment={name}", "seeed=1")
+    assert result.returncode == 78
+    assert "Traceback" not in result.stderr
+    assert "seeed = 1" in result.stderr
+    for key in keys:
+        assert f"  {key} = " in result.stderr
+    if name == "keys":
+        assert f"in {folder}/keys.yaml" in result.stderr
+        assert "one of adamw, muon" in result.stderr
+
+
+def test_a_preset_of_the_users_own_runs(door, tmp_path):
+    folder = tmp_path / "presets" / "experiment"
+    folder.mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [{override /model: gpt2_124m}]\nseed: 7\n"
+    (folder / "mine.yaml").write_text(text)
+    flag = ("--config-dir", str(folder.parent))
+    result = door("experiment=mine", *flag, "log.interval_steps=3")
+    assert result.returncode == 0
+    assert "seed 7" in result.stdout
+    assert "num_layers: 12" in result.stdout
+    result = door("-m", "experiment=mine", *flag, "log.interval_steps=3,4")
+    assert (result.returncode, result.stdout.count("num_layers: 12")) == (0, 2)
+
+
+def test_the_command_line_has_the_last_word(door):
+    result = door("experiment=shakespeare_cpu", "data.path=x.txt", "model.num_layers=2")
+    assert result.returncode == 0
+    assert "num_layers: 2\n" in result.stdout
+    assert "learning_rate: 0.001\n" in result.stdout
+    result = door("+mesh.activations.layers=null", "~mesh.params.vocab", "run.name=5")
+    assert result.returncode == 0
+    assert "name: '5'" in result.stdout
+    assert result.stdout.count("vocab: tensor") == 1  # of activations
+
+
+@pytest.mark.parametrize(
+    ("seed", "code", "text"),
+    [
+        (42, 42, ""),
+        (65, 65, "/corpus is damaged"),
+        (78, 78, "mesh.fsdp = 3"),
+        (1, 1, "RuntimeError: a crash"),
+    ],
+)
+def test_exit_codes(door, seed: int, code: int, text: str):
+    result = door(f"seed={seed}")
+    assert result.returncode == code
+    assert text in result.stderr
+    assert ("Traceback" in result.stderr) == (seed == 1)
+
+
+def test_cfg_shows_every_key_and_runs_nothing(door):
+    result = door("--cfg", "job", "train.num_steps=7")  # below the warm-up: only shown
+    assert result.returncode == 0
+    assert "pid" not in result.stdout
+    for line in ("accumulation_steps: 1", "tokenizer_sha256: null", "num_steps: 7"):
+        assert f"  {line}\n" in result.stdout
+    assert door("--cfg", "job", "train.num_step=7").returncode == 78
+
+
+def test_help_is_short_and_says_what_one_needs(door):
+    result = door("--help")
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) < 40
+    for text in ("python -m train ", "mesh: auto, ddp", "78 the config", "--multirun"):
+        assert text in result.stdout
+    assert "Hydra is" not in result.stdout
+
+
+def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(door):
+    result = door("--multirun", "seed=0,9,6,1,2", "log.interval_steps=3")
+    assert result.returncode == 9
+    lines = [x.split() for x in result.stdout.splitlines() if x.startswith("seed 2 ")]
+    lines += [x.split() for x in result.stdout.splitlines() if x.startswith("seed 0 ")]
+    assert len(lines) == 2
+    assert lines[0][3] != lines[1][3]
+    assert "exit code 134" in result.stderr
+    assert result.stdout.count("interval_steps: 3") == 2
+
+
+def test_each_value_of_a_sweep_is_checked_before_the_first_job(door):
+    result = door("log.interval_steps=3", "-m", "seed=1,x", "model=gpt_nano,gpt3")
+    assert result.stdout == ""
+    assert "whole number" in entry(result, "seed = x")
+    assert "gpt_nano" in entry(result, "model = gpt3")
+    result = door("-m", "data.batch_size=8,16", "train.accumulation_steps=1,16")
+    assert "accumulation_steps=16" in entry(result, "data.batch_size = 8")
+    assert result.stderr.startswith("1 mistake ")
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("evaluate", ["run.dir=r", "step=3"], ["model=gpt_nano"]),
+        ("sample", ["run.name=r", "prompt='a b'"], ["top_k=x"]),
+    ],
+)
+def test_commands_on_a_run(tmp_path, name: str, right: list[str], wrong: list[str]):
+    schema = f"{name.capitalize()}Config"
+    code = (
+        "from train.cli.command import run_command\n"
+        f"from train.config import {schema}\n"
+        f"run_command(lambda config: print(config), '{name}', {schema})\n"
+    )
+    (tmp_path / "door.py").write_text(code)
+
+    def run(*arguments: str):
+        return subprocess.run(
+            [sys.executable, str(tmp_path / "door.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+
+    result = run(*right)
+    assert result.returncode == 0
+    assert result.stdout.startswith(schema)
+    assert f"python -m train.{name}" in run("--help").stdout
+    result = run(*wrong)
+    assert result.returncode == 78
+    assert wrong[0].partition("=")[0] in result.stderr
+    assert "run.dir" in result.stderr
+
+
+def test_importing_the_command_does_not_import_jax():
+    code = "import sys, train.cli.command; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+def test_hydra_and_omegaconf_stay_where_they_belong():
+    for package in ("train", "model", "data"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            text = path.read_text()
+            mentions = "omegaconf" in text or "import hydra" in text
+            assert not mentions or path.parent.name == "cli", path
+
+
+def test_a_table_of_sections_is_set_as_a_whole(door):
+    sources = "data.sources={web: {path: a, weight: 0.8}, code: {path: b, epochs: 4}}"
+    change = "data.weight_changes=[{step: 9, weights: {web: 1}}]"
+    shown = door("data=mixture", sources, change, "--cfg", "job")
+    assert shown.returncode == 0, shown.stderr
+    config = yaml.safe_load(shown.stdout)["data"]
+    assert config["sources"]["web"] == {"path": "a", "weight": 0.8, "epochs": None}
+    assert config["sources"]["code"] == {"path": "b", "weight": 1.0, "epochs": 4.0}
+    assert config["weight_changes"] == [{"step": 9, "weights": {"web": 1.0}}]
+    wrong = door("data=mixture", "data.sources={web: {path: a, weights: 2, epochs: x}}")
+    assert wrong.returncode == 78
+    assert "did you mean data.sources.web.weight" in entry(
+        wrong, "data.sources.web.weights = 2"
+    )
+    assert "must be a number, or null" in entry(wrong, "data.sources.web.epochs = x")
+    assert wrong.stderr.startswith("2 mistakes")
+    single = door("data=mixture", "+data.sources.web.path=a")
+    assert "write data.sources={web: {...}}" in single.stderr

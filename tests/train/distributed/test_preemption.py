@@ -1,0 +1,117 @@
+"""Requests: at which step all act on them; signals, at any time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fleet import REPOSITORY
+from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _agree
+
+# A process in one of its phases, that takes requests.
+PROGRAM = """
+import hashlib, sys, time
+from train.distributed.preemption import SAVE, Requests
+
+with Requests() as requests:
+    requests.last_words = lambda code: print("left with", code, flush=True)
+    phase, end = sys.argv[1], 10**6
+    if phase == "before":
+        print("ready", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a compiler keeps it
+    for step in range(end):
+        found = requests.passed(step)
+        if step == 0:
+            print("ready", flush=True)
+        if phase == "save" and step == 3:
+            requests.ask(SAVE)
+        if phase == "save" and found == SAVE:
+            print("saved", step, flush=True)
+        if isinstance(found, int):
+            print("stopped", step, flush=True)
+            sys.exit(found)
+        if phase == "long" and step:
+            time.sleep(60)
+        if phase == "after":
+            requests.finished()
+            time.sleep(60)
+        time.sleep(0.01)
+"""
+
+
+def run(phase: str, *signals: int) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, phase],
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.3)
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        *((n, 42) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)),
+        (signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_ends_the_loop_after_a_step(number, code):
+    found, said = run("loop", number)
+    assert found == code
+    assert said.startswith("stopped")
+    assert "left" not in said
+
+
+def test_a_signal_after_the_last_save_leaves_at_once():
+    found, said = run("after", signal.SIGTERM)
+    assert (found, said) == (42, "left with 42\n")
+
+
+def test_a_signal_while_the_main_thread_compiles_leaves_at_once():
+    found, said = run("before", signal.SIGTERM)
+    assert (found, said) == (42, "left with 42\n")
+
+
+def test_ctrl_c_twice_leaves_in_the_midst_of_a_step():
+    found, said = run("long", signal.SIGINT, signal.SIGINT)
+    assert (found, said) == (130, "")
+
+
+def test_a_save_is_due_after_the_next_step():
+    _, said = run("save", signal.SIGTERM)
+    assert said.startswith("saved 4\n")
+    assert said.count("saved") == 1
+
+
+steps = st.integers(0, 3)
+
+
+@given(st.lists(steps, min_size=1), st.integers(0, 10**6))
+def test_all_stop_after_the_first_step_that_none_has_passed(ahead, passed):
+    where = [passed + n for n in ahead]
+    assert _agree(where) == max(where) + 1
+
+
+@given(st.permutations([_BEFORE, 5, 6]))
+def test_where_one_has_not_begun_all_leave(where):
+    assert _agree(list(where)) == _LEAVE
+
+
+def test_those_through_with_the_last_step_wait_for_the_others():
+    assert _agree([_AFTER, 9, _AFTER]) == 10
+    assert _agree([_AFTER, _AFTER]) == _LEAVE

@@ -1,0 +1,97 @@
+"""Copies that are not copies any more are found, and named."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.distributed.replicas import (
+    Finding,
+    _checksum,
+    compare,
+    copied,
+    flip,
+    make_checksums,
+)
+
+CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+EMBEDDING = "params.embedding.weight"
+
+
+def find(program, state) -> list[Finding]:
+    checksums = make_checksums(program.state, program.mesh)
+    return compare(checksums(state), program.state, program.mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [(("mesh.data=8",), 8), (("mesh.fsdp=8",), 8), (("mesh.data=3",), 3), (CUBE, 8)],
+)
+def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
+    """In any array with copies, on any device."""
+    size = ("data.batch_size=24", "train.skip_sigma=4", "optimizer.ema_decay=0.9")
+    program = programs(*mesh, *size, devices=devices)
+    state = program.init()
+    assert find(program, state) == []
+    names = list(copied(program.state))
+    assert {"step", "recent.values"} < {*names}
+    for name in ("step", names[0], names[len(names) // 2], names[-1]):
+        for device in (0, devices - 1):
+            found = find(program, flip(state, name, device))
+            assert {f.array for f in found} == {name}
+            wrong = [f.device for f in found]
+            assert wrong == [device] or (device in wrong and len(found) == 2)
+            assert all(f.certain == (len(found) == 1) for f in found)
+    assert find(program, state) == []
+
+
+def test_of_two_copies_either_may_be_wrong(programs):
+    """And devices that hold other parts of the array are beyond suspicion."""
+    program = programs(*CUBE, devices=8)
+    name = "params.layers.mlp.up.weight"  # over fsdp and tensor: copies along data
+    one, other = (program.mesh.devices[i, 0, 0, 0, 1].id for i in (0, 1))
+    found = find(program, flip(program.init(), name, other))
+    assert [(f.device, f.certain) for f in found] == [(one, False), (other, False)]
+    assert found[1].place == {"data": 1, "fsdp": 0, "tensor": 1}
+    assert "(data=1 fsdp=0 tensor=1) differs from a copy; either" in str(found[1])
+
+
+def test_of_more_the_ones_that_differ_from_most_are(programs):
+    program = programs("mesh.data=8", devices=8)
+    state = flip(flip(program.init(), EMBEDDING, 2), EMBEDDING, 5)
+    found = find(program, state)
+    assert [(f.device, f.certain) for f in found] == [(2, True), (5, True)]
+    assert "device 2 of process 0 (data=2) differs from its copies" in str(found[0])
+    four_by_four = flip(flip(state, EMBEDDING, 6), EMBEDDING, 7)
+    found = find(program, four_by_four)
+    assert [(f.device, f.certain) for f in found] == [(i, False) for i in range(8)]
+
+
+def test_what_nobody_else_holds_is_left_out(programs):
+    alone = programs(devices=1)
+    assert make_checksums(alone.state, alone.mesh) is None
+    program = programs("mesh.fsdp=8", devices=8)
+    assert "params.layers.mlp.up.weight" not in copied(program.state)
+    assert find(program, flip(program.init(), "params.layers.mlp.up.weight", 3)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "int32", "float8_e4m3fn", "bool"]),
+    at=st.integers(0, 5),
+    other=st.integers(0, 5),
+    bit=st.integers(0, 31),
+)
+def test_any_bit_and_any_swap_changes_the_sum(dtype, at, other, bit):
+    numbers = np.array([0, 1, 2, 3, 0, 7]).astype(jnp.dtype(dtype))
+    width = 8 * numbers.itemsize
+    before = int(_checksum(jnp.asarray(numbers.reshape(2, 3))))
+    bits = numbers.copy().view(f"uint{width}")
+    bits[at] ^= 1 << (bit % width) if dtype != "bool" else 1
+    flipped = bits.view(numbers.dtype)
+    assert int(_checksum(jnp.asarray(flipped.reshape(2, 3)))) != before
+    swapped = numbers.copy()
+    swapped[[at, other]] = swapped[[other, at]]
+    same = (swapped == numbers).all()
+    assert (int(_checksum(jnp.asarray(swapped.reshape(2, 3)))) == before) == same

@@ -1,0 +1,65 @@
+"""Stand-ins are the devices that the compilers know, in all that lays out arrays."""
+
+import pytest
+
+from train.hardware import devices as topology
+from train.hardware.devices import fake_devices, missing_compiler, prepare
+from train.hardware.targets import parse_target
+
+TPUS = ("v4-8", "v5e-1", "v5e-8", "v5e-16x3", "v5p-64", "v6e-8", "tpu7x-32x2")
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+
+
+def seen(devices) -> list[tuple]:
+    return sorted(
+        (
+            device.platform,
+            device.device_kind,
+            device.process_index,
+            getattr(device, "slice_index", 0),  # of one slice they have none
+            tuple(device.coords),
+            device.core_on_chip,
+        )
+        for device in devices
+    )
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(
+    missing_compiler(parse_target("v5e-8")) is not None, reason="needs libtpu"
+)
+@pytest.mark.parametrize("name", TPUS)
+def test_stand_ins_of_a_tpu_are_where_its_devices_are(name, planning, monkeypatch):
+    target = parse_target(name)
+    devices = seen(fake_devices(target))
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    assert seen(fake_devices(target)) == devices
+
+
+@pytest.mark.parametrize("name", [*TPUS, "h100-8x3", "a100-1", "b200-4"])
+def test_stand_ins_are_as_many_as_the_machine_has(name, no_compiler):
+    target = parse_target(name)
+    devices = fake_devices(target)
+    assert len({device.id for device in devices}) == target.num_devices
+    assert len({device.process_index for device in devices}) == target.num_hosts
+    assert len({d.slice_index for d in devices if d.platform == "tpu"}) in (
+        0,
+        target.slices,
+    )
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e-8", "plan"), ("h100-8", "plan-gpu")])
+def test_a_missing_compiler_is_named_with_what_installs_it(name, extra, no_compiler):
+    said = missing_compiler(parse_target(name))
+    assert said is not None
+    assert f"pip install -e '.[{extra}]'" in said
+
+
+def test_what_the_user_has_set_stays(planning, monkeypatch):
+    monkeypatch.setenv("TPU_STDERR_LOG_LEVEL", "0")
+    prepare()
+    assert topology.os.environ["TPU_STDERR_LOG_LEVEL"] == "0"

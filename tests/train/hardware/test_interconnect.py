@@ -1,0 +1,85 @@
+"""Bytes a second along axes of a mesh, worked out by hand from links and rings."""
+
+import dataclasses
+
+import pytest
+
+from tests.train.machines import machine
+from train.hardware.interconnect import NotStated, bandwidth, hops
+
+ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/achievable.py
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "axes", "links"),
+    [
+        # Both dims of 16 are rings: all four links.
+        ("v5e-256", ("mesh=fsdp",), ["fsdp"], 4),
+        # One ring each.
+        ("v5e-256", ("mesh=fsdp_tensor", "mesh.tensor=16"), ["tensor"], 2),
+        ("v5e-256", ("mesh=fsdp_tensor", "mesh.tensor=16"), ["fsdp"], 2),
+        ("v5e-256", ("mesh=fsdp_tensor", "mesh.tensor=16"), ["fsdp", "tensor"], 4),
+        # A part of a ring is a line.
+        ("v5e-256", ("mesh=fsdp_tensor", "mesh.tensor=4"), ["tensor"], 1),
+        # Below 16 nothing goes around.
+        ("v5e-16", ("mesh=fsdp",), ["fsdp"], 2),
+        ("v5e-4", ("mesh=fsdp",), ["fsdp"], 2),
+        # A cube of 4 x 4 x 4: three rings.
+        ("v5p-128", ("mesh=fsdp",), ["fsdp"], 6),
+        ("v5p-128", ("mesh=fsdp_tensor", "mesh.tensor=4"), ["tensor"], 2),
+        ("v5p-128", ("mesh=fsdp_tensor", "mesh.tensor=4"), ["fsdp"], 4),
+        # Less than a cube: three lines.
+        ("v5p-16", ("mesh=fsdp",), ["fsdp"], 3),
+    ],
+)
+def test_ici_is_the_links_that_a_group_can_use(composed, name, overrides, axes, links):
+    at = machine(composed, name, *overrides)
+    found = bandwidth(at.mesh, axes, "ICI", at.chip)
+    assert at.chip.link_bandwidth is not None
+    assert found == pytest.approx(ICI * links * at.chip.link_bandwidth)
+
+
+def test_devices_of_a_chip_share_its_links_unless_they_are_of_one_group(composed):
+    """tpu7x: two devices a chip, 64 chips as 4 x 4 x 4."""
+    at = machine(composed, "tpu7x-128", "mesh=fsdp")
+    whole = bandwidth(at.mesh, ["fsdp"], "ICI", at.chip)
+    assert whole == pytest.approx(ICI * 6 * 100 * GB)
+    at = machine(composed, "tpu7x-128", "mesh=fsdp_tensor", "mesh.tensor=2")
+    half = bandwidth(at.mesh, ["fsdp"], "ICI", at.chip)
+    assert half == pytest.approx(whole / 2)
+
+
+def test_slices_have_the_network_of_their_chips(composed):
+    overrides = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
+    at = machine(composed, "v5e-256x2", *overrides)
+    far = bandwidth(at.mesh, ["data"], "DCN", at.chip)
+    assert far == pytest.approx(0.33 * 6.4e12 / 8 / 256)
+    near = bandwidth(at.mesh, ["fsdp"], "ICI", at.chip)
+    assert near == pytest.approx(ICI * 4 * 50 * GB)
+
+
+def test_a_ring_through_nodes_has_the_cards_of_its_members_there(composed):
+    copies = machine(composed, "h100-8x4", "mesh=fsdp", "mesh.data=4")
+    alone = bandwidth(copies.mesh, ["data"], "network", copies.chip)
+    assert alone == pytest.approx(FAR * 50 * GB)
+    shards = machine(composed, "h100-8x4", "mesh=fsdp")
+    all_cards = bandwidth(shards.mesh, ["fsdp"], "network", shards.chip)
+    assert all_cards == pytest.approx(FAR * 8 * 50 * GB)
+    inside = bandwidth(copies.mesh, ["fsdp"], "NVLink", copies.chip)
+    assert inside == pytest.approx(NVLINK * 450 * GB)
+
+
+def test_what_a_vendor_does_not_say_is_not_made_up(composed):
+    at = machine(composed, "v4-8x2", "mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
+    with pytest.raises(NotStated, match=r"TPU v4.*dcn_bandwidth"):
+        bandwidth(at.mesh, ["data"], "DCN", at.chip)
+    silent = dataclasses.replace(at.chip, link_bandwidth=None)
+    with pytest.raises(NotStated, match="link_bandwidth"):
+        bandwidth(at.mesh, ["fsdp"], "ICI", silent)
+
+
+def test_bytes_of_an_all_to_all_pass_a_quarter_of_each_ring(composed):
+    at = machine(composed, "v5e-256", "mesh=fsdp")
+    assert hops(at.mesh, ["fsdp"], "ICI") == 16 / 4 + 16 / 4
+    assert hops(at.mesh, ["fsdp"], "NVLink") == 1

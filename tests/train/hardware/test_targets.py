@@ -1,0 +1,111 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.config import ConfigError
+from train.hardware.chips import CHIPS, chip_of, peak_flops
+from train.hardware.targets import Target, parse_target
+
+SIZES = {
+    "v5e": (1, 4, 8, 16, 32, 64, 128, 256),
+    "v6e": (1, 4, 8, 16, 32, 64, 128, 256),
+    "v4": (8, 16, 32, 64, *range(128, 8193, 128)),
+    "v5p": (8, 16, 32, 64, *range(128, 17921, 128)),
+    "tpu7x": (8, 16, 32, 64, *range(128, 18433, 128)),
+    **{gpu: (1, 2, 4, 8) for gpu in ("a100", "h100", "h200", "b200")},
+}
+CORES = ("v4", "v5p", "tpu7x")  # what their names count, two a chip
+NAMES = [(family, size) for family, sizes in SIZES.items() for size in sizes]
+
+
+@given(st.sampled_from(NAMES), st.none() | st.integers(1, 300))
+def test_a_name_means_as_many_chips_as_it_says(named, slices):
+    family, size = named
+    target = parse_target(f"{family}-{size}" + (f"x{slices}" if slices else ""))
+    chips = size // 2 if family in CORES else size
+    assert math.prod(target.topology) == chips
+    assert target.num_chips == chips * (slices or 1)
+    assert target.num_devices == target.num_chips * (2 if family == "tpu7x" else 1)
+    assert target.num_hosts * target.chips_per_host == target.num_chips
+    for dim, bound in zip(target.topology, target.host_bounds, strict=True):
+        assert dim % bound == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("v5e-256", (16, 16)),
+        ("v5p-8", (2, 2, 1)),
+        ("v5p-3072", (8, 12, 16)),
+        ("v5p-17920", (16, 20, 28)),
+        ("tpu7x-128", (4, 4, 4)),
+    ],
+)
+def test_chips_of_a_slice_stand_as_the_cloud_has_them(name, topology):
+    assert parse_target(name).topology == topology
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [("v5e-1", 1), ("v5e-8", 1), ("v5e-16", 4), ("v5e-8x3", 3), ("h100-8x16", 16)],
+)
+def test_hosts(name, hosts):
+    assert parse_target(name).num_hosts == hosts
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5e-7", "v5e-4 and v5e-8"),
+        ("v5e-512", "next to it are v5e-256"),
+        ("v5p-130", "v5p-128 and v5p-256"),
+        ("h100-3", "n = 1, 2, 4 or 8"),
+        ("v5e-8x0", "at least one slice"),
+        ("h100-8x0", "at least one node"),
+        ("v5e", "v5e-256"),
+        ("z80-1", "one like cpu, v5e-256"),
+        ("cpu", "one like cpu"),  # the door knows it
+        ("v3-8", "of v4, v5e"),
+    ],
+)
+def test_what_there_is_not_is_an_error_that_says_what_there_is(name, said):
+    with pytest.raises(ConfigError) as error:
+        parse_target(name)
+    [mistake] = error.value.mistakes
+    assert (mistake.key, mistake.value) == ("target", name)
+    assert said in mistake.rule
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_targets_have_the_figures_that_plans_need(family):
+    chip = Target("", family, (1,)).chip
+    assert chip.flops["bfloat16"] > 1e14
+    assert chip.hbm_bytes is not None
+    assert chip.hbm_bandwidth is not None
+    assert chip.links is not None
+    assert chip.link_bandwidth is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+        ("TPU v3", 61.5e12),  # a core
+        ("TPU7x", 1153.5e12),  # a die
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("cpu", None),
+    ],
+)
+def test_peak_of_a_jax_device(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+def test_every_chip_is_found_by_its_own_kind():
+    for chip in CHIPS.values():
+        assert chip_of(f"NVIDIA {chip.kind} SXM") is chip

@@ -1,0 +1,241 @@
+"""What a compiled step sends: the textbook's figures, and where XLA departs from them.
+
+F32 gradients: a weight's gradient has the weight's dtype, float32 (model/linear.py),
+and partial sums are added over the devices in it. What is gathered was rounded before.
+"""
+
+import pytest
+
+from tests.train.compiled import (
+    DOWN,
+    MATRICES,
+    NORMS,
+    B,
+    D,
+    L,
+    T,
+    V,
+    needs_tpu_compiler,
+)
+from train.plan.compiled.collectives import (
+    Collective,
+    outside_layers,
+    sent_bytes,
+    totals,
+)
+
+V5E = "v5e:2x4"
+BF16, F32 = 2, 4
+
+
+def of(collectives: list[Collective], scope: str, kind: str) -> list[Collective]:
+    return [c for c in collectives if (c.scope, c.kind) == (scope, kind)]
+
+
+def payload(collectives: list[Collective], *uses: str, leave: str = "scalars") -> int:
+    """Bytes of a step, of what serves one of `uses`, or of all but what to leave."""
+    return sum(
+        c.times * share
+        for c in collectives
+        for use, share in c.serves
+        if (use in uses if uses else use != leave)
+    )
+
+
+def large(collectives: list[Collective]) -> list[Collective]:
+    """Those of matrices and activations: no norms, no scalars."""
+    return [c for c in collectives if c.payload > 8 * NORMS]
+
+
+@needs_tpu_compiler
+class TestData:
+    @pytest.fixture
+    def step(self, compile_step):
+        return compile_step("mesh=ddp", topology=V5E)
+
+    def test_each_gradient_is_reduced_once_in_float32(self, step):
+        num_params = L * MATRICES + 2 * V * D + NORMS
+        (row,) = totals(step.collectives)
+        assert (row.axes, row.network, row.kind) == (("data",), "ICI", "all-reduce")
+        assert payload(step.collectives) == F32 * num_params
+        assert row.payload - F32 * num_params <= 64  # loss, norm, number of targets
+        assert row.sent == pytest.approx(2 * 7 / 8 * row.payload)
+
+    def test_a_layer_is_one_all_reduce_in_the_loop(self, step):
+        (layer,) = of(step.collectives, "layers backward", "all-reduce")
+        assert layer.times == L
+        assert payload([layer], leave="norm") == L * F32 * MATRICES
+        assert dict(layer.serves)["mlp.down"] == F32 * DOWN
+
+    def test_the_rest_is_itemized(self, step):
+        rows = {row.serves: row.payload for row in outside_layers(step.collectives)}
+        assert rows.pop("scalars") <= 64
+        assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
+        assert rows == {"embedding": F32 * V * D, "head": F32 * V * D}
+
+    def test_a_tied_table_is_reduced_twice(self, compile_step):
+        """XLA reduces the look-up's gradient and the head's before it adds them."""
+        tied = compile_step("mesh=ddp", "model.tied_head=true", topology=V5E)
+        num_params = L * MATRICES + V * D + NORMS
+        assert payload(tied.collectives) == F32 * (num_params + V * D)
+
+
+@needs_tpu_compiler
+class TestFsdp:
+    @pytest.fixture
+    def step(self, compile_step):
+        return compile_step("mesh=fsdp", topology=V5E)
+
+    @pytest.mark.parametrize("way", ["forward", "backward"])
+    def test_a_layer_gathers_its_matrices_rounded(self, step, way):
+        gathers = of(step.collectives, f"layers {way}", "all-gather")
+        assert {c.times for c in gathers} == {L}
+        assert {c.dtypes for c in gathers} == {("bf16",)}
+        assert payload(gathers) == L * BF16 * MATRICES
+        assert payload(gathers, "mlp.down") == L * BF16 * DOWN
+        assert payload(gathers, "mlp.up", "mlp.gate") == 2 * L * BF16 * DOWN
+
+    def test_its_gradients_are_reduced_and_scattered_in_float32(self, step):
+        scatters = of(step.collectives, "layers backward", "reduce-scatter")
+        assert payload(scatters, leave="norm") == L * F32 * MATRICES
+        assert {c.dtypes for c in scatters} == {("f32",)}
+        assert payload(scatters, "mlp.down") == L * F32 * DOWN
+
+    def test_the_head_travels_once_however_many_tiles_the_loss_has(self, compile_step):
+        tiles = f"train.loss_chunk_tokens={T // 4}"
+        step = compile_step("mesh=fsdp", tiles, topology=V5E)
+        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        gather, scatter = sorted(head, key=lambda c: c.kind)
+        assert (gather.kind, gather.times) == ("all-gather", 1)
+        assert payload([gather], "head") == BF16 * V * D
+        assert (scatter.kind, scatter.times) == ("reduce-scatter", 1)
+        assert payload([scatter], "head") == F32 * V * D
+
+    def test_norms_are_all_that_is_reduced_whole(self, step):
+        """XLA gathers a small vector by an all-reduce with zeros: twice the bytes."""
+        whole = [c for c in step.collectives if c.kind == "all-reduce"]
+        # Gathered forward and backward, the last once; and the gradients.
+        assert payload(whole) == F32 * (2 * NORMS - D + NORMS)
+
+    def test_gathers_run_behind_products(self, step):
+        gathers = [c for c in step.collectives if c.kind == "all-gather"]
+        (row,) = totals(c for c in gathers if c.is_async)
+        assert row.overlapped > 0.5
+
+    def test_large_products_gather_and_scatter_in_rings(self, compile_step):
+        """Each shard goes to the next device while the one before is multiplied.
+
+        A ring in both directions sends 9 shards where 7 are missing: two sends of its
+        last round are in vain.
+        """
+        shape = ("model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=8")
+        shape += ("model.num_kv_heads=8", "data.sequence_length=1024")
+        step = compile_step("mesh=fsdp", *shape, topology=V5E)
+        rings = [c for c in step.collectives if c.is_ring]
+        matrices = 4 * 512 * 512 + 3 * 512 * 1024
+        for way, kind, width in (
+            ("forward", "all-gather", BF16),
+            ("backward", "all-gather", BF16),
+            ("backward", "reduce-scatter", F32),
+        ):
+            layers = of(rings, f"layers {way}", kind)
+            assert payload(layers) == L * width * matrices
+            for ring in layers:
+                assert ring.sent == pytest.approx(9 / 8 * ring.payload)
+                assert ring.is_async
+
+
+@needs_tpu_compiler
+class TestTensor:
+    def test_a_layer_reduces_activations_twice_each_way(self, compile_step):
+        shape = ("mesh=fsdp_tensor", "mesh.tensor=4")
+        step = compile_step(*shape, topology="v5e:2x2")
+        for way in ("forward", "backward"):
+            reduces = large(of(step.collectives, f"layers {way}", "all-reduce"))
+            assert [c.times for c in reduces] == [L, L]
+            assert {c.payload for c in reduces} == {BF16 * B * T * D}
+            assert {c.group.axes for c in reduces} == {("tensor",)}
+        inside = [c for c in step.collectives if c.scope.startswith("layers")]
+        assert {c.kind for c in large(inside)} == {"all-reduce"}
+
+    def test_the_head_stays_cut(self, compile_step):
+        """In tiles too each device has its part of the vocabulary, and no more."""
+        shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
+        tiles = f"train.loss_chunk_tokens={T // 4}"
+        step = compile_step(*shape, tiles, topology=V5E)
+        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        reduced, weight = (
+            [c for c in head if c.group.axes == (axis,)] for axis in ("tensor", "fsdp")
+        )
+        assert payload(weight, "head") == (BF16 + F32) * V * D // 2
+        # Activations' gradient; and sums and maxima, one of each a position.
+        assert payload(reduced, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
+
+    def test_both_axes_at_once(self, compile_step):
+        shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
+        step = compile_step(*shape, topology=V5E)
+        kinds = {(row.axes, row.kind) for row in totals(step.collectives)}
+        layers = [c for c in step.collectives if c.scope == "layers forward"]
+        reduces = [c for c in large(layers) if c.group.axes == ("tensor",)]
+        assert (
+            payload(reduces) == 2 * L * BF16 * B * T * D // 4
+        )  # a quarter of the rows
+        gathers = [c for c in layers if c.group.axes == ("fsdp",)]
+        gathered = payload([c for c in gathers if c.dtypes == ("bf16",)])
+        assert gathered == L * BF16 * MATRICES // 2
+        assert (("fsdp",), "reduce-scatter") in kinds
+
+
+@needs_tpu_compiler
+class TestSlices:
+    def test_gradient_shards_cross_between_slices(self, compile_step):
+        shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
+        step = compile_step(*shape, topology="v5e:2x2", num_slices=2)
+        between = [c for c in step.collectives if c.group.network == "DCN"]
+        assert {c.group.axes for c in between} == {("data",)}
+        assert {c.kind for c in between} == {"all-reduce"}
+        assert {c.group.size for c in between} == {2}
+        assert any(c.overlap_flops > 0 for c in between if c.times > 1)
+        assert payload(between, "mlp.down") == F32 * L * DOWN // 4
+        # Heads of 64 fill half of a tile's 128 lanes, and tiles are sent whole.
+        shard = F32 * (L * MATRICES + 2 * V * D) // 4
+        assert shard < payload(large(between)) < 1.5 * shard
+        inside = [c for c in step.collectives if c.group.network == "ICI"]
+        assert {c.group.axes for c in inside} == {("fsdp",)}
+        assert {c.group.size for c in inside} == {4}
+
+
+def test_a_cpu_program_gathers_each_layer_and_reduces_whole(compile_step):
+    """XLA's CPU has no reduce-scatter here: gradients are reduced, then cut."""
+    step = compile_step("mesh=fsdp", "model.compute_dtype=float32")
+    gathers = of(step.collectives, "layers forward", "all-gather")
+    assert payload(large(gathers)) == L * F32 * MATRICES
+    reduces = of(step.collectives, "layers backward", "all-reduce")
+    assert payload(reduces, leave="norm") == L * F32 * MATRICES
+    assert {c.group.network for c in step.collectives} == {"memory"}
+    assert not any(c.is_async for c in step.collectives)
+
+
+def test_microbatches_gather_again(compile_step):
+    once = compile_step("mesh=fsdp", "model.compute_dtype=float32")
+    twice = compile_step(
+        "mesh=fsdp", "model.compute_dtype=float32", "train.accumulation_steps=2"
+    )
+    one, two = (
+        payload(large(of(step.collectives, "layers forward", "all-gather")))
+        for step in (once, twice)
+    )
+    assert two == 2 * one
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("all-reduce", 1400.0),
+        ("all-gather", 700.0),
+        ("reduce-scatter", 700.0),
+        ("collective-permute", 800.0),
+    ],
+)
+def test_rings_send_so_much(kind, sent):
+    assert sent_bytes(kind, 800, 8) == sent

@@ -1,0 +1,103 @@
+"""FLOPs and bytes of a compiled step."""
+
+import pytest
+
+from tests.train.compiled import (
+    DOWN,
+    MATRICES,
+    B,
+    D,
+    F,
+    L,
+    T,
+    V,
+    in_one,
+    needs_tpu_compiler,
+)
+from train.plan.compiled.flops import product_flops, work
+from train.plan.compiled.hlo import parse
+
+TOKENS = B * T
+FORWARD, BACKWARD = 2, 7  # products over [T, S] that splash makes
+ATTENTION = 2 * L * T * D * TOKENS  # FLOPs of one of them
+
+
+# By model: overrides, parameters of a layer's matrices.
+MODELS = {
+    "llama": ((), MATRICES),
+    "shared keys and values": (("model.num_kv_heads=2",), MATRICES - D * D),
+    "gpt2": (
+        ("model=gpt2_124m", "model.tied_head=true", f"model.mlp_dim={F}"),
+        4 * D * D + 2 * D * F,
+    ),
+}
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("model", "remat", "ratio"),
+    [
+        ("llama", "none", 1.079),
+        ("llama", "dots", 1.132),
+        ("llama", "full", 1.342),
+        ("shared keys and values", "none", 1.086),
+        ("shared keys and values", "full", 1.343),
+        ("gpt2", "none", 1.094),
+        ("gpt2", "full", 1.344),
+    ],
+)
+def test_executed_flops_are_those_derived_by_hand(compile_step, model, remat, ratio):
+    """The embedding is looked up, for nothing; the head multiplies, tied or not.
+
+    Recomputed: attention, and with `full` all of a layer but its last product, whose
+    result is only added: the backward pass does not need it.
+    """
+    overrides, matrices = MODELS[model]
+    remat_ = f"train.remat={remat}"
+    step = compile_step(*overrides, "mesh=ddp", remat_, topology="v5e:2x2")
+    done, chips = work(step.module), 4
+    products = 6 * (L * matrices + V * D) * TOKENS
+    products += 2 * L * (matrices - DOWN) * TOKENS if remat == "full" else 0
+    assert done.products * chips == products
+    kernels = BACKWARD + FORWARD * (1 if remat == "none" else 2)
+    assert done.whole_attention * chips == kernels * ATTENTION
+    assert done.attention == done.whole_attention  # a single block has no other above
+    model_flops = 6 * (L * matrices + V * D) * TOKENS + 6 * ATTENTION
+    assert step.program.flops_per_step == model_flops
+    by_hand = (products + kernels * ATTENTION) / model_flops
+    assert done.flops * chips / model_flops == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(ratio, abs=0.001)
+    assert done.unknown == ()
+
+
+@pytest.mark.parametrize("mesh", ["mesh=ddp", "mesh=fsdp"])
+def test_on_a_cpu_attention_is_products_over_the_whole_square(compile_step, mesh):
+    step = compile_step(mesh, "model.compute_dtype=float32")
+    done = work(step.module)
+    assert done.products * 8 == step.program.flops_per_step
+    assert done.attention == 0
+
+
+def test_a_batched_product_of_a_tpu_counts_without_its_padding():
+    text = in_one(
+        "  %a = bf16[2,1024,2,64,1] parameter(0)\n"
+        "  %b = bf16[2,64,8,64,1] parameter(1)\n"
+        "  ROOT %c = bf16[2,1024,8,64,1] convolution(%a, %b), "
+        "window={size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0}, "
+        "dim_labels=0b2f1_2i1o0->0b1f2"
+    )
+    module = parse(text)
+    flops = product_flops(module.entry.root, module.entry)
+    assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
+
+
+def test_zeros_between_the_inputs_do_not_count():
+    text = in_one(
+        "  %a = f32[1,3,4] parameter(0)\n"
+        "  %b = f32[2,4,8] parameter(1)\n"
+        "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
+        "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
+    )
+    module = parse(text)
+    flops = product_flops(module.entry.root, module.entry)
+    assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input

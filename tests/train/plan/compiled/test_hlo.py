@@ -1,0 +1,123 @@
+"""Reading HLO text."""
+
+import pytest
+
+from train.plan.compiled.hlo import Array, is_kept, parse
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "step.py"
+
+%add.1 (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[]{:T(128)} parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %add = f32[] add(%x, %y)
+}
+
+%fused (p: bf16[8,128]) -> bf16[8,128] {
+  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %neg = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} negate(%p), metadata={op_name="a/neg"}
+}
+
+ENTRY %main.3 (a: bf16[8,128], b: (f32[2], s32[])) -> (bf16[8,128], f32[]) {
+  %a = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="p[\\'w\\']"}
+  %f = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%a), kind=kLoop, calls=%fused
+  %call = ((f32[2]{0}, pred[3]), /*index=1*/u32[]{:S(2)}) custom-call(%a, %f), """
+TEXT += """custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512, (}"
+}}, metadata={op_name="jit(step)/kernel" stack_frame_id=3}
+  %r = f32[] all-reduce(%call), channel_id=1, replica_groups={{0,1}}, to_apply=%add.1
+  ROOT %t = (bf16[8,128]{1,0}, f32[]) tuple(%f, %r)
+}
+"""
+
+
+def test_instructions_are_read():
+    module = parse(TEXT)
+    assert module.unread == []
+    assert list(module.computations) == ["add.1", "fused", "main.3"]
+    entry = module.entry.instructions
+    assert list(entry) == ["a", "f", "call", "r", "t"]
+    assert module.entry.root is entry["t"]
+    assert entry["a"].op_name == r"p[\'w\']"
+    assert entry["f"].arrays == (Array("bf16", (8, 128), 1),)
+    assert entry["f"].called == ["fused"]
+    assert entry["r"].called == []  # what adds is no part of the program's work
+    assert entry["t"].operands == ["f", "r"]
+    assert [i.name for i, _ in module.inside(entry["f"])] == ["p", "neg"]
+    assert [i.name for i in module.entry.users["f"]] == ["call", "t"]
+
+
+def test_an_instruction_may_go_over_several_lines():
+    call = parse(TEXT).entry.instructions["call"]
+    assert call.opcode == "custom-call"
+    assert call.operands == ["a", "f"]
+    assert call.op_name == "jit(step)/kernel"
+    shapes = [(a.dtype, a.dims, a.space) for a in call.arrays]
+    assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "size"),
+    [
+        ("f32", (3, 5), 60),
+        ("bf16", (4,), 8),
+        ("pred", (7,), 7),
+        ("f8e4m3fn", (6,), 6),
+        ("s4", (5,), 3),
+        ("u32", (), 4),
+        ("token", (), 0),
+    ],
+)
+def test_bytes(dtype, dims, size):
+    assert Array(dtype, dims).num_bytes == size
+
+
+def test_what_cannot_be_read_is_listed():
+    text = TEXT.replace("  %r = f32[] all-reduce(%call),", "  %r = what is this")
+    (line,) = parse(text).unread
+    assert line.startswith("%r = what is this")
+
+
+def test_something_else_is_refused():
+    with pytest.raises(ValueError, match="not the text of an HLO module"):
+        parse("module @jit_step {\n}\n")
+
+
+LOOPS = """HloModule loops
+
+%inner (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %w = f32[4] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[4]) tuple(%next, %w)
+}
+
+%outer (o: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {
+  %o = (f32[4], f32[4], s32[]) parameter(0)
+  %a = f32[4] get-tuple-element(%o), index=0
+  %b = f32[4] get-tuple-element(%o), index=1
+  %n = s32[] get-tuple-element(%o), index=2
+  %start = (s32[], f32[4]) tuple(%n, %a)
+  %loop = (s32[], f32[4]) while(%start), condition=%c, body=%inner
+  %kept = f32[4] get-tuple-element(%loop), index=1
+  %m = s32[] get-tuple-element(%loop), index=0
+  ROOT %u = (f32[4], f32[4], s32[]) tuple(%kept, %a, %m)
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  ROOT %x = s32[] parameter(0)
+}
+"""
+
+
+def test_a_loop_keeps_what_passes_through_loops_inside():
+    module = parse(LOOPS)
+    assert [is_kept(module, "inner", element) for element in (0, 1)] == [False, True]
+    # The second takes the first's place; the third is what the inner loop counted.
+    assert [is_kept(module, "outer", element) for element in range(3)] == [
+        *(True, False, False)
+    ]

@@ -1,0 +1,104 @@
+"""Which devices a collective joins, in every way that XLA writes it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from train.plan.compiled.hlo import Instruction
+from train.plan.compiled.replica_groups import Group, group_of, replica_groups
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def a_mesh(sizes, platform="tpu", slices=1, processes=1, slow_axis=0):
+    """A mesh whose devices lie in slices (or processes) along an axis."""
+    devices = np.empty(sizes, object)
+    for place in np.ndindex(*sizes):
+        part = place[slow_axis] / sizes[slow_axis]
+        devices[place] = SimpleNamespace(
+            platform=platform,
+            slice_index=int(part * slices),
+            process_index=int(part * processes),
+        )
+    return SimpleNamespace(
+        axis_names=AXES,
+        shape=dict(zip(AXES, sizes, strict=True)),
+        devices=devices,
+    )
+
+
+def group(attribute: str, mesh) -> Group:
+    instruction = Instruction(
+        "c", "all-reduce", (), "%x", f", channel_id=1, {attribute}"
+    )
+    return group_of(instruction, mesh)
+
+
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['a'=2,'b'=4] {'b'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=2,'b'=4] {'a','b'}", [[*range(8)]]),
+        ("mesh['a'=8] {'a':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['a'=8] {'a':(2)4}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (
+            "mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}",
+            [[0, 2, 4, 6], [1, 3, 5, 7]],
+        ),
+        ("{}", [[*range(8)]]),
+    ],
+)
+def test_groups(written, groups):
+    attributes = f", replica_groups={written}, use_global_device_ids=true"
+    assert replica_groups(attributes, 8).tolist() == groups
+
+
+def test_an_unknown_way_of_writing_is_an_error():
+    with pytest.raises(ValueError, match="cannot be read"):
+        replica_groups(", replica_groups=somehow, dimensions={0}", 8)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "axes", "size"),
+    [
+        ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
+        ("replica_groups=[4,2]<=[4,2]T(1,0)", ("fsdp",), 2),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",), 2),
+        ("replica_groups=[2,4]<=[8]", ("fsdp", "tensor"), 4),
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ("fsdp",), 2),
+        ("source_target_pairs={{0,2},{2,0},{5,7},{7,5}}", ("fsdp",), 2),
+        ("replica_groups={}", AXES, 8),
+    ],
+)
+def test_axes_are_those_along_which_members_differ(attribute, axes, size):
+    found = group(f"{attribute}, use_global_device_ids=true", a_mesh((2, 2, 2)))
+    assert found == Group(axes, size, "ICI")
+
+
+def test_part_of_an_axis_is_told():
+    found = group("replica_groups=[4,2]<=[8], x=1", a_mesh((1, 8, 1)))
+    assert found == Group(("fsdp",), 2, "ICI", is_whole=False)
+
+
+@pytest.mark.parametrize(
+    ("platform", "inside", "between"),
+    [("gpu", "NVLink", "network"), ("cpu", "memory", "network")],
+)
+def test_processes_are_joined_by_the_slow_network(platform, inside, between):
+    mesh = a_mesh((2, 4, 1), platform, processes=2)
+    assert group("replica_groups=[2,4]<=[8], x=1", mesh).network == inside
+    assert group("replica_groups=[4,2]<=[2,4]T(1,0), x=1", mesh).network == between
+
+
+@pytest.mark.parametrize("slow_axis", [0, 1])
+def test_a_program_of_a_slice_numbers_its_own_devices(slow_axis):
+    """0 to 3 of the first slice; which axis leaves it is not among them."""
+    mesh = a_mesh((2, 4, 1), slices=2, slow_axis=slow_axis)
+    found = group("replica_groups={{0,1,2,3}}, x=1", mesh)
+    axes = ("fsdp",) if slow_axis == 0 else ("data", "fsdp")
+    assert (found.axes, found.network) == (axes, "ICI")

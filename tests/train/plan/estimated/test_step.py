@@ -1,0 +1,126 @@
+"""The whole estimate, without a compiler."""
+
+import json
+
+import jax
+import pytest
+
+from train.hardware.devices import fake_devices
+from train.hardware.targets import parse_target
+from train.plan.estimated.step import (
+    estimate_execution,
+    estimate_items,
+    estimate_memory,
+)
+from train.plan.memory import HELD, make_ledger, print_ledger, room_of
+from train.plan.plan import estimate
+from train.program import make_program
+
+
+@pytest.fixture
+def laid_out(composed, monkeypatch):
+    """Lay a model out on stand-ins: (target, *overrides) -> Program."""
+    monkeypatch.setattr(
+        "train.hardware.devices.importlib.util.find_spec", lambda name: None
+    )
+
+    def laid_out(name, *overrides):
+        base = ("optimizer=adamw", "tracker=none", "model.vocab_size=65536")
+        config = composed(*base, *overrides)
+        return make_program(config, fake_devices(parse_target(name)))
+
+    return laid_out
+
+
+GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "data.batch_size=64")
+
+
+def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
+    program = laid_out("h100-8", *GPT2, "mesh=fsdp")
+    known, ledger = make_ledger(program), estimate_memory(program)
+    assert ledger.needed is not None
+    assert ledger.needed.how == "estimated"
+    assert {ledger.parts[name] for name in HELD} == {known.parts[n] for n in HELD}
+    items = estimate_items(program)
+    assert ledger.temporaries == items
+    held = sum(known.parts[name].bytes for name in HELD)
+    size = sum(figure.bytes for figure in items.values())
+    assert ledger.needed.bytes == held + size
+    assert ledger.parts["temporaries"].bytes == size
+    assert items["saved activations"].bytes > size / 3
+
+
+def test_there_is_a_verdict_without_a_compiler(laid_out, capsys):
+    room = room_of(parse_target("v5e-8").chip, margin=0.05)
+    fits = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp"))
+    large = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp", "data.batch_size=256"))
+    assert (fits.fits(room), large.fits(room)) == (True, False)
+    print_ledger(large, room, None)
+    assert "fits        no, " in capsys.readouterr().out
+
+
+def test_slices_reduce_over_the_slow_network(laid_out):
+    shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
+    found = estimate_execution(laid_out("v5e-8x2", *GPT2, *shape))
+    networks = {row.axes: row.network for row in found.sent}
+    assert networks[("data",)] == "DCN"
+    assert networks[("fsdp",)] == "ICI"
+    (between,) = (r for r in found.sent if r.axes == ("data",))
+    assert between.kind == "all-reduce"
+    assert between.sent == between.payload  # 2 (n - 1) / n of it
+    assert 0 < between.overlapped < 1
+
+
+@pytest.mark.parametrize(
+    ("target", "faster", "slower"),
+    [
+        ("v5e-8", "dots", "none"),
+        ("v5e-8", "dots", "full"),
+        ("h100-8", "dots", "none"),
+        ("h100-8", "full", "none"),
+    ],
+)
+def test_policies_are_ordered_as_compiled_plans_order_them(
+    laid_out, target, faster, slower
+):
+    """A small model: what is kept costs more than what is computed again."""
+
+    def speed(remat):
+        shape = (*GPT2, "mesh=fsdp", f"train.remat={remat}", "model.vocab_size=50257")
+        prediction = estimate(laid_out(target, *shape)).prediction
+        assert prediction is not None
+        return prediction.middle.tokens_per_second
+
+    assert speed(faster) > 1.02 * speed(slower)
+
+
+def test_only_wide_values_leave_the_core(laid_out):
+    """64 MiB, half of a v5e's core, are too many; of half the rows the head is left."""
+
+    def moved(rows):
+        shape = ("model=llama3_1b", "data.sequence_length=2048", "mesh=fsdp")
+        program = laid_out("v5e-8", *shape, f"data.batch_size={rows}")
+        return estimate_execution(program).work.product_bytes
+
+    assert moved(16) > 1.5 * moved(8)
+
+
+def test_sums_and_items_agree(laid_out):
+    found = estimate_execution(laid_out("h100-8", *GPT2, "mesh=fsdp"))
+    assert found.how == "estimated"
+    outside = sum(row.payload for row in found.outside_layers)
+    assert 0 < outside < sum(row.payload for row in found.sent)
+    assert {row.network for row in found.sent} == {"NVLink"}
+    assert json.loads(json.dumps(found.as_json()))["how"] == "estimated"
+
+
+def test_nothing_is_lowered(laid_out, monkeypatch):
+    program = laid_out("v5e-256", *GPT2, "mesh=fsdp", "data.batch_size=256")
+
+    def refuse(*args, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", refuse)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    estimate_execution(program)
+    estimate_memory(program)

@@ -1,0 +1,101 @@
+"""What a step that does not fit is advised does fit."""
+
+import dataclasses
+
+import pytest
+
+from train.hardware.devices import fake_devices
+from train.hardware.targets import parse_target
+from train.plan.estimated.step import estimate_memory
+from train.plan.fit import make_room
+from train.plan.memory import HELD, Figure, Room
+from train.program import make_program
+
+MIB = 2**20
+GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "optimizer=adamw")
+
+
+@pytest.fixture
+def laid_out(composed, monkeypatch):
+    """Lay a model out on eight chips that are not there."""
+    monkeypatch.setattr(
+        "train.hardware.devices.importlib.util.find_spec", lambda name: None
+    )
+    devices = fake_devices(parse_target("v5e-8"))
+
+    def laid_out(*overrides):
+        config = composed(*GPT2, "model.vocab_size=50304", *overrides)
+        return make_program(config, devices)
+
+    return laid_out
+
+
+def needs(program) -> int:
+    needed = estimate_memory(program).needed
+    assert needed is not None
+    return needed.bytes
+
+
+SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mib", "typed"),
+    [
+        (("mesh=ddp", "data.batch_size=64"), 4000, REMAT),
+        (("mesh=ddp", "data.batch_size=8"), 2000, SHARD),
+        (("mesh=ddp", "data.batch_size=64"), 1500, f"{SHARD} {REMAT}"),
+        (
+            ("mesh=ddp", "data.batch_size=512"),
+            1300,
+            f"{SHARD} {REMAT} train.accumulation_steps=8",
+        ),
+        (
+            ("mesh=fsdp", "data.batch_size=512", REMAT),
+            3000,
+            "train.accumulation_steps=2",
+        ),
+        (("mesh=fsdp", "data.batch_size=8", REMAT), 100, "search=true"),
+        (("mesh=ddp", "data.batch_size=64"), 100, "search=true"),
+    ],
+)
+def test_what_is_advised_fits(laid_out, overrides, mib, typed):
+    program, room = laid_out(*overrides), Room(*[mib * MIB] * 3)
+    ledger = estimate_memory(program)
+    assert ledger.fits(room) is False
+    advice = make_room(program, ledger, room)
+    assert advice.override == typed
+    if typed != "search=true":
+        assert needs(laid_out(*overrides, *typed.split())) <= room.available
+        assert "that fits, estimated" in advice.change
+
+
+def test_what_the_compiler_needs_more_stays(laid_out):
+    program = laid_out("mesh=ddp", "data.batch_size=64")
+    ledger = estimate_memory(program)
+    room = Room(*[needs(program) - MIB] * 3)
+    assert make_room(program, ledger, room).override == REMAT
+    saved = needs(program) - needs(laid_out("mesh=ddp", "data.batch_size=64", REMAT))
+    large = Figure(room.available + saved + MIB, "compiled")
+    advice = make_room(program, dataclasses.replace(ledger, needed=large), room)
+    assert advice.override.startswith(f"{REMAT} ")
+
+
+def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out):
+    program = laid_out("mesh=ddp", "data.batch_size=8")
+    ledger = estimate_memory(program)
+    held = sum(ledger.parts[name].bytes for name in HELD)
+    large = Figure(24 * 1024 * MIB, "compiled")
+    ledger = dataclasses.replace(ledger, needed=large)
+    advice = make_room(program, ledger, Room(*[15 * 1024 * MIB] * 3))
+    assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
+    assert f"take {held / MIB / 1024:.2f} GiB" in advice.bottleneck
+    assert advice.change.count("GiB are needed then)") == 2
+    assert "is not enough: take more or larger chips" in advice.change
+
+
+def test_what_cannot_be_sharded_so_far_is_not_advised(laid_out):
+    odd = ("model.num_heads=11", "model.embed_dim=748", "model.head_dim=68")
+    program = laid_out("mesh=ddp", "data.batch_size=8", *odd)
+    advice = make_room(program, estimate_memory(program), Room(MIB, MIB, MIB))
+    assert "shard" not in advice.change

@@ -1,0 +1,134 @@
+"""Steps that one resource bounds, each by hand."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train.machines import execution, machine, total
+from train.plan.prediction import Lane
+from train.plan.roofline import _step, matrix_fill
+
+TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
+
+
+@pytest.fixture(scope="module")
+def v5e(composed):
+    return machine(composed, "v5e-256", "mesh=fsdp", "data.batch_size=256")
+
+
+def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
+    """Two seconds of products; the gathers have all their time beside them."""
+    flops = 2 * TPU["products"]
+    sent = total("fsdp", "ICI", TPU["ici"], overlapped=1.0)
+    found = v5e.predict(execution(flops, 1000, sent, needed=flops / 1.25))
+    assert found.products == pytest.approx(2)
+    assert found.step_s.low == pytest.approx(2)
+    assert found.step_s.high == pytest.approx(2, rel=1e-6)
+    assert found.recomputed == pytest.approx(1.25)
+    assert found.middle.mfu == pytest.approx(0.865 / 1.25)
+    tokens = v5e.config.data.batch_size * v5e.config.data.sequence_length
+    assert found.middle.tokens_per_second == pytest.approx(tokens / 2)
+    assert found.middle.tokens_per_second_per_chip == pytest.approx(tokens / 2 / 256)
+
+
+def test_memory_takes_its_own_time_unless_products_hide_it(v5e):
+    """One second of products; three of memory, two of them by products."""
+    second = round(TPU["memory"])
+    moved = execution(TPU["products"], 3 * second, beside=2 * second)
+    found = v5e.predict(moved)
+    assert found.memory == pytest.approx(3)
+    assert found.step_s.low == pytest.approx(3)
+    assert found.step_s.high == pytest.approx(2 + 1)
+    serial = v5e.predict(execution(TPU["products"], 3 * second))
+    assert serial.step_s.high == pytest.approx(1 + 3)
+
+
+def test_gathers_that_nothing_is_scheduled_beside_may_add_to_products(v5e):
+    """Three seconds of gathers, one of products: between all hidden and none."""
+    sent = total("fsdp", "ICI", 3 * TPU["ici"])
+    found = v5e.predict(execution(TPU["products"], 0, sent))
+    (lane,) = found.lanes
+    assert lane.seconds == pytest.approx(3)
+    assert found.step_s.low == pytest.approx(3)
+    assert found.step_s.high == pytest.approx(4)
+    half = total("fsdp", "ICI", 3 * TPU["ici"], overlapped=0.5)
+    found = v5e.predict(execution(TPU["products"], 0, half))
+    assert found.step_s.high == pytest.approx(1.5 + 1.5)
+
+
+def test_activations_are_waited_for(composed):
+    """One second of products, half of one of tensor parallelism: no less than both."""
+    overrides = ("mesh=fsdp_tensor", "mesh.tensor=16", "data.batch_size=256")
+    at = machine(composed, "v5e-256", *overrides)
+    sent = total("tensor", "ICI", 0.5 * 0.74 * 100e9)
+    found = at.predict(execution(TPU["products"], 0, sent))
+    assert found.step_s.low == pytest.approx(1.5)
+    assert found.step_s.high == pytest.approx(1.5)
+
+
+def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
+    """4 GB a chip over DCN: 3.125 GB/s, a third of which programs get."""
+    overrides = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
+    at = machine(composed, "v5e-256x2", *overrides)
+    sent = total("data", "DCN", 4e9, overlapped=0.25)
+    found = at.predict(execution(TPU["products"], 0, sent))
+    seconds = 4 / (0.33 * 3.125)
+    assert found.lanes[0].network == "DCN"
+    assert found.step_s.low == pytest.approx(seconds)
+    assert found.step_s.high == pytest.approx(max(1, seconds / 4) + 0.75 * seconds)
+
+
+def test_a_gpu_of_several_in_a_node(composed):
+    overrides = ("mesh=fsdp", "model.attention=xla", "data.batch_size=16")
+    at = machine(composed, "h100-8", *overrides)
+    sent = total("fsdp", "NVLink", 0.8 * 450e9)
+    found = at.predict(execution(0.816 * 989.5e12, round(0.95 * 3350e9), sent))
+    assert [found.products, found.memory] == pytest.approx([1, 1])
+    assert found.lanes[0].seconds == pytest.approx(1)
+    assert (found.step_s.low, found.step_s.high) == pytest.approx((1, 3))
+
+
+def test_devices_of_one_chip_share_its_rates(composed):
+    at = machine(composed, "tpu7x-128", "mesh=fsdp", "data.batch_size=128")
+    found = at.predict(execution(0.865 * 2307e12 / 2, round(0.85 * 7380e9 / 2)))
+    assert [found.products, found.memory] == pytest.approx([1, 1])
+    assert (found.devices, found.chips) == (128, 64)
+
+
+def test_small_dims_leave_matrix_units_idle(composed):
+    """Llama 3.2 1B has heads of 64: half of a unit of 128."""
+    model = composed("model=llama3_1b").model
+    products, attention = matrix_fill(model, 1, 128)
+    assert attention == 0.5
+    assert products == 1
+    assert matrix_fill(model, 1, 256)[1] == 0.25
+    # 16 ways a device has 2 heads, 1 key head, 512 of the MLP's columns, 8016 words.
+    used = 16 * (2 * 128 + 2 * 64 + 3 * 512) + 8016
+    taken = 16 * (2 * 256 + 2 * 256 + 3 * 512) + 8192
+    assert matrix_fill(model, 16, 256)[0] == pytest.approx(used / taken)
+    assert matrix_fill(model, 16, None) == (1, 1)
+
+
+times = st.floats(0, 100)
+
+
+@given(
+    times, times, st.floats(0, 1), st.lists(st.tuples(times, *[st.floats(0, 1)] * 2))
+)
+def test_ranges_are_in_order(products, memory, beside, networks):
+    lanes = [
+        Lane(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
+        for s, hidden, waits in networks
+    ]
+    found = _step(products, memory, memory * beside, lanes)
+    assert found.low <= found.high * (1 + 1e-9) + 1e-9
+    assert found.low <= found.middle * (1 + 1e-9) + 1e-9
+
+
+def test_all_figures_are_plain_values(v5e):
+    sent = total("fsdp", "ICI", TPU["ici"])
+    found = v5e.predict(execution(TPU["products"], 1000, sent)).as_json()
+    assert json.loads(json.dumps(found))["middle"]["mfu"] == found["middle"]["mfu"]
+    assert found["how"] == "compiled"

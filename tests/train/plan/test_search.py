@@ -1,0 +1,185 @@
+"""The fastest layout that fits, on stand-ins: nothing is compiled."""
+
+import dataclasses
+import itertools
+
+import jax
+import pytest
+
+from train.config import ConfigError
+from train.console import format_bytes
+from train.errors import DOES_NOT_FIT, Exit
+from train.hardware import devices as topology
+from train.hardware.devices import fake_devices
+from train.hardware.targets import parse_target
+from train.plan import search as searching
+from train.plan.aot import OutOfMemory
+from train.plan.found import Found, frontier, none_fits, print_found
+from train.plan.memory import Room, room_of
+from train.plan.plan import estimate
+from train.plan.search import choose, search
+from train.program import make_program
+
+MODEL = (
+    *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),
+    *("data.batch_size=64", "data.sequence_length=1024"),
+)
+
+
+@pytest.fixture
+def devices(monkeypatch, tmp_path):
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return fake_devices(parse_target("v5e-16"))
+
+
+@pytest.fixture
+def room():
+    return room_of(parse_target("v5e-16").chip, 0.05)
+
+
+@pytest.fixture
+def config(composed):
+    return composed(*MODEL)
+
+
+def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room):
+    found = search(config, devices, room)
+    assert len(found.weighed) >= 50
+    fitting = [one for one in found.weighed if one.fits]
+    best = found.best
+    assert best is not None
+    assert best.step_s == min(one.step_s for one in fitting)
+    assert found.given is not None
+    (given,) = [one for one in found.weighed if one.layout == found.given]
+    assert best.step_s <= given.step_s
+    as_given = estimate(make_program(config, devices))
+    assert as_given.ledger.needed is not None
+    assert given.needed == as_given.ledger.needed.bytes
+    # Twelve heads cannot be cut into eight parts or sixteen.
+    assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
+    heads = found.excluded["mesh.params.heads"]
+    assert heads.meshes == 3  # of 5 + 4 + 3 + 2 + 1; data x fsdp = 2, and 1
+    assert "mesh.params.heads=tensor puts the heads dim 12 of" in heads.why
+    assert "on 8 devices, which do not divide it" in heads.why
+
+
+def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypatch):
+    found = search(config, devices, room)
+    monkeypatch.delattr(searching, "_weigh_all")
+    assert search(config, devices, room) == found
+    other = dataclasses.replace(
+        config, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1)
+    )
+    again = search(other, devices, room)  # its own layout is one of those weighed
+    assert again.weighed == found.weighed
+    assert again.given != found.given
+    assert search(dataclasses.replace(config, seed=1), devices, room) == found
+    model = dataclasses.replace(config.model, num_layers=6)
+    with pytest.raises(NameError):
+        search(dataclasses.replace(config, model=model), devices, room)
+
+
+def test_the_best_and_the_one_given_are_compiled(config, devices, room, monkeypatch):
+    """What the compiler says wins over what was estimated."""
+    seen = []
+
+    def compile_and_read(program):
+        seen.append(program.config.train.remat)
+        found = estimate(program)
+        too_much = room.available + 1 if len(seen) < 4 else room.available
+        needed = dataclasses.replace(found.ledger.needed, bytes=too_much)
+        return dataclasses.replace(
+            found, ledger=dataclasses.replace(found.ledger, needed=needed)
+        )
+
+    monkeypatch.setattr(searching, "compile_and_read", compile_and_read)
+    found = search(config, devices, room, compiles=2)
+    assert len(found.compiled) == len(seen) == 4  # until one fits
+    assert found.given in {one.layout for one in found.compiled}
+    assert found.best == found.compiled[0]
+    assert found.best.fits
+    assert not found.compiled[1].fits
+    assert search(config, devices, room, compiles=2) == found
+    assert choose(config, devices) == found.best.layout
+
+
+def test_of_each_way_to_recompute_the_best_is_compiled_first(config, devices, room):
+    found = search(config, devices, room)
+    queue = [one.layout for one in searching._queue(found.weighed, found.given)]
+    assert queue[0] == found.given
+    assert {layout.remat for layout in queue[1:4]} == {"none", "dots", "full"}
+    fitting = [one.layout for one in found.weighed if one.fits]
+    assert len(queue) == len(set(queue)) == len({*fitting, found.given})
+
+
+def test_no_more_are_compiled_when_the_time_is_up(config, devices, room, monkeypatch):
+    monkeypatch.setattr(searching, "compile_and_read", OutOfMemory)
+    assert search(config, devices, room, compiles=2, minutes=0).compiled == []
+
+
+def test_where_nothing_fits_it_says_so(config, devices, capsys):
+    room = Room(2**20, 2**20, 2**20)
+    found = search(config, devices, room)
+    assert found.best is None
+    print_found(found)
+    printed = capsys.readouterr().out
+    assert "none fits" in printed
+    least = min(found.weighed, key=lambda one: one.needed)
+    (row,) = [line for line in printed.splitlines() if line.startswith("no ")]
+    assert row.endswith(least.layout.overrides)
+    for size in (least.needed, room.available, least.needed - room.available):
+        assert format_bytes(size) in printed.partition("best ")[2]
+    assert f"state and batch alone take {format_bytes(least.held)}" in printed
+    with pytest.raises(Exit, match="none fits; the least is needed by") as raised:
+        choose(config, devices, margin=0.99999)
+    assert raised.value.code == DOES_NOT_FIT
+
+
+def test_what_helps_depends_on_what_does_not_fit(config, devices):
+    """More than the state: shorter rows help."""
+    least = search(config, devices, Room(2**20, 2**20, 2**20)).closest
+    room = Room(*[(least.held + least.needed) // 2] * 3)
+    said = none_fits(search(config, devices, room))
+    assert "data.sequence_length" in said
+    assert "alone" not in said
+
+
+def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room):
+    found = search(config, devices, room)
+    refused = dataclasses.replace(found.weighed[-1], needed=room.available + 1)
+    found = dataclasses.replace(found, compiled=[refused])
+    assert found.best is None
+    assert "search_minutes" in none_fits(found)
+
+
+def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices, room):
+    odd = ("model.num_heads=3", "model.head_dim=64", "data.batch_size=1")
+    config = composed(*MODEL, *odd)
+    with pytest.raises(ConfigError) as error:
+        search(config, devices, room)
+    keys = {mistake.key for mistake in error.value.mistakes}
+    heads = {"mesh.params.heads", "mesh.params.kv_heads"}
+    assert keys == {"data.batch_size", *heads}
+
+
+def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
+    found = search(config, devices, room)
+    print_found(found)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "yes" in line]
+    assert lines
+    assert found.best is not None
+    assert found.best.layout.overrides in lines[0]
+    for faster, slower in itertools.pairwise(frontier(found.weighed)):
+        assert faster.step_s <= slower.step_s
+        assert faster.needed > slower.needed
+
+
+def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
+    layout = choose(config, jax.devices())
+    assert (layout.data, layout.fsdp, layout.tensor) == (1, 8, 1)
+
+
+def test_a_result_survives_being_written(config, devices, room):
+    found = search(config, devices, room)
+    assert Found.from_json(dataclasses.asdict(found)) == found

@@ -1,0 +1,423 @@
+"""Lines through kills, full disks, and stores that fail."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from etils import epath
+from etils.epath import backend
+
+from tests.fleet import REPOSITORY
+from train.run import appenders
+from train.run import jsonl as lines
+from train.run.jsonl import newest_rows, open_lines, read_rows
+
+
+def numbers(run_dir: Any) -> list[int]:
+    found = [row["n"] for row in read_rows(run_dir, "log")]
+    assert [row["n"] for row in newest_rows(run_dir, "log")] == found[::-1]
+    return found
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(folder)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("torn", [b'{"n": 3, "lo', b'{"n": 3', b"\0\0\0", b"3"])
+def test_a_torn_last_line_is_skipped_then_dropped(tmp_path, torn):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2}\n' + torn)
+    assert numbers(tmp_path) == [1, 2]
+    log = open_lines(tmp_path, "log")
+    log.append({"n": 3})
+    log.close()
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
+
+
+def test_damage_within_is_dropped_by_a_rewrite_that_a_kill_does_not_hurt(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(before := b'{"n": 1}\n\0\0\n{"n": 2}\n')
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            open_lines(tmp_path, "log")
+    assert path.read_bytes() == before
+    open_lines(tmp_path, "log").close()
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
+
+
+def test_lines_are_there_when_the_process_is_killed(tmp_path):
+    run(
+        """
+        import os, sys
+        from train.run.jsonl import open_lines
+        open_lines(sys.argv[1], "log").append({"n": 1})
+        assert "jax" not in sys.modules
+        os.kill(os.getpid(), 9)
+        """,
+        tmp_path,
+    )
+    assert numbers(tmp_path) == [1]
+
+
+def test_values_are_json_and_not_finite_ones_null(tmp_path):
+    class Scalar:  # as numpy's and JAX's
+        def item(self):
+            return 0.5
+
+    log = open_lines(tmp_path, "log")
+    log.append({"n": 7, "a": float("nan"), "b": float("inf"), "c": Scalar()})
+    assert (tmp_path / "log.jsonl").read_text() == (
+        '{"n": 7, "a": null, "b": null, "c": 0.5}\n'
+    )
+
+
+def test_threads_do_not_tear_each_others_lines(tmp_path):
+    log = open_lines(tmp_path, "log")
+
+    def work() -> None:
+        for n in range(200):
+            log.append({"n": n, "text": "x" * 500})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    text = (tmp_path / "log.jsonl").read_text()
+    assert len([json.loads(line) for line in text.splitlines()]) == 800
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_delays_lines_and_loses_none(small_disk, caplog):
+    log = open_lines(small_disk, "log")
+    other = small_disk / "other"
+    other.write_bytes(bytes(50_000))
+    for n in range(1000):
+        log.append({"n": n, "text": "x" * 30})
+    stored = numbers(small_disk)
+    assert 0 < len(stored) < 1000
+    assert (small_disk / "log.jsonl").read_bytes().endswith(b"}\n")
+    with pytest.raises(OSError, match="No space left"):
+        log.flush()
+    (warning,) = warnings(caplog)
+    assert "log.jsonl cannot be written: [Errno 28] No space left" in warning
+    assert "\n" not in warning
+    other.unlink()
+    log.append({"n": 1000})
+    log.close()
+    assert numbers(small_disk) == list(range(1001))
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_start_on_a_full_disk_can_drop_what_its_state_has_not_done(small_disk):
+    log = open_lines(small_disk, "log")
+    for n in range(500):
+        log.append({"n": n, "text": "x" * 80})
+    log.close()
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "other").write_bytes(bytes(2**16))
+    open_lines(small_disk, "log", lambda row: row["n"] < 400).close()
+    assert numbers(small_disk) == list(range(400))
+
+
+def test_a_write_that_stops_in_the_middle_leaves_whole_lines(tmp_path):
+    """By a limit on the file's size: a real short write, on any machine."""
+    result = run(
+        """
+        import resource, sys
+        from train.run.jsonl import open_lines, read_rows
+        log = open_lines(sys.argv[1], "log")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        for n in range(100):
+            log.append({"n": n, "text": "x" * 30})
+        with open(f"{sys.argv[1]}/log.jsonl") as file:
+            text = file.read()
+        assert 900 < len(text) <= 1000
+        assert text.endswith("}\\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        log.close()
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "cannot be written" in result.stderr
+    assert numbers(tmp_path) == list(range(100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
+    tmp_path, monkeypatch, seed
+):
+    """Writes cut short or refused, syncs that fail and lose what was written."""
+    chance, broken = random.Random(seed), True
+    write, fsync, path = os.write, os.fsync, tmp_path / "log.jsonl"
+    synced = b""
+
+    def bad_write(fd: int, data: bytes) -> int:
+        if broken and chance.random() < 0.3:
+            if chance.random() < 0.5:
+                raise OSError(errno.EROFS, "read-only")
+            return write(fd, data[: chance.randrange(len(data))])
+        return write(fd, data)
+
+    def bad_fsync(fd: int) -> None:
+        nonlocal synced
+        if broken and chance.random() < 0.5:
+            if chance.random() < 0.5:
+                path.write_bytes(synced)  # the kernel dropped the rest
+            raise OSError(errno.EIO, "lost")
+        fsync(fd)
+        synced = path.read_bytes()
+
+    monkeypatch.setattr(os, "write", bad_write)
+    monkeypatch.setattr(os, "fsync", bad_fsync)
+    log = open_lines(tmp_path, "log")
+    for n in range(100):
+        log.append({"n": n})
+        if chance.random() < 0.1:
+            try:
+                log.flush()
+                assert numbers(tmp_path) == list(range(n + 1))
+            except OSError:
+                pass
+        content = path.read_bytes()
+        assert content in (b"", content.rpartition(b"\n")[0] + b"\n")
+        stored = numbers(tmp_path)
+        assert stored == list(range(len(stored)))
+    broken = False
+    log.close()
+    assert numbers(tmp_path) == list(range(100))
+
+
+def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(appenders, "_MAX_LINES", 10)
+    log = open_lines(tmp_path, "log")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: 0)
+        for n in range(30):
+            log.append({"n": n})
+    log.append({"n": 30})
+    log.append({"n": 31})
+    for n in range(32, 60):  # nor do those pile up that are written
+        log.append({"n": n})
+        assert len(log._lines) <= 11
+    assert numbers(tmp_path) == [*range(10), *range(31, 60)]
+    (warning,) = warnings(caplog)
+    assert (
+        "up to 10 lines wait in memory until it can, further ones are lost" in warning
+    )
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    log.append({"n": 60})
+    log.close()
+    assert "log.jsonl lacks its last 1 lines" in warnings(caplog)[-1]
+
+
+class Store:
+    """What stands behind s3:// in these tests: memory, a clock, and outages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.down, self.writes = 0.0, False, list[str]()
+        memory = fsspec.filesystem("memory")
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+        self.objects = memory.store
+        write_bytes = backend.fsspec_backend.open
+
+        def opened(path: Any, mode: str) -> Any:
+            if "w" in mode:
+                if self.down:
+                    raise ConnectionError("no route to the store")
+                self.writes.append(os.fspath(path).rpartition("/")[2])
+            return write_bytes(path, mode)
+
+        monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda *_: memory)
+        monkeypatch.setattr(backend.fsspec_backend, "open", opened)
+        monkeypatch.setattr(appenders.time, "monotonic", lambda: self.now)
+
+    def names(self) -> list[str]:
+        return sorted(name.removeprefix(f"{RUN}/") for name in self.objects)
+
+
+RUN = "s3://bucket/run"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    return Store(monkeypatch)
+
+
+def settle(log: Any) -> None:
+    """Wait for the upload in the background."""
+    if log._upload:
+        log._upload.exception()
+
+
+def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
+    log = open_lines(RUN, "log")
+    log.append({"n": 1})
+    settle(log)
+    assert store.names() == []
+    log.flush()
+    log.flush()
+    assert store.names() == ["log/1.jsonl"]
+    assert store.writes == ["1.jsonl"]
+    store.now = 30
+    log.append({"n": 2})
+    settle(log)
+    assert numbers(RUN) == [1]
+    store.now = 100
+    log.append({"n": 3})
+    settle(log)
+    assert numbers(RUN) == [1, 2, 3]
+    assert len(store.writes) == 2
+    store.now, store.down = 200, True
+    for n in (4, 5, 6):
+        log.append({"n": n})
+        settle(log)
+    with pytest.raises(OSError, match="no route to the store"):
+        log.flush()
+    (warning,) = warnings(caplog)
+    assert f"{RUN}/log cannot be written: ConnectionError: no route" in warning
+    assert numbers(RUN) == [1, 2, 3]
+    store.now, store.down = 300, False
+    log.append({"n": 7})
+    log.append({"n": 8})
+    log.close()
+    assert numbers(RUN) == list(range(1, 9))
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_upload_blocks_nobody(store, monkeypatch):
+    release, write = threading.Event(), backend.fsspec_backend.open
+
+    def slow(path: Any, mode: str) -> Any:
+        assert "w" not in mode or release.wait(30)
+        return write(path, mode)
+
+    monkeypatch.setattr(backend.fsspec_backend, "open", slow)
+    log = open_lines(RUN, "log")
+    for n in range(3):
+        store.now += 100
+        log.append({"n": n})
+    assert not release.is_set()
+    assert store.names() == []
+    release.set()
+    log.close()
+    assert numbers(RUN) == [0, 1, 2]
+
+
+def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
+    monkeypatch.setattr(appenders, "_PART_BYTES", 40)
+    log = open_lines(RUN, "log")
+    for n in range(10):
+        log.append({"n": n})
+        log.flush()
+    log.close()
+    assert store.names() == ["log/1.jsonl", "log/2.jsonl"]
+    assert numbers(RUN) == list(range(10))
+    # The full one is not touched again, nor by the next start.
+    store.writes.clear()
+    log = open_lines(RUN, "log")
+    log.append({"n": 10})
+    log.close()
+    assert set(store.writes) <= {"2.jsonl", "3.jsonl"}
+    assert numbers(RUN) == list(range(11))
+
+
+@pytest.mark.parametrize("last", [-1, 0, 3, 4, 5, 11, 29])
+@pytest.mark.parametrize("kills", range(5))
+def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
+    store, monkeypatch, last, kills
+):
+    """A kill after so many changes; then the next start ends what this one began."""
+    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
+    log = open_lines(RUN, "log")
+    for n in range(30):
+        log.append({"n": n})
+        log.flush()
+    log.close()
+    left, unlink, rewrite = kills, type(epath.Path(RUN)).unlink, lines._rewrite
+
+    def counted(change: Any) -> Any:
+        def changed(*args: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            change(*args)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
+        patch.setattr(lines, "_rewrite", counted(rewrite))
+        try:
+            open_lines(RUN, "log", lambda row: row["n"] <= last)
+        except KeyboardInterrupt:
+            assert numbers(RUN) == list(range(max(last + 1, len(numbers(RUN)))))
+    log = open_lines(RUN, "log", lambda row: row["n"] <= last)
+    assert numbers(RUN) == list(range(last + 1))
+    log.append({"n": last + 1})
+    log.close()
+    assert numbers(RUN) == list(range(last + 2))
+
+
+def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
+    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
+    folder = epath.Path(RUN)
+    (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
+    log = open_lines(RUN, "log", lambda row: row["n"] < 3)
+    log.append({"n": 3})
+    log.close()
+    assert store.names() == ["log.jsonl", "log/1.jsonl"]
+    assert numbers(RUN) == [0, 1, 2, 3]
+
+
+def test_a_run_copied_from_a_store_goes_on_where_it_lies(tmp_path):
+    (tmp_path / "log").mkdir()
+    for part in (1, 2, 10):
+        (tmp_path / "log" / f"{part}.jsonl").write_text(f'{{"n": {part}}}\n')
+    log = open_lines(tmp_path, "log", lambda row: row["n"] < 10)
+    log.append({"n": 3})
+    log.close()
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert not (tmp_path / "log" / "10.jsonl").exists()

@@ -1,0 +1,190 @@
+import io
+import re
+import sys
+
+import pytest
+
+from train import console as progress
+from train.console import (
+    Progress,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_seconds,
+    print_table,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Make `sys.<name>` a terminal of 80 columns and return it."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(name: str) -> Terminal:
+        stream = Terminal()
+        monkeypatch.setattr(sys, name, stream)
+        return stream
+
+    return make
+
+
+def _screen(stream: Terminal) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(progress.time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+def test_plain_lines_first_last_and_every_five_seconds(capsys, clock):
+    bar = Progress(num_steps=1300, start_step=1000, peak_known=True)
+    for step in range(1010, 1301, 10):
+        clock.now += 1.0
+        bar.update(step, 3.21, 1.2e6, 0.412)
+    out, err = capsys.readouterr()
+    bar.close()
+    assert capsys.readouterr().err == ""
+    lines = err.splitlines()
+    assert out == ""
+    assert lines[0] == "step 1,010/1,300  loss 3.2100  1.2M tokens/s  MFU 41.2%"
+    # 24 more updates of one second each to go, judged by this start only.
+    assert lines[1].endswith("MFU 41.2%  24 s left")
+    steps = [int(line.split("/")[0][5:].replace(",", "")) for line in lines]
+    assert steps == [1010, 1060, 1110, 1160, 1210, 1260, 1300]
+    assert "left" not in lines[-1]
+
+
+def test_a_run_that_is_stopped_still_prints_its_last_line(capsys, clock):
+    with Progress(100, 0, peak_known=False) as bar:
+        bar.update(1, 3.0, 10, None)
+        bar.update(2, float("nan"), 10, None)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/100", "2/100"]
+    assert "nan" in lines[1]
+
+
+@pytest.mark.parametrize(("known", "mfu"), [(False, 0.4), (True, None)])
+def test_no_mfu_where_it_is_not_known(capsys, known, mfu):
+    Progress(10, 0, known).update(10, 3.0, 10, mfu)
+    assert "MFU" not in capsys.readouterr().err
+
+
+def test_note_is_printed_as_it_is(capsys):
+    Progress(10, 0, False).note("mesh [data=2] " + "x" * 200)
+    assert capsys.readouterr().err == "mesh [data=2] " + "x" * 200 + "\n"
+
+
+def test_a_terminal_gets_a_bar_and_stdout_stays_clean(terminal, capsys):
+    screen = terminal("stderr")
+    bar = Progress(2000, 500, peak_known=True)
+    bar.update(1000, 3.25, 1.2e6, 0.412)
+    bar.note("saved [step]")
+    print("a result")
+    bar.close()
+    text = _screen(screen)
+    assert "1,000/2,000" in text
+    assert "loss 3.2500 · 1.2M tokens/s · MFU 41.2%" in text
+    assert "saved [step]" in text
+    assert "━" in text
+    assert "a result" not in text
+    assert capsys.readouterr().out == "a result\n"
+
+
+ROWS = [["w" * 150, "1.50 GiB", "[fsdp]"], ["b", "12 B", ""]]
+
+
+def test_a_table_in_a_pipe_is_aligned_and_uncut(capsys):
+    print_table(ROWS, ["array", "size", "axes"], "Arrays")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Arrays"
+    assert lines[1] == "array".ljust(150) + "      size  axes"
+    assert lines[3] == "w" * 150 + "  1.50 GiB  [fsdp]"
+    assert lines[4] == "b".ljust(150) + "      12 B"
+
+
+def test_a_table_on_a_terminal_loses_nothing(terminal):
+    screen = terminal("stdout")
+    print_table(ROWS, ["array", "size", "axes"], "Arrays [all]")
+    text = _screen(screen)
+    assert text.count("w") == 150
+    for part in ("Arrays [all]", "1.50 GiB", "[fsdp]"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_an_empty_table_has_its_headers(capsys):
+    print_table([], ["array", "size"], "Arrays")
+    assert capsys.readouterr().out == "Arrays\narray  size\n-----  ----\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (1.5 * 2**30, "1.50 GiB"),
+        (2**52, "4096.00 TiB"),
+    ],
+)
+def test_format_bytes(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.7, "1K"),
+        (12_345, "12.3K"),
+        (999_600, "1M"),
+        (124e6, "124M"),
+        (1.2404e9, "1.24B"),
+        (15e12, "15T"),
+        (3.3e15, "3,300T"),
+    ],
+)
+def test_format_count(count, text):
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(0, "0 FLOPs"), (4.231e9, "4.23 GFLOPs"), (9.997e14, "1 PFLOPs")],
+)
+def test_format_flops(flops, text):
+    assert format_flops(flops) == text
+    assert format_flops(flops, "FLOP/s") == text.replace("FLOPs", "FLOP/s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.0123, "12 ms"),
+        (0.9999, "1.0 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.8, "1 h 00 min"),
+        (86_399, "1 d 00 h"),
+        (200_000, "2 d 08 h"),
+    ],
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text

@@ -1,0 +1,116 @@
+"""What is said of a window of steps."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from train.log_window import Window
+from train.step import Metrics
+
+
+def test_late_data_is_said_once_and_not_of_the_first_window():
+    window = object.__new__(Window)
+    data = SimpleNamespace(prefetch=2)
+    window._program = SimpleNamespace(config=SimpleNamespace(data=data))
+    window._warned = None
+    notes = []
+    progress = SimpleNamespace(note=notes.append)
+    for waiting in (0.5, 0.01, 0.031, 0.9):
+        window._warn(waiting, progress)
+    (note,) = notes
+    assert "takes 3.1% of the time: raise data.prefetch=2" in note
+
+
+def test_updates_left_out_are_recorded_with_their_batches_and_why():
+    """Two batches were left out of the data before these; eleven steps in a row."""
+    window = object.__new__(Window)
+    events, notes = [], []
+
+    def record(event: str, **fields: object) -> None:
+        events.append((event, fields))
+
+    window._run = SimpleNamespace(events=SimpleNamespace(record=record))
+    window._order = SimpleNamespace(batch_number=lambda step: step + 2)
+    window.skipped_in_a_row = 1
+    progress = SimpleNamespace(note=notes.append)
+
+    def step(skipped: float, loss: float = 9.0, norm: float = 2.0) -> Metrics:
+        values = {"skipped": skipped, "loss": loss, "grad_norm": norm}
+        return {key: np.float32(value) for key, value in values.items()}
+
+    window._record_skipped(1000, [step(1), step(0), step(1, norm=np.inf)], progress)
+    assert notes == [
+        "updates left out: step 1,001 (batch 1,002, spike), "
+        "step 1,003 (batch 1,004, not finite)"
+    ]
+    first = {"step": 1001, "batch": 1002, "loss": 9.0, "grad_norm": 2.0}
+    assert events[0] == ("skipped", {**first, "reason": "spike"})
+    assert events[1][1]["reason"] == "not finite"
+    assert window.skipped_in_a_row == 1
+    window._record_skipped(1003, [step(1)] * 10, progress)
+    assert window.skipped_in_a_row == 11
+    assert len(events) == 12
+    assert notes[1].endswith("step 1,011 (batch 1,012, spike) and 2 more")
+    window._record_skipped(1013, [step(0)], progress)
+    assert window.skipped_in_a_row == 0
+    assert len(notes) == 2
+
+
+class Events:
+    """Notes laps as an EventLog would."""
+
+    def __init__(self) -> None:
+        self.laps = []
+
+    def lap(self, event, parts=None, **fields):
+        self.laps.append((event, parts, fields))
+
+
+@pytest.fixture
+def window():
+    config = SimpleNamespace(data=SimpleNamespace(prefetch=2))
+    device = SimpleNamespace(device_kind="cpu")
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
+    program = SimpleNamespace(
+        config=config, mesh=mesh, tokens_per_step=100, flops_per_step=1.0
+    )
+    logged = []
+    run = SimpleNamespace(
+        events=Events(), log=lambda *args: logged.append(args), logged=logged
+    )
+    order = SimpleNamespace(batch_number=lambda step: step)
+    return Window(program, run, order, SimpleNamespace(seconds_waited=0.5))
+
+
+METRICS = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+PROGRESS = SimpleNamespace(note=lambda text: None, update=lambda *args: None)
+
+
+def test_laps_are_split_at_pauses_and_speed_is_free_of_them(window):
+    feed, events = window._feed, window._run.events
+    for _ in range(3):
+        window.add(METRICS)
+    feed.seconds_waited = 0.75
+    with window.pause("eval"):
+        time.sleep(0.5)
+    with pytest.raises(OSError, match="full"), window.pause("save"):
+        raise OSError("full")
+    window.add(METRICS)
+    window.close(4, PROGRESS, write=True)
+    assert events.laps == [
+        # What the buffer took to fill before the first window counts too.
+        ("step", {"data_wait": 0.75}, {"steps": 3}),
+        *[("eval", None, {}), ("save", None, {})],
+        ("step", {"data_wait": 0.0}, {"steps": 1, "step": 4}),
+    ]
+    ((step, values),) = window._run.logged
+    assert step == 4
+    assert values["step_seconds"] < 0.1
+    assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 100)
+    events.laps.clear()
+    with window.pause("save"):  # right after a line: no lap of no steps
+        pass
+    assert events.laps == [("save", None, {})]

@@ -1,0 +1,1 @@
+"""The command line: from arguments to one checked config, without JAX."""

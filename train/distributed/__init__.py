@@ -1,0 +1,1 @@
+"""Many processes: found, joined, stopped, watched."""

@@ -1,0 +1,38 @@
+"""Faults from inside a run, for drills of its guards. Never set in earnest.
+
+The environment variable LONGHAUL_DRILL holds one of
+
+- `stuck:<process>:<step>`: the process does nothing any more after that step;
+- `flip:<step>:<device>:<array>`: one bit of what a device (by its place in the mesh)
+  holds of an array of the state, say `params.embedding.weight`, is another one then;
+- `crash:<process>:<step>`: an exception.
+"""
+
+import os
+import time
+from typing import Any
+
+from train.distributed.replicas import flip
+from train.program import Program
+from train.state import TrainState
+
+
+class Drill:
+    """The fault that the environment asks for, if it does."""
+
+    def __init__(self, process: int):
+        """Read the variable."""
+        self._process = str(process)
+        self._kind, *self._rest = os.environ.get("LONGHAUL_DRILL", "").split(":")
+
+    def after(self, step: int, state: TrainState, program: Program) -> TrainState:
+        """Do it, if its step has come."""
+        match self._kind, self._rest:
+            case "stuck", [process, at] if (process, at) == (self._process, f"{step}"):
+                time.sleep(10**6)
+            case "crash", [process, at] if (process, at) == (self._process, f"{step}"):
+                raise RuntimeError(f"as LONGHAUL_DRILL asks for, after step {step}")
+            case "flip", [at, device, array] if at == str(step):
+                of_mesh: Any = program.mesh.devices.flat[int(device)]
+                return flip(state, array, of_mesh.id)
+        return state

@@ -1,0 +1,278 @@
+"""The processes of a run: finding each other, and saying what all must know.
+
+Before JAX connects the processes, process 0 calls the roll, so that one which never
+arrives is named: JAX's own time-out aborts without a word of who is missing. Afterwards
+small messages go through the key-value store of JAX's coordination service: they wait
+for no device, and any thread may send them.
+"""
+
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.12
+
+from data.errors import DataError
+from train.config import ConfigError, DistributedConfig
+from train.distributed.detection import find_place
+from train.distributed.rendezvous import answer, call, numbered
+from train.errors import ABORTED, WRONG_CONFIG, WRONG_DATA, Exit
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_PREFIX = "longhaul"
+_FOREVER_S = 10 * 365 * 86400
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One process among the others; where it is the only one nothing is sent."""
+
+    process: int = 0
+    processes: int = 1
+    timeout_s: float = 300.0  # of what all must answer
+    _rounds: itertools.count = field(default_factory=itertools.count)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that talks and writes."""
+        return self.process == 0
+
+    def set(self, key: str, value: str) -> bool:
+        """Tell all; False if the key is taken."""
+        try:
+            global_state.client.key_value_set(f"{_PREFIX}/{key}", value)  # type: ignore
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return False
+        return True
+
+    def get(self, key: str, timeout_s: float | None = None) -> str:
+        """Wait until the key is there, and read it.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        milliseconds = int(1000 * (timeout_s or _FOREVER_S))
+        try:
+            client: Any = global_state.client
+            return client.blocking_key_value_get(f"{_PREFIX}/{key}", milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(f"{key} did not come within {timeout_s} s") from None
+
+    def wait(self, barrier: str, timeout_s: float) -> bool:
+        """Wait for all at a barrier; False if some did not come."""
+        if self.processes == 1:
+            return True
+        try:
+            client: Any = global_state.client
+            client.wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """Give process 0 everybody's value, in order; the others nothing.
+
+        Raises:
+            Exit: some did not answer in time; they are named.
+        """
+        self.set(f"{key}/{self.process}", value)
+        found, late = list[str](), list[int]()
+        deadline = time.monotonic() + self.timeout_s
+        for process in range(self.processes) if self.first else ():
+            try:
+                left_s = max(0.001, deadline - time.monotonic())
+                found.append(self.get(f"{key}/{process}", left_s))
+            except TimeoutError:
+                late.append(process)
+        if late:
+            raise Exit(
+                ABORTED,
+                f"no answer from {numbered(late)} within "
+                f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
+            )
+        if self.first:  # thousands of values a save would fill its memory in a month
+            global_state.client.key_value_delete(f"{_PREFIX}/{key}/")  # type: ignore
+        return found
+
+    def tell(self, value: Callable[[], Any]) -> Any:
+        """Give everybody what process 0 finds; only it looks.
+
+        Args:
+            value: gives something that fits in JSON; called on process 0 only.
+
+        Raises:
+            Exit: on the others, with its code, when it failed on process 0.
+        """
+        if self.processes == 1:
+            return value()
+        key = f"tell/{next(self._rounds)}"
+        if not self.first:
+            try:  # process 0 may have to wait for others itself
+                told = json.loads(self.get(key, 2 * self.timeout_s))
+            except TimeoutError:
+                wrong = f"process {self.process}: process 0 has said nothing for "
+                wrong += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
+                raise Exit(ABORTED, wrong) from None
+            if "code" in told:
+                raise Exit(told["code"], "")  # process 0 says why
+            return told["value"]
+        try:
+            found = value()
+        except BaseException as error:
+            self.set(key, json.dumps({"code": exit_code(error)}))
+            raise
+        self.set(key, json.dumps({"value": found}))
+        return found
+
+    def alone(self, action: Callable[[], T]) -> T | None:
+        """Act on process 0 only; the others go on if it succeeds.
+
+        Raises:
+            Exit: on the others, with its code, when it failed on process 0.
+        """
+        done: list[T] = []
+        self.tell(lambda: done.append(action()))
+        return done[0] if done else None
+
+    def any(self, wrong: str | None) -> str | None:
+        """Give all what one of them found wrong, if one did."""
+        if self.processes == 1:
+            return wrong
+        return self._judge(wrong or "", lambda all_: next(filter(None, all_), None))
+
+    def together(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Go on only if all processes can, and if their facts are the same.
+
+        Args:
+            facts: does this process' part; gives what must be the same everywhere.
+
+        Raises:
+            Exit: on all processes; process 0's message says who failed or differs.
+            Exception: what `facts` raised on process 0, or on an only process.
+        """
+        if self.processes == 1:
+            facts()
+            return
+        failure: Exception | None = None
+        try:
+            mine = {"facts": {**facts(), "host": socket.gethostname()}}
+        except Exception as error:
+            failure = error
+            mine = {"code": exit_code(error), "error": _said(error)}
+
+        def verdict(given: list[str]) -> None:
+            if failure is not None:
+                raise failure  # the same mistake on all is said once
+            answers = [json.loads(text) for text in given]
+            if failed := {p: a for p, a in enumerate(answers) if "code" in a}:
+                lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
+                raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
+            if differing := _differences([answer["facts"] for answer in answers]):
+                rule = "must be the same on all processes:"
+                raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
+
+        self._judge(json.dumps(mine), verdict)
+
+    def _judge(self, mine: str, verdict: Callable[[list[str]], T]) -> T:
+        """Give everybody what process 0 finds in the values of all."""
+        key = f"judge/{next(self._rounds)}"
+        if not self.first:
+            self.gather(key, mine)
+        return self.tell(lambda: verdict(self.gather(key, mine)))
+
+
+def exit_code(error: BaseException) -> int:
+    """Give the code that an error ends the program with."""
+    if isinstance(error, Exit):
+        return error.code
+    if isinstance(error, ConfigError):
+        return WRONG_CONFIG
+    return WRONG_DATA if isinstance(error, DataError) else 1
+
+
+def _said(error: Exception) -> str:
+    expected = isinstance(error, Exit | ConfigError | DataError)
+    return str(error) if expected else f"{type(error).__name__}: {error}"
+
+
+def _differences(facts: list[dict[str, str]]) -> list[str]:
+    """Say of each fact that differs who has what, the many before the few."""
+    lines = []
+    for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
+        holders: dict[str, list[int]] = {}
+        for process, fact in enumerate(facts):
+            holders.setdefault(fact.get(name, "nothing"), []).append(process)
+        if len(holders) > 1:
+            said = sorted(holders.items(), key=lambda item: -len(item[1]))
+            lines.append(f"  {name}:")
+            lines += [
+                f"    {value} on {numbered(who)} (host {facts[who[0]]['host']})"
+                for value, who in said
+            ]
+    return lines
+
+
+def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
+    """Find the other processes and connect to them.
+
+    Must run before anything asks JAX for a device.
+
+    Args:
+        config: how to find them, where that is not to be seen from the environment.
+        all_here: called when they have all arrived: from then on they wait for each
+            other without a word, and none may leave alone.
+
+    Raises:
+        ConfigError: keys and variables are not enough, or contradict each other.
+        Exit: not all processes arrived in time; those missing are named.
+    """
+    place = find_place(config)
+    if place is None:
+        return Cluster()
+    address, processes, process, local_process = place
+    if process == 0:
+        call(address, processes, config.init_timeout_s)
+    else:
+        answer(address, process, processes, config.init_timeout_s)
+    all_here()
+    # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
+    os.environ["TTY_COMPATIBLE"] = "0"
+    # Its handler of SIGTERM would take the place of ours (distributed/preemption.py).
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        address,
+        processes,
+        process,
+        local_device_ids=None if local_process is None else [local_process],
+        cluster_detection_method="deactivate",
+        initialization_timeout=config.init_timeout_s,
+        heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+    )
+    if process:
+        _speak_up_only(process)
+    return Cluster(process, processes, config.barrier_timeout_s)
+
+
+def _speak_up_only(process: int) -> None:
+    """Let this process say only what is wrong, and who it is."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the program)
+    who = f"process {process} on {socket.gethostname()}"
+    form = f"%(asctime)s %(levelname)s [{who}] %(message)s"
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))

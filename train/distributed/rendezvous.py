@@ -1,0 +1,203 @@
+"""The roll of a run's processes, called before JAX connects them.
+
+Process 0 listens where JAX's coordinator will listen right after, so no second port
+is needed. Each process says its number, and is told that it was heard. When all are
+there, when it is too late, or when one of them leaves, all are told. Who connects and
+says something else, or nothing, is none of ours and holds nobody up.
+"""
+
+import json
+import logging
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Mapping
+
+from train.errors import ABORTED, CRASHED, WRONG_CONFIG, Exit
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+_REMIND_S = 30.0
+_TAKEN_S = 10.0  # that an earlier start, about to end, may hold the port
+_GRACE_S = 5.0  # for process 0 to tell the others that time is up
+_OTHER_FILES = 512  # that process 0 may open
+_HEARD = {"heard": True}
+
+Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
+
+
+def call(address: str, processes: int, timeout_s: float) -> None:
+    """Wait for all others, as process 0, and let them go on.
+
+    Raises:
+        Exit: not all came in time, two came as one, or one left; they are named.
+    """
+    _allow_open_files(processes + _OTHER_FILES)
+    arrived: Arrived = {}
+    verdict: dict[str, object] = {"code": ABORTED, "wrong": "process 0 left"}
+    try:
+        with _listen(address, processes) as server:
+            _await_all(server, arrived, processes, timeout_s)
+        verdict = {}
+    except Exit as error:
+        verdict = {"code": error.code, "wrong": str(error)}
+        raise
+    finally:
+        for connection, _ in arrived.values():
+            with connection:
+                _tell(connection, verdict)
+
+
+def answer(address: str, process: int, processes: int, timeout_s: float) -> None:
+    """Report to process 0, and wait for the others.
+
+    Raises:
+        Exit: process 0 cannot be reached, leaves, or tells who is missing.
+    """
+    began, reminded, heard = time.monotonic(), False, False
+    hello = json.dumps({"process": process, "processes": processes}) + "\n"
+    host, _, port = address.rpartition(":")
+    while True:
+        waited_s = time.monotonic() - began
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), 5) as server:
+                server.sendall(hello.encode())
+                server.settimeout(timeout_s + _GRACE_S)  # process 0 may have come late
+                lines = server.makefile()
+                # An earlier start's coordinator, say, speaks another language.
+                heard = json.loads(lines.readline()) == _HEARD
+                verdict = json.loads(lines.readline())
+                break
+        except (OSError, ValueError) as error:
+            if heard:
+                wrong = "process 0 left while the others were waited for"
+                raise Exit(ABORTED, f"process {process}: {wrong}") from None
+            if waited_s > timeout_s:
+                raise Exit(
+                    ABORTED,
+                    f"process {process}: process 0 could not be reached at {address} "
+                    f"within distributed.init_timeout_s={timeout_s:.0f} ({error})",
+                ) from None
+            if waited_s > _REMIND_S and not reminded:
+                log.warning("process %d: no sign of %s (%s)", process, address, error)
+                reminded = True
+            time.sleep(_RETRY_S)
+    if "code" in verdict:
+        raise Exit(verdict["code"], f"process {process}: {verdict['wrong']}")
+
+
+def numbered(processes: Iterable[int]) -> str:
+    """Name processes: `process 3`, `processes 3, 5, 6`, the first ten of many."""
+    who = sorted(processes)
+    more = f" and {len(who) - 10} more" if len(who) > 10 else ""
+    return f"process{'es' * (len(who) > 1)} {', '.join(map(str, who[:10]))}{more}"
+
+
+def _allow_open_files(needed: int) -> None:
+    """Raise the limit, often 1,024: process 0 holds a connection to every other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise Exit(
+            WRONG_CONFIG,
+            f"process 0 needs {needed} open files, and may have {hard}: raise the hard "
+            f"limit of its host (ulimit -Hn)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _listen(address: str, processes: int) -> socket.socket:
+    port = int(address.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    deadline = time.monotonic() + _TAKEN_S
+    while True:
+        try:
+            return socket.create_server(
+                ("", port), family=family, backlog=processes, dualstack_ipv6=both
+            )
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Exit(
+                    ABORTED,
+                    f"port {port} of process 0 is taken ({error.strerror}): another "
+                    f"run on this host? Give distributed.coordinator_address, or "
+                    f"JAX_COORDINATOR_PORT, another port",
+                ) from None
+        time.sleep(_RETRY_S)
+
+
+def _await_all(
+    server: socket.socket, arrived: Arrived, processes: int, timeout_s: float
+) -> None:
+    deadline, remind = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
+    with selectors.DefaultSelector() as ready:
+        ready.register(server, selectors.EVENT_READ)
+        while len(arrived) < processes - 1:
+            now = time.monotonic()
+            if now > min(deadline, remind):
+                missing = numbered({*range(1, processes)} - arrived.keys())
+                if now > deadline:
+                    wrong = f"no sign of {missing} of {processes} within "
+                    wrong += f"distributed.init_timeout_s={timeout_s:.0f}"
+                    raise Exit(ABORTED, wrong)
+                log.warning("waiting for %s of %d", missing, processes)
+                remind = now + _REMIND_S
+            for key, _ in ready.select(min(deadline, remind) - now + 0.01):
+                if key.fileobj is server:
+                    try:
+                        connection, (host, *_) = server.accept()
+                    except OSError:  # it has thought better of it
+                        continue
+                    connection.setblocking(False)
+                    ready.register(connection, selectors.EVENT_READ, host)
+                else:
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if not _hear(connection, key.data, arrived, processes):
+                        ready.unregister(connection)
+                        connection.close()
+
+
+def _hear(
+    connection: socket.socket, host: str, arrived: Arrived, processes: int
+) -> bool:
+    """Take note of a process that says hello; False if it is none of ours.
+
+    Raises:
+        Exit: it cannot be, or it had been heard before and has left.
+    """
+    try:
+        said = connection.recv(1024)  # a hello is small enough not to come in parts
+        hello = json.loads(said)
+        who, total = int(hello["process"]), int(hello["processes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        for who, (other, _) in arrived.items():
+            if other is connection:
+                wrong = f"process {who} on {host} left while the others were waited for"
+                raise Exit(ABORTED, wrong) from None
+        return False
+    _tell(connection, _HEARD)
+    if total != processes or not 0 < who < processes or who in arrived:
+        there = arrived[who][1] if who in arrived else "process 0's host"
+        wrong = f"process {who} of {total} came from {host}, but "
+        wrong += (
+            f"there are {processes} processes"
+            if total != processes
+            else f"there is one of that number already, on {there}"
+        )
+        arrived[-1] = connection, host  # to be told too
+        # Not a wrong config for sure: it may be left from an earlier start.
+        raise Exit(CRASHED, f"{wrong}. Another run on this port?")
+    arrived[who] = connection, host
+    return True
+
+
+def _tell(connection: socket.socket, what: Mapping[str, object]) -> None:
+    try:
+        connection.sendall(json.dumps(what).encode() + b"\n")
+    except OSError:
+        log.warning("a process left while the others were waited for")

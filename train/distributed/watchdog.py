@@ -1,0 +1,178 @@
+"""Ends a trainer that makes no progress, with everybody's stacks on disk.
+
+A collective waits for ever for a process that is stuck in Python, and no time-out of
+JAX's fires. So each process notes its phase and each step done in memory shared with a
+small process of its own (distributed/watchdog_process.py), which nothing that hangs
+here can stop:
+
+- A phase, or a step, that takes longer than it may ends the process with SIGABRT.
+- First the stacks of all threads are written, and who is behind is said.
+- Time in which the machine slept does not count.
+- A trainer that aborts by itself, say for a lost peer, leaves its stacks too.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from etils import epath
+
+from train.config import WatchdogConfig
+from train.distributed import watchdog_process as watcher
+
+_RECENT = 20  # paces that tell what a step takes at present
+_STDERR = 2
+
+
+class Watchdog:
+    """One process's watchdog, from its making to `close`; the first phase is `init`.
+
+    For the thread that trains alone.
+    """
+
+    def __init__(
+        self,
+        config: WatchdogConfig,
+        folder: epath.Path | Path,
+        process: int,
+        processes: int,
+    ):
+        """Start to watch.
+
+        Args:
+            config: what each phase may take; not enabled, all of this does nothing.
+            folder: the run's; reports and stacks go to `stacks` in it.
+            process: the number of this one.
+            processes: how many the run has.
+        """
+        self._config = config
+        self._allowed = {
+            "init": config.init_timeout_s,
+            "compile": config.compile_timeout_s,
+            "restore": config.restore_timeout_s,
+            "log": config.step_timeout_s,
+            "data": config.step_timeout_s,
+            "step": config.step_timeout_s,
+            "eval": config.eval_timeout_s,
+            "save": config.save_timeout_s,
+        }
+        self._beats = self._step = 0
+        self._paces = deque[float](maxlen=_RECENT)
+        self._page: bytearray | mmap.mmap = bytearray(watcher.LAYOUT.size)
+        self._memory: BinaryIO | None = None
+        if config.enabled:
+            self._memory = _shared_memory()
+            self._page = mmap.mmap(self._memory.fileno(), mmap.PAGESIZE)
+        self.phase("init")
+        if self._memory:
+            _dump_stacks_to(self._memory)
+            where = str(folder) if "://" in str(folder) else Path(folder).absolute()
+            self._child = _start(self._memory, process, processes, f"{where}/stacks")
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """Enter a phase, one of `watcher.PHASES`: its time begins now.
+
+        Args:
+            name: `data`, waiting for a batch, and `log`, what follows a step, may
+                take as long as `step`.
+            step: completed updates, if another number than before.
+        """
+        self._phase = name
+        self._number = watcher.PHASES.index(name)
+        self.beat(step)
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Be in a phase for the length of the block, then in the one before."""
+        before = self._phase
+        self.phase(name)
+        yield
+        self.phase(before)
+
+    def beat(self, step: int | None = None) -> None:
+        """Say that there was progress: the time of the phase begins anew.
+
+        A write to memory, without a system call: cheap enough for each step.
+        """
+        self._beats += 1
+        self._step = self._step if step is None else step
+        allowed = self._allowed[self._phase]
+        watcher.LAYOUT.pack_into(
+            self._page, 0, self._beats, self._number, self._step, allowed
+        )
+
+    def pace(self, seconds_per_log_interval: float) -> None:
+        """Let steps have a multiple of what they take at present, if that is more."""
+        self._paces.append(seconds_per_log_interval)
+        usual = self._config.step_timeout_factor * statistics.median(self._paces)
+        allowed = max(self._config.step_timeout_s, usual)
+        self._allowed |= dict.fromkeys(("log", "data", "step"), allowed)
+        self.beat()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._memory and not self._memory.closed:
+            self._child.kill()
+            self._child.wait()
+            faulthandler.unregister(watcher.DUMP)
+            faulthandler.enable(_STDERR)
+            self._memory.close()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shared_memory() -> BinaryIO:
+    """Open a nameless file to share; not on a disk, for a beat must never wait."""
+    if hasattr(os, "memfd_create"):
+        file = os.fdopen(os.memfd_create("watchdog"), "w+b", buffering=0)
+    else:  # macOS
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    file.truncate(mmap.PAGESIZE)
+    file.seek(mmap.PAGESIZE)
+    return file
+
+
+def _dump_stacks_to(file: BinaryIO) -> None:
+    """Write all threads' stacks when asked to, and when the process is aborted.
+
+    In C, on the spot: also while a thread keeps the interpreter's lock for ever.
+    """
+    if os.getpid() == 1:
+        # The kernel spares a container's first process each signal that it does not
+        # handle, SIGKILL too; faulthandler calls this handler last. Exit code 6.
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, libc._exit)
+    # With the first process of a container all others die, the watcher too.
+    watcher_dies = 1 in (os.getpid(), os.getppid())
+    faulthandler.enable(_STDERR if watcher_dies else file)
+    faulthandler.register(watcher.DUMP, file)
+
+
+def _start(
+    memory: BinaryIO, process: int, processes: int, folder: str
+) -> subprocess.Popen[bytes]:
+    program = str(Path(watcher.__file__))
+    numbers = (os.getpid(), memory.fileno(), process, processes)
+    return subprocess.Popen(
+        # -P: modules beside the program must not hide those of other packages.
+        [sys.executable, "-P", program, *map(str, numbers), folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[memory.fileno()],
+        start_new_session=True,  # out of reach of Ctrl-C
+    )

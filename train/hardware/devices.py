@@ -1,0 +1,155 @@
+"""Devices of machines that one does not have, to compile for.
+
+XLA's compilers come with libtpu and with JAX's CUDA plugin; neither needs a chip, or a
+driver. Where the compiler is missing, stand-ins have the coordinates of the devices:
+enough to lay arrays out, not to compile.
+"""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from train.hardware.targets import Target
+from train.mesh import Device
+
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what machine this is
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # drives no chip, so it need not be alone
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any, or it complains
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # accepts that there is no driver
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_LIBTPU_NAMES = {"v5p": "v5"}
+_MEGACORE = ("v4", "v5p")  # both cores of a chip are one JAX device
+
+# What XLA knows of GPUs: name and proto fields beside those of `hardware/chips.py`.
+# Source: openxla/xla, xla/backends/gpu/target_config/specs.
+_AMPERE = """
+  cuda_compute_capability { major: 8 }
+  shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+  core_count: 108 fpus_per_core: 64 l2_cache_size: 41943040 clock_rate_ghz: 1.41
+"""
+_HOPPER = """
+  cuda_compute_capability { major: 9 }
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+"""
+_BLACKWELL = """
+  cuda_compute_capability { major: 10 }
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 148 fpus_per_core: 128 l2_cache_size: 132644864 clock_rate_ghz: 1.965
+"""
+_GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", _AMPERE),
+    "h100": ("NVIDIA H100 80GB HBM3", _HOPPER),
+    "h200": ("NVIDIA H200 141GB HBM3e", _HOPPER),
+    "b200": ("NVIDIA B200", _BLACKWELL),
+}
+
+
+def prepare() -> None:
+    """Tell the compilers that their chips are not here. Must run before they load."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # XLA can write such programs to the cache, but not read them back.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def missing_compiler(target: Target) -> str | None:
+    """Say what to install to compile for a target; None if it is there."""
+    if target.platform == "tpu":
+        modules, extra = ["libtpu"], "plan"
+    else:
+        modules, extra = [f"jax_cuda{v}_plugin" for v in (12, 13)], "plan-gpu"
+    if any(importlib.util.find_spec(module) for module in modules):
+        return None
+    return (
+        f"the compiler for {target.name} is not installed: "
+        f"pip install -e '.[{extra}]' (it needs no accelerator)"
+    )
+
+
+def fake_devices(target: Target) -> list[Device]:
+    """Give the devices of a machine that is not there; stand-ins without its compiler.
+
+    `prepare` must have run, and this process' own platform must be the CPU.
+    """
+    if missing_compiler(target):
+        return list(_stand_ins(target))
+    if target.platform == "tpu":
+        shape = "x".join(map(str, target.topology))
+        bounds = (*target.host_bounds, 1, 1)[:3]
+        described = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{_LIBTPU_NAMES.get(target.family, target.family)}:{shape}",
+            chip_config_name="megacore" if target.family in _MEGACORE else "default",
+            chips_per_host_bounds=bounds,
+            num_slices=target.slices,
+        )
+    else:
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=_target_config(target),
+            topology=f"{target.slices}x1x{target.num_chips // target.slices}",
+        )
+    return list(described.devices)
+
+
+def _target_config(target: Target) -> str:
+    """Describe a GPU to XLA, as the text of a GpuTargetConfigProto."""
+    chip, (name, fields) = target.chip, _GPUS[target.family]
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {chip.hbm_bandwidth:.0f} device_memory_size: {chip.hbm_bytes}
+{fields}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A device that cannot be compiled for."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+    slice_index: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+
+
+def _stand_ins(target: Target) -> Iterator[StandIn]:
+    kind, _ = _GPUS.get(target.family, (target.chip.kind, ""))
+    bounds = (*target.host_bounds, 1, 1)[:3]
+    shape = (*target.topology, 1, 1)[:3]
+    ids = itertools.count()
+    hosts: dict[tuple[int, ...], int] = {}
+    for at_slice in range(target.slices):
+        for z, y, x in itertools.product(*(range(n) for n in reversed(shape))):
+            coords = (x, y, z)
+            host = (at_slice, *(c // b for c, b in zip(coords, bounds, strict=True)))
+            for core in range(target.chip.devices):
+                yield StandIn(
+                    id=next(ids),
+                    platform="tpu" if target.platform == "tpu" else "gpu",
+                    device_kind=kind,
+                    process_index=hosts.setdefault(host, len(hosts)),
+                    slice_index=at_slice if target.platform == "tpu" else 0,
+                    coords=coords,
+                    core_on_chip=core,
+                )

@@ -1,0 +1,117 @@
+"""How fast a device can send along axes of the mesh.
+
+TPU: chips of a slice form a grid, each linked to its neighbours along every dim of it;
+a dim whose last chip is linked to its first again is a ring. A group of devices uses
+the dims of the grid along which its members differ: of each two links a chip, one in
+either direction, where it goes around a ring, else one, because data must travel from
+end to end. Collectives over several dims use the links of all at once. Devices that
+share a chip share its links, unless they belong to the same group.
+
+GPU: within a node every GPU reaches every other over all its NVLinks. A ring through
+several nodes enters each of them over the network cards of all members there.
+
+Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links, rings) and
+"Sharded Matrices and How to Multiply Them" (times of collectives). Which slices have
+rings: docs.cloud.google.com/tpu/docs/v4 (3D: dims that are multiples of 4), the first
+of the former (2D: dims of 16).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from train.hardware.achievable import achievable
+from train.hardware.chips import Chip
+from train.mesh import Device
+
+_RING_OF_2D = 16
+_RING_OF_3D = 4  # and multiples of it
+
+
+class NotStated(ValueError):
+    """The vendor does not state a figure that is needed."""
+
+
+def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> float:
+    """Give the bytes a second that a device can send to a group along mesh axes.
+
+    Args:
+        mesh: of real devices, of fake ones, or of stand-ins.
+        axes: along which the members of a group differ.
+        network: as in `replica_groups.py`: the slowest that a group crosses.
+        chip: of each device.
+
+    Raises:
+        NotStated: if the chip's vendor does not say how fast that network is.
+    """
+    members = _members(mesh, axes)
+    part = achievable(members[0].platform)
+    if network == "DCN":
+        return part.network * _stated(chip, "dcn_bandwidth") / chip.devices
+    link = _stated(chip, "link_bandwidth")
+    if network == "ICI":
+        near = [d for d in members if _slice(d) == _slice(members[0])]
+        slices = [d for d in mesh.devices.flat if _slice(d) == _slice(members[0])]
+        return part.links * link * num_links(near, slices, chip) / _rivals(near, chip)
+    fast = part.links * link * _stated(chip, "links")
+    if network == "NVLink":
+        return fast
+    home = members[0].process_index
+    here = sum(device.process_index == home for device in members)
+    return min(fast, part.network * here * _stated(chip, "dcn_bandwidth"))
+
+
+def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
+    """Count the links that a byte of an all-to-all passes on average."""
+    if network != "ICI":
+        return 1.0
+    sizes = _extents(_members(mesh, axes))
+    return max(1.0, sum(size / 4 for size in sizes if size > 1))
+
+
+def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -> int:
+    """Count the links of a chip by which a group in a slice of TPUs can send."""
+    extents, sizes = _extents(slice_), _extents(members)
+    flat = chip.links == 4
+    whole_cubes = all(extent % _RING_OF_3D == 0 for extent in extents)
+    count = 0
+    for size, extent in zip(sizes, extents, strict=True):
+        ring = extent == _RING_OF_2D if flat else whole_cubes
+        if size > 1:
+            count += 2 if ring and size == extent else 1
+    return max(1, count)
+
+
+def _members(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
+    """Give the group that the mesh's first device belongs to."""
+    index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+    return list(np.atleast_1d(mesh.devices[index]).flat)
+
+
+def _rivals(members: Sequence[Device], chip: Chip) -> float:
+    """Count the groups that use the links of one chip at the same time."""
+    on_chip = len(members) / len({_coords(device) for device in members})
+    return max(1.0, chip.devices / on_chip)
+
+
+def _extents(devices: Sequence[Device]) -> list[int]:
+    """Count the different places along each dim of the grid of chips."""
+    by_dim = zip(*map(_coords, devices), strict=True)
+    return [len(set(places)) for places in by_dim]
+
+
+def _coords(device: Device) -> tuple[int, ...]:
+    return tuple(device.coords)
+
+
+def _slice(device: Device) -> int:
+    return getattr(device, "slice_index", 0)
+
+
+def _stated(chip: Chip, field: str) -> float:
+    value = getattr(chip, field)
+    if value is None or math.isnan(value):
+        raise NotStated(f"{chip.kind}: its vendor does not state {field}")
+    return value

@@ -1,0 +1,139 @@
+"""Names of machines: `v5e-256`, `v5p-512x4`, `h100-8x16`.
+
+A TPU's name is the cloud's: v4, v5p and tpu7x count cores, two a chip, v5e and v6e
+count chips; x4 means four slices. A GPU's name counts the GPUs of a node, then nodes.
+What a chip can do stands in `train/hardware/chips.py`.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from train.config import ConfigError, Mistake
+from train.hardware.chips import CHIPS, Chip
+
+CPU = "cpu"  # the devices of this machine
+
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_ONE_HOST = _FLAT[:3]  # v5e-8 and v6e-8 are one host of eight, larger ones of four
+# Below a cube of 4 x 4 x 4 chips, and the chips of a pod. Source: the cloud's pages.
+_BLOCKS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_CUBE = 64
+_PODS = {"v4": 4096, "v5p": 8960, "tpu7x": 9216}
+_GPUS_PER_NODE = (1, 2, 4, 8)
+_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_GPUS = ("a100", "h100", "h200", "b200")
+FORMS = "cpu, v5e-256, v5p-512x4 (slices), h100-8x16 (GPUs a node x nodes), of " + (
+    ", ".join((*_TPUS, *_GPUS))
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine by name.
+
+    family: key of CHIPS.
+    topology: chips along each dim of a slice; GPUs of a node.
+    slices: parts that only the data center's network connects; for GPUs nodes.
+    """
+
+    name: str
+    family: str
+    topology: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def chip(self) -> Chip:
+        """What one chip can do."""
+        return CHIPS[self.family]
+
+    @property
+    def platform(self) -> str:
+        """`tpu` or `cuda`."""
+        return "tpu" if self.family in _TPUS else "cuda"
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return math.prod(self.topology) * self.slices
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def host_bounds(self) -> tuple[int, ...]:
+        """Chips of a host along each dim of a slice."""
+        if self.platform == "cuda" or self.topology in _ONE_HOST:
+            return self.topology
+        return (2, 2, 1)[: len(self.topology)]
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of a host."""
+        return math.prod(self.host_bounds)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of all slices."""
+        return self.num_chips // self.chips_per_host
+
+
+def parse_target(name: str) -> Target:
+    """Find the machine of a name.
+
+    Raises:
+        ConfigError: if there is no such machine; says what there is.
+    """
+    found = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
+    family = found[1] if found else ""
+    if found is None or family not in (*_TPUS, *_GPUS):
+        raise ConfigError([Mistake("target", name, f"must be one like {FORMS}")])
+    size, slices = int(found[2]), int(found[3] or 1)
+    if slices < 1:
+        rule = f"must have at least one {'node' if family in _GPUS else 'slice'}"
+        raise ConfigError([Mistake("target", name, rule)])
+    topologies = _topologies(family)
+    if size not in topologies:
+        raise ConfigError([Mistake("target", name, _sizes(family, size, topologies))])
+    return Target(name, family, topologies[size], slices)
+
+
+def _topologies(family: str) -> dict[int, tuple[int, ...]]:
+    """Map each number that may stand in a name to the chips along each dim."""
+    if family in _GPUS:
+        return {n: (n,) for n in _GPUS_PER_NODE}
+    if family not in _PODS:
+        return {math.prod(shape): shape for shape in _FLAT}
+    cubes = range(_CUBE, _PODS[family] + 1, _CUBE)
+    shapes = [*_BLOCKS, *(_compact(chips) for chips in cubes)]
+    return {2 * math.prod(shape): shape for shape in shapes}  # cores
+
+
+def _compact(chips: int) -> tuple[int, int, int]:
+    """Stack cubes of 4 x 4 x 4 into the box with the shortest way around."""
+    cubes = chips // _CUBE
+    boxes = [
+        (a, b, cubes // (a * b))
+        for a in range(1, round(cubes ** (1 / 3)) + 1)
+        for b in range(a, math.isqrt(cubes // a) + 1)
+        if cubes % (a * b) == 0
+    ]
+    a, b, c = min(boxes, key=sum)
+    return 4 * a, 4 * b, 4 * c
+
+
+def _sizes(family: str, size: int, possible: dict[int, tuple[int, ...]]) -> str:
+    if family in _GPUS:
+        return f"must be {family}-n or {family}-nxm, m nodes of n = 1, 2, 4 or 8 GPUs"
+    below = [n for n in possible if n < size][-1:]
+    near = below + [n for n in possible if n > size][:1]
+    counts = ", ".join(str(n) for n in possible if n <= 256)
+    if family in _PODS:
+        counts += f", ... {max(possible)} cores (two a chip), from 128 on all multiples"
+    else:
+        counts += " chips"
+    return f"{family} comes in {counts}; next to it are " + (
+        " and ".join(f"{family}-{n}" for n in near)
+    )

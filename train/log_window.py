@@ -1,0 +1,169 @@
+"""The steps between two log lines: their metrics and what their time went to."""
+
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from etils import epath
+
+from data.batches import Order
+from train.console import Progress
+from train.feed import Feed
+from train.hardware.chips import peak_flops
+from train.program import Program
+from train.run.directory import RunDir
+from train.run.storage import in_object_store, upload
+from train.step import Metrics
+
+_MUCH_WAITING = 0.02  # of a window's time
+_NAMED = 8  # updates left out that one note names; events.jsonl names all
+
+log = logging.getLogger(__name__)
+
+
+class Window:
+    """Collects device metrics unread, and reads them all at once when it closes."""
+
+    def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
+        """Open the first window."""
+        self._program, self._run, self._order, self._feed = program, run, order, feed
+        peak = peak_flops(program.mesh.devices.flat[0].device_kind)
+        self.peak = peak and peak * program.mesh.size
+        self.skipped_in_a_row = 0
+        self._warned: bool | None = None  # None: the first window also fills the buffer
+        self._lapped_wait = 0.0
+        self._open()
+
+    def _open(self) -> None:
+        self._metrics: list[Metrics] = []
+        self._lapped_steps = 0
+        self._began, self._paused = time.monotonic(), 0.0
+        self._waited = self._feed.seconds_waited
+
+    def add(self, metrics: Metrics) -> None:
+        """Take the metrics of a step that was dispatched."""
+        self._metrics.append(metrics)
+
+    @contextmanager
+    def pause(self, event: str) -> Iterator[None]:
+        """Leave what the body does out of the step time; record it as an event."""
+        if len(self._metrics) > self._lapped_steps:
+            self._lap()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._run.events.lap(event)
+        self._paused += time.monotonic() - began
+
+    def _lap(self, **fields: int) -> None:
+        """Record the steps since the last lap, apart from what they waited for data."""
+        waited = self._feed.seconds_waited
+        self._run.events.lap(
+            "step",
+            {"data_wait": waited - self._lapped_wait},
+            steps=len(self._metrics) - self._lapped_steps,
+            **fields,
+        )
+        self._lapped_steps, self._lapped_wait = len(self._metrics), waited
+
+    def close(self, step: int, progress: Progress, write: bool) -> float:
+        """Wait for the devices, show and record the window, open the next.
+
+        Args:
+            step: completed updates.
+            progress: what the user sees.
+            write: whether `step` gets its line in metrics.jsonl.
+
+        Returns:
+            The seconds that its steps took.
+        """
+        steps = jax.device_get(self._metrics)
+        seconds = time.monotonic() - self._began - self._paused
+        waited = self._feed.seconds_waited - self._waited
+        self._record_skipped(step - len(steps), steps, progress)
+        program, last = self._program, steps[-1]
+        speed = program.tokens_per_step * len(steps) / seconds
+        flops = program.flops_per_step * len(steps) / seconds
+        mfu = flops / self.peak if self.peak else None
+        self._lap(step=step)
+        self._warn(waited / seconds, progress)
+        loss = float(last["loss"])
+        progress.update(step, loss, speed, mfu)
+        if write:
+            values = {
+                "loss": loss,
+                "grad_norm": float(last["grad_norm"]),
+                "learning_rate": float(last["learning_rate"]),
+                "tokens": step * program.tokens_per_step,
+                "tokens_per_second": speed,
+                "step_seconds": seconds / len(steps),
+                "mfu": math.nan if mfu is None else mfu,
+            }
+            self._run.log(step, values)
+        self._open()
+        return seconds
+
+    def _record_skipped(
+        self, before: int, steps: list[Metrics], progress: Progress
+    ) -> None:
+        """Record the updates that were left out, and name them and their batches."""
+        named = []
+        for step, metrics in enumerate(steps, before + 1):
+            if not metrics["skipped"]:
+                self.skipped_in_a_row = 0
+                continue
+            self.skipped_in_a_row += 1
+            values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
+            finite = all(map(math.isfinite, values.values()))
+            reason = "spike" if finite else "not finite"
+            batch = self._order.batch_number(step - 1)
+            of_step = {"step": step, "batch": batch, **values, "reason": reason}
+            self._run.events.record("skipped", **of_step)
+            named.append(f"step {step:,} (batch {batch:,}, {reason})")
+        if named:
+            more = f" and {len(named) - _NAMED:,} more" if named[_NAMED:] else ""
+            progress.note(f"updates left out: {', '.join(named[:_NAMED])}{more}")
+
+    def _warn(self, waiting: float, progress: Progress) -> None:
+        """Say once that the data is late, and what to do."""
+        if self._warned is False and waiting > _MUCH_WAITING:
+            self._warned = True
+            progress.note(
+                f"waiting for data takes {waiting:.1%} of the time: raise data.prefetch"
+                f"={self._program.config.data.prefetch}, or bring the store nearer"
+            )
+        self._warned = self._warned or False
+
+
+class Profiler:
+    """Traces the steps asked for into `<run_dir>/profile`."""
+
+    def __init__(self, steps: list[int], folder: str):
+        """Take `profile.steps`: [first, last], or nothing."""
+        self._first, self._last = steps or (None, None)
+        self._folder = epath.Path(folder)
+
+    def before(self, step: int) -> None:
+        """Begin, if this is the first step to trace."""
+        if step == self._first:
+            # JAX knows nothing of object stores: given one, the process dies.
+            remote = in_object_store(self._folder)
+            self._local = Path(tempfile.mkdtemp() if remote else self._folder)
+            jax.profiler.start_trace(str(self._local))
+
+    def after(self, step: int, metrics: Metrics) -> None:
+        """End, if this was the last one, once the devices are through with it."""
+        if step == self._last and self._first is not None:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+            if in_object_store(self._folder):
+                upload(self._local, self._folder)
+                shutil.rmtree(self._local)
+            log.info("profile of steps %d to %d: %s", self._first, step, self._folder)

@@ -1,0 +1,213 @@
+"""What a predicted step waits for, in a sentence, and what to type to change it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from train.config import Config, Remat
+from train.console import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    print_table,
+)
+from train.plan.prediction import Lane, Prediction, Range
+
+_MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
+_MUCH_EXPOSED = 0.1  # of the step
+_NARROW = 0.9  # part of the matrix units that is used
+# Of public runs, by platform (benchmarks/results/*_published.json).
+_SEEN = {
+    "tpu": "five public runs (16 to 32 B) lay in the range, 1 to 9 % off the middle",
+    "gpu": "a lower bound: six public runs took 1.5 to 2.1 times the middle",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """For people.
+
+    bottleneck: what the step waits for most.
+    change: what to do about it.
+    override: to type; "" if no single key helps.
+    """
+
+    bottleneck: str
+    change: str
+    override: str = ""
+
+
+def advise(
+    prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None = None
+) -> Advice:
+    """Name the bottleneck and a remedy.
+
+    Args:
+        prediction: of the config's step.
+        config: what was compiled.
+        mesh: its devices.
+        spare_bytes: of a device's memory, if known; None: not known.
+    """
+    lane = max(prediction.lanes, key=lambda lane: lane.seconds, default=None)
+    busiest = max(prediction.products, prediction.memory)
+    if lane and lane.seconds > busiest:
+        bound = (
+            f"bound by the network: {lane.name} at {lane.bandwidth / 1e9:,.1f} GB/s a "
+            f"device takes {_of(lane.seconds, prediction.step_s)} of the step"
+        )
+        return Advice(bound, *_less_traffic(lane, config, mesh))
+    if prediction.memory > prediction.products:
+        return _for_memory(prediction, config)
+    return _for_products(prediction, config, mesh, spare_bytes)
+
+
+def _for_products(
+    prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
+) -> Advice:
+    remat, step = config.train.remat, prediction.step_s
+    again = remat is not Remat.none and prediction.recomputed > _MUCH_RECOMPUTED
+    what = (
+        "bound by computing: matrix products take "
+        f"{_of(prediction.products, step)} of the step"
+    )
+    if again:
+        what += f", {prediction.recomputed:.2f} x what the model needs"
+    if prediction.fill < _NARROW:
+        what += f"; the model's dims fill {prediction.fill:.0%} of the matrix units"
+    lane = max(prediction.lanes, key=lambda lane: lane.exposed, default=None)
+    exposed = sum(lane.exposed for lane in prediction.lanes)
+    waits = exposed > _MUCH_EXPOSED * step.middle
+    if lane and waits:
+        what += (
+            f"; collectives that nothing is scheduled beside take "
+            f"{_of(exposed, step)}, most of them {lane.name}"
+        )
+    if again:
+        less = Remat.dots if remat is Remat.full else Remat.none
+        room = "if its activations fit"
+        if spare is not None:
+            room += f" into the {format_bytes(max(0, spare))} that are left"
+        return Advice(what, f"recompute less, {room}", f"train.remat={less.value}")
+    if lane and waits:
+        return Advice(what, *_less_traffic(lane, config, mesh))
+    if prediction.fill < _NARROW:
+        return Advice(
+            what, "make dims, those of a head first, multiples of a unit's rows"
+        )
+    return Advice(
+        what, "little is left to gain on these chips: only more or faster ones help"
+    )
+
+
+def _for_memory(prediction: Prediction, config: Config) -> Advice:
+    what = (
+        "bound by main memory: what is read and written takes "
+        f"{_of(prediction.memory, prediction.step_s)} of the step, if no cache helps"
+    )
+    if config.train.accumulation_steps > 1:
+        return Advice(
+            what,
+            "have fewer, larger microbatches, if their activations fit: weights and "
+            "gradients pass memory once in each",
+            f"train.accumulation_steps={config.train.accumulation_steps // 2}",
+        )
+    return Advice(
+        what,
+        "give each chip more tokens, if they fit: what weights and optimizer move does "
+        "not grow with them",
+        f"data.batch_size={2 * config.data.batch_size}",
+    )
+
+
+def _less_traffic(lane: Lane, config: Config, mesh: Mesh) -> tuple[str, str]:
+    """Say what makes a network less busy, and what to type for it."""
+    far, dcn = lane.network in ("DCN", "network"), config.mesh.dcn
+    microbatches = config.train.accumulation_steps
+    if far and "tensor" in lane.axes and dcn.tensor > 1:
+        return (
+            "keep tensor inside a slice or node, and let copies cross",
+            f"mesh.dcn.tensor=1 mesh.dcn.data={dcn.tensor} mesh.data={dcn.tensor} "
+            f"mesh.tensor={mesh.shape['tensor'] // dcn.tensor}",
+        )
+    if far and "fsdp" in lane.axes and dcn.fsdp > 1:
+        return (
+            "shard parameters inside a slice or node only, and let copies cross",
+            f"mesh.dcn.fsdp=1 mesh.dcn.data={dcn.fsdp} mesh.data={dcn.fsdp} "
+            f"mesh.fsdp={mesh.shape['fsdp'] // dcn.fsdp}",
+        )
+    if "tensor" in lane.axes:
+        return (
+            "cut layers into fewer parts, if the rest fits: activations travel in "
+            "every layer",
+            f"mesh.tensor={mesh.shape['tensor'] // 2} mesh.fsdp=-1",
+        )
+    if microbatches > 1:
+        return (
+            "have fewer, larger microbatches, if their activations fit: parameters "
+            "are gathered, and gradients reduced, in each",
+            f"train.accumulation_steps={microbatches // 2}",
+        )
+    batch = f"data.batch_size={2 * config.data.batch_size}"
+    return (
+        "give each chip more tokens, if they fit: parameters and gradients travel as "
+        "often whatever the batch",
+        batch,
+    )
+
+
+def _of(seconds: float, step: Range) -> str:
+    return f"{format_seconds(seconds)} ({seconds / step.middle:.0%})"
+
+
+def print_prediction(prediction: Prediction, advice: Advice) -> None:
+    """Print what each resource takes, the range, and what to change."""
+    how = prediction.how
+    rows = [
+        ["matrix products", format_seconds(prediction.products), "", how],
+        ["main memory", format_seconds(prediction.memory), "", f"{how}, at most"],
+    ] + [
+        [
+            lane.name,
+            format_seconds(lane.seconds),
+            f"{lane.hidden / lane.seconds:.0%}" if lane.seconds else "",
+            how,
+        ]
+        for lane in prediction.lanes
+    ]
+    headers = ["resource", "busy", "beside products", "what it does is"]
+    print_table(rows, headers, "time of a step by resource (computed)")
+    for name, text in said(prediction, advice):
+        print(f"{name:<11} {text}")
+
+
+def said(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
+    """Say how fast a step is, what it waits for and what to change: names and texts."""
+    step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
+    speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
+    typed = f": {advice.override}" if advice.override else ""
+    return [
+        (
+            "predicted",
+            f"{_span(step, format_seconds)} a step, estimated (low: all that can "
+            "overlap does; high: only what is scheduled to)",
+        ),
+        (
+            "tokens/s",
+            f"{_span(speed, format_count)}, {_span(a_chip, format_count)} a chip; "
+            f"middle {format_count(middle.tokens_per_second)} and "
+            f"{format_count(middle.tokens_per_second_per_chip)}",
+        ),
+        ("so far", _SEEN[prediction.platform]),
+        (
+            "MFU",
+            f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
+            "causal not halved)",
+        ),
+        ("bottleneck", advice.bottleneck),
+        ("to change", f"{advice.change}{typed}"),
+    ]
+
+
+def _span(of: Range, shown: Callable[[float], str]) -> str:
+    return f"{shown(of.low)} to {shown(of.high)}"

@@ -1,0 +1,136 @@
+"""Which chip holds which slice of an array, as a grid over the machine's coordinates.
+
+A panel is what lies in one plane: a slice of TPUs in two dims, a plane of one in three,
+a node of GPUs. Panels are alike but for where their first device lies in the mesh, so
+the page carries each pattern once, and its script works out who holds what.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.axes import mesh_axes
+from model.params import named
+from train.console import format_bytes
+from train.describe import bytes_per_device
+from train.mesh import Device
+from train.program import Program
+
+_DRAWN = 320  # chips at a time
+_COLUMNS = 8  # of a node
+
+
+def layout_data(program: Program) -> dict[str, Any]:
+    """Give what the page's script needs.
+
+    Returns:
+        axes: [name, size] of the mesh, slowest first.
+        unit: what a panel belongs to: `slice`, `node` or `process`.
+        planes: panels of a unit.
+        columns, drawn: of a panel; panels at a time.
+        patterns: `places` and `hosts` of the devices of a panel, from the least on; a
+            place is one in `mesh.devices.flat`.
+        runs: [pattern, first place, step, first host, step, how many panels].
+        arrays: name, type, shape, bytes on a device, and spec: of each dim the numbers
+            of its mesh axes.
+    """
+    mesh = program.mesh
+    places = {device: place for place, device in enumerate(mesh.devices.flat)}
+    panels = dict[tuple[int, ...], list[Device]]()
+    for device in mesh.devices.flat:
+        panels.setdefault(_panel(device), []).append(device)
+    first = next(iter(panels.values()))
+    flat = not _on_grid(first[0])
+    columns = len(first) if flat else len({_column(device) for device in first})
+    patterns, runs = list[dict[str, list[int]]](), list[list[int]]()
+    for _, devices in sorted(panels.items()):
+        inside = sorted(devices, key=lambda device: (_row(device), _column(device)))
+        at = [places[device] for device in inside]
+        hosts = [device.process_index for device in inside]
+        low, host = min(at), min(hosts)
+        pattern = {"places": [p - low for p in at], "hosts": [h - host for h in hosts]}
+        if pattern not in patterns:
+            patterns.append(pattern)
+        _append(runs, patterns.index(pattern), low, host)
+    return {
+        "axes": [[name, size] for name, size in mesh.shape.items()],
+        "unit": _unit(first[0]),
+        "planes": len({device.coords[2] for device in mesh.devices.flat})
+        if _on_grid(first[0]) and len(first[0].coords) > 2
+        else 1,
+        "columns": min(columns, _COLUMNS) if flat else columns,
+        "drawn": max(1, _DRAWN // len(first)),
+        "patterns": patterns,
+        "runs": runs,
+        "arrays": [_array(name, leaf) for name, leaf in arrays_of(program)],
+    }
+
+
+def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
+    """Add a panel to the last run if it goes on like it, else begin a run."""
+    if runs and runs[-1][0] == pattern:
+        _, first, step, first_host, host_step, count = runs[-1]
+        if count == 1:
+            step, host_step = place - first, host - first_host
+        on = place == first + count * step and host == first_host + count * host_step
+        if on:
+            runs[-1] = [pattern, first, step, first_host, host_step, count + 1]
+            return
+    runs.append([pattern, place, 0, host, 0, 1])
+
+
+def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    """Name parameters, fields of the batch, and what else does not lie like them."""
+    params = list(named(program.state.params))
+    yield from params
+    for name, leaf in named(program.batch._asdict()):
+        yield f"batch.{name}", leaf
+    for name, leaf in named(program.state):
+        moment = any(name.endswith(n) and leaf.shape == p.shape for n, p in params)
+        if not moment:
+            yield name, leaf
+
+
+def _array(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    return {
+        "name": name,
+        "type": str(leaf.dtype),
+        "shape": leaf.shape,
+        "bytes": format_bytes(bytes_per_device(leaf)),
+        "spec": _dims(sharding.spec, list(sharding.mesh.axis_names), len(leaf.shape)),
+    }
+
+
+def _dims(spec: PartitionSpec, names: list[str], rank: int) -> list[list[int]]:
+    entries = [*spec, *[None] * rank][:rank]
+    dims = [mesh_axes(entry) for entry in entries]
+    return [[names.index(axis) for axis in dim] for dim in dims]
+
+
+def _on_grid(device: Device) -> bool:
+    return device.platform == "tpu"
+
+
+def _unit(device: Device) -> str:
+    return {"tpu": "slice", "cpu": "process"}.get(device.platform, "node")
+
+
+def _panel(device: Device) -> tuple[int, ...]:
+    if not _on_grid(device):
+        return (device.process_index,)
+    return getattr(device, "slice_index", 0), *device.coords[2:]
+
+
+def _row(device: Device) -> int:
+    return device.coords[1] if _on_grid(device) else 0
+
+
+def _column(device: Device) -> tuple[int, int]:
+    """Order the devices of a row; those of one chip stand side by side."""
+    if _on_grid(device):
+        return device.coords[0], device.core_on_chip
+    return device.id, 0

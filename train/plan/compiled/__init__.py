@@ -1,0 +1,1 @@
+"""What a step costs, read from the program that XLA made."""

@@ -1,0 +1,163 @@
+"""What a compiled program computes, and the memory it moves to do so.
+
+FLOPs are those of matrix products alone, two for each multiplication and addition,
+wherever they stand: in fusions, in loops (times their trips), in attention kernels by
+the shapes of their operands. Bytes: train/plan/compiled/hbm_bytes.py.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from train.plan.compiled.hbm_bytes import memory_bytes
+from train.plan.compiled.hlo import BODY, Computation, Executed, Instruction, Module
+
+# How many products over [T, S] a kernel computes. Splash: the backward pass is two
+# kernels, each of which makes the scores and their cotangent again. cuDNN: two of the
+# forward pass; scores again and the four gradients.
+SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+CUDNN = {False: 2, True: 5}  # by whether it is the backward pass
+_FLOATS = ("f", "bf")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does in one run of a program."""
+
+    products: float  # FLOPs of dots and convolutions
+    attention: float  # FLOPs of attention kernels: blocks that causality skips are not
+    whole_attention: float  # as if they skipped none
+    memory_bytes: int
+    unknown: tuple[str, ...]  # kernels whose FLOPs are not counted
+    product_bytes: int = 0  # of memory_bytes: by what multiplies, perhaps meanwhile
+
+    @property
+    def flops(self) -> float:
+        """FLOPs that are executed."""
+        return self.products + self.attention
+
+
+def work(module: Module) -> Work:
+    """Add up a program."""
+    products = attention = whole = 0.0
+    memory, beside, unknown = 0, 0, set[str]()
+    for executed in module.executed:
+        instruction, times = executed.instruction, executed.times
+        before = products + whole
+        for inner, computation in parts(module, executed):
+            products += times * product_flops(inner, computation)
+            if inner.opcode == "custom-call":
+                flops, share = kernel_flops(inner, computation)
+                attention += times * flops * share
+                whole += times * flops
+                if not flops and is_kernel(inner):
+                    unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
+        moved = times * memory_bytes(module, instruction, executed.computation)
+        memory += moved
+        beside += moved if products + whole > before else 0
+    return Work(products, attention, whole, memory, tuple(sorted(unknown)), beside)
+
+
+def parts(module: Module, executed: Executed) -> list[tuple[Instruction, Computation]]:
+    """Give an executed instruction and what it holds."""
+    own = (executed.instruction, executed.computation)
+    return [own, *module.inside(executed.instruction)]
+
+
+def flops_between(
+    module: Module, computation: Computation, first: int, last: int
+) -> float:
+    """Count the FLOPs scheduled behind the first and before the last instruction."""
+    between = list(computation.instructions.values())[first + 1 : last]
+    return sum(_flops(module, instruction, computation) for instruction in between)
+
+
+def _flops(module: Module, instruction: Instruction, computation: Computation) -> float:
+    if instruction.opcode == "while":
+        loop = module.loops[instruction.find(BODY)]
+        body = module.computations[loop.body]
+        return loop.trips * flops_between(module, body, -1, len(body.instructions))
+    total = product_flops(instruction, computation)
+    if instruction.opcode == "custom-call":
+        total += math.prod(kernel_flops(instruction, computation))
+    for name in instruction.called:
+        called = module.computations[name]
+        total += flops_between(module, called, -1, len(called.instructions))
+    return total
+
+
+def product_flops(instruction: Instruction, computation: Computation) -> float:
+    """Count the FLOPs of a dot or a convolution; 0 for anything else."""
+    if instruction.opcode == "dot":
+        left = computation.operands(instruction)[0].arrays[0]
+        contracted = instruction.find(r" lhs_contracting_dims=\{([\d,]*)\}")
+        inner = math.prod(left.dims[int(dim)] for dim in contracted.split(",") if dim)
+        return 2.0 * math.prod(instruction.arrays[0].dims) * inner
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction, computation)
+    return 0.0
+
+
+def _convolution_flops(instruction: Instruction, computation: Computation) -> float:
+    """Count what meets the input, not the padding: TPU's batched products are padded.
+
+    Source: HloCostAnalysis::HandleConvolution in openxla/xla.
+    """
+    left, right = (i.arrays[0].dims for i in computation.operands(instruction)[:2])
+    labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
+    window = instruction.find(r" window=\{([^}]*)\}")
+    fields = dict(item.split("=") for item in window.split())
+
+    def of(key: str, rank: int, default: str) -> list[str]:
+        return fields.get(key, "x".join([default] * rank)).split("x")
+
+    rank = len(labels[0]) - 2
+    pairs = 1
+    for dim in range(rank):
+        size, stride, left_dilate, right_dilate = (
+            int(of(key, rank, "1")[dim])
+            for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(of("pad", rank, "0_0")[dim].split("_")[0])
+        outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
+        at = np.arange(outputs)[:, None] * stride - low
+        at = at + np.arange(size) * right_dilate
+        end = (left[labels[0].index(str(dim))] - 1) * left_dilate + 1
+        pairs *= int(np.sum((at >= 0) & (at < end) & (at % left_dilate == 0)))
+    groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
+    features = right[labels[1].index("i")] * right[labels[1].index("o")]
+    return 2.0 * pairs * features * left[labels[0].index("b")] / groups
+
+
+def kernel_flops(
+    instruction: Instruction, computation: Computation
+) -> tuple[float, float]:
+    """Count the FLOPs of an attention kernel, and the share of them that it computes.
+
+    Splash skips whole blocks above the diagonal; how many there are stands in the
+    shape of its mask. For a causal cuDNN kernel the share is taken to be one half.
+    """
+    target = instruction.find(r'custom_call_target="([^"]*)"')
+    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    if target.startswith("__cudnn$fmha"):
+        (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
+        causal = '"mask_type": "CAUSAL"' in instruction.attributes
+        products = CUDNN["Backward" in target]
+        return 2.0 * products * B * N * T * S * H, 0.5 if causal else 1.0
+    for name, products in SPLASH.items():
+        if target == "tpu_custom_call" and name in instruction.op_name:
+            q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
+            rows = math.prod(q.dims[:-2])  # of the batch, by heads
+            flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
+            masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
+            blocks = masks[0][-1] if masks else 1
+            return flops, (blocks + 1) / (2 * blocks)
+    return 0.0, 1.0
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Say whether a custom call may multiply matrices, not just move what it gets."""
+    target = instruction.find(r'custom_call_target="([^"]*)"')
+    return target.startswith(("tpu_custom_call", "__cu", "__triton", "__onednn"))

@@ -1,0 +1,118 @@
+"""What an instruction of a compiled program reads from and writes to main memory.
+
+An upper estimate of the traffic between a device and its main memory: each instruction
+by itself, as if no cache held anything from one to the next.
+"""
+
+from collections.abc import Iterable
+
+from train.plan.compiled.hlo import Array, Computation, Instruction, Module
+
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
+}
+# Results of a fusion that are written by others: operands that are passed on, and what
+# a collective gives that runs beside several fusions (TPU), each of which names it.
+_NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+# TPU: a buffer without content, and slices that lie behind each other already.
+_NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
+
+
+def memory_bytes(
+    module: Module, instruction: Instruction, computation: Computation
+) -> int:
+    """Estimate what an instruction reads from and writes to main memory.
+
+    A slice reads what it takes, an update in place writes what is new, also inside a
+    fusion. What lies in a memory of the core (TPU) costs nothing here.
+    """
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        return 0
+    if instruction.find(r'custom_call_target="([^"]*)"') in _NOTHING_MOVES:
+        return 0
+    operands = computation.operands(instruction)
+    if instruction.opcode in ("fusion", "fusion-start"):
+        inside = module.computations[instruction.called[0]]
+        read = sum(
+            min(_main_bytes(operand), _read_by_fusion(module, number, inside))
+            for number, operand in enumerate(operands)
+        )
+        return read + _written_by_fusion(inside)
+    read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
+    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+        read = min(written, read)
+    elif instruction.opcode == "dynamic-update-slice":
+        read = written = min(_main_bytes(operands[1]), written)
+    elif instruction.opcode == "copy-start":
+        written = _main_bytes_of(instruction.arrays[:1])
+    elif instruction.opcode == "slice-start":
+        part = instruction.arrays[len(operands)]
+        read, written = min(read, part.num_bytes), _main_bytes_of([part])
+    elif instruction.opcode.endswith("-start"):
+        written = 0  # the result is a tuple that names the operand too
+    return read + written
+
+
+def _main_bytes(instruction: Instruction) -> int:
+    return _main_bytes_of(instruction.arrays)
+
+
+def _main_bytes_of(arrays: Iterable[Array]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space == 0)
+
+
+def _read_by_fusion(module: Module, number: int, inside: Computation) -> int:
+    """Count what a fusion reads of an operand, all of it unless only slices."""
+    params = (i for i in inside.instructions.values() if i.opcode == "parameter")
+    param = next(i for i in params if int(i.arguments) == number)
+    return _read_of(module, param, inside)
+
+
+def _read_of(module: Module, value: Instruction, inside: Computation) -> int:
+    total = 0
+    for user in inside.instructions.values():
+        if value.name not in user.operands or _passes_on(user, inside):
+            continue
+        first = user.operands[0] == value.name
+        if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+            total += user.num_bytes
+        elif user.opcode == "bitcast" or _is_bitcast(module, user):
+            total += _read_of(module, user, inside)
+        elif user.opcode == "fusion":  # TPU: a product's operand that is made with it
+            nested = module.computations[user.called[0]]
+            total += sum(
+                _read_by_fusion(module, number, nested)
+                for number, operand in enumerate(user.operands)
+                if operand == value.name
+            )
+        elif not (user.opcode == "dynamic-update-slice" and first):
+            return value.num_bytes
+    return total
+
+
+def _passes_on(user: Instruction, inside: Computation) -> bool:
+    """Say whether what uses a value is the list of the results."""
+    return user is inside.root and user.opcode == "tuple"
+
+
+def _is_bitcast(module: Module, fusion: Instruction) -> bool:
+    """Say whether a fusion inside another one only gives its operand another shape."""
+    if fusion.opcode != "fusion":
+        return False
+    inside = module.computations[fusion.called[0]].instructions.values()
+    return {i.opcode for i in inside} <= {"parameter", "bitcast"}
+
+
+def _written_by_fusion(inside: Computation) -> int:
+    root = inside.root
+    total = 0
+    for made in inside.operands(root) if root.opcode == "tuple" else [root]:
+        size = _main_bytes(made)
+        while made.opcode == "bitcast":
+            (made,) = inside.operands(made)
+        if made.opcode in _NOT_WRITTEN:
+            continue
+        in_place = made.opcode == "dynamic-update-slice" and size
+        total += inside.operands(made)[1].num_bytes if in_place else size
+    return total

@@ -1,0 +1,184 @@
+"""Which devices take part in a collective: axes of the mesh, and the network between.
+
+The text of a program numbers devices by their place in `mesh.devices.flat`; that of one
+slice of several (TPU), by their place among those of the slice.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from train.plan.compiled.hlo import Instruction
+
+# Networks inside and between what `_domain` gives.
+_NETWORKS = {
+    "tpu": ("ICI", "DCN"),
+    "cuda": ("NVLink", "network"),
+    "gpu": ("NVLink", "network"),
+    "cpu": ("memory", "network"),
+}
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that a collective joins."""
+
+    axes: tuple[str, ...]  # mesh axes along which a group's members differ
+    size: int
+    network: str  # the slowest that a group crosses
+    is_whole: bool = True  # a group goes over all of its axes
+
+
+def group_of(instruction: Instruction, mesh: Mesh) -> Group:
+    """Read the groups of a collective.
+
+    Raises:
+        ValueError: if they are written in a way that is not known.
+    """
+    pairs = instruction.find(r" source_target_pairs=\{(.*?\})\}")
+    if pairs:
+        ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
+    else:
+        ids = replica_groups(instruction.attributes, mesh.devices.size)
+    group = _group(_on_mesh(ids, mesh), mesh)
+    if not pairs:
+        return group
+    whole = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
+    return Group(group.axes, whole, group.network)
+
+
+def along(axes: Sequence[str], mesh: Mesh) -> Group:
+    """Give the devices that differ in their place along some axes of a mesh only."""
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    places = np.moveaxis(places, dims, range(-len(dims), 0))
+    size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    return _group(places.reshape(-1, size), mesh)
+
+
+def slices_group(send: Instruction, mesh: Mesh) -> Group:
+    """Read between which slices the hosts transfer, and along which axes those lie."""
+    target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
+    wanted = set[int]()
+    for part in target.split(","):
+        first, _, last = part.partition(":")
+        wanted |= {*range(int(first) - 1, int(last or first))}  # they count from 1
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    axes = tuple(
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if np.any(slices != np.take(slices, [0], axis))
+    )
+    whole = len(np.unique(slices))
+    return Group(axes, len(wanted), "DCN", len(wanted) == whole)
+
+
+def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
+    """Give the device numbers as [groups, size].
+
+    Raises:
+        ValueError: if they are written in a way that is not known.
+    """
+    found = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
+    text = found[1] if found else ""
+    named = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
+    if named:
+        return _named_groups(named[1], named[2])
+    if text.startswith("{{"):
+        whole = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
+        assert whole
+        groups = re.findall(r"\{([\d,]+)\}", whole[1])
+        return np.array([[int(n) for n in group.split(",")] for group in groups])
+    if text.startswith("["):
+        return _iota(text)
+    if text in ("", "{}"):
+        return np.arange(num_devices)[None]
+    raise ValueError(f"replica groups {text!r} cannot be read")
+
+
+def _iota(text: str) -> np.ndarray:
+    """Read `[4,2]<=[2,4]T(1,0)`: 0, 1, ... as [2,4], transposed, as [4,2]."""
+    found = _IOTA.match(text)
+    assert found, text
+    shape, source, order = (
+        [int(n) for n in part.split(",")] if part else None for part in found.groups()
+    )
+    assert shape
+    ids = np.arange(np.prod(shape)).reshape(source or shape)
+    return (ids.transpose(order) if order else ids).reshape(shape)
+
+
+def _named_groups(mesh: str, axes: str) -> np.ndarray:
+    """Read `mesh['a'=2,'b'=4] {'b'}`, perhaps with device ids, perhaps `'b':(1)2`.
+
+    Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
+    """
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    names = list(sizes)
+    count = int(np.prod(list(sizes.values())))
+    listed = re.search(r"device_ids=\((.*)\)", mesh)
+    ids = np.arange(count)
+    if listed:
+        # An iota's own dims are those of the mesh, but what it counts over is not.
+        ids = _device_ids(listed[1], count)
+    ids = ids.reshape(list(sizes.values()))
+    chosen = list[int]()
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+        at = names.index(name)
+        if size:  # a part of an axis: cut it into three
+            parts = (int(before), int(size), sizes[name] // int(before) // int(size))
+            ids = ids.reshape(*ids.shape[:at], *parts, *ids.shape[at + 1 :])
+            names[at : at + 1] = [f"{name}<", name, f"{name}>"]
+            sizes[name] = int(size)
+            at += 1
+        chosen.append(names.index(name))
+    ids = np.moveaxis(ids, chosen, range(-len(chosen), 0))
+    return ids.reshape(-1, int(np.prod(ids.shape[-len(chosen) :])))
+
+
+def _device_ids(text: str, count: int) -> np.ndarray:
+    if not text.startswith("["):
+        return np.array([int(n) for n in re.findall(r"\d+", text)])
+    found = _IOTA.fullmatch(text)
+    assert found, text
+    shape = [int(n) for n in found[1].split(",")]
+    order = [int(n) for n in found[3].split(",")] if found[3] else None
+    ids = np.arange(count).reshape(shape)
+    return (ids.transpose(order) if order else ids).reshape(-1)
+
+
+def _on_mesh(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Turn the numbers in a program into places in `mesh.devices.flat`."""
+    devices = list(mesh.devices.flat)
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    if devices[0].platform != "tpu" or len(set(slices)) == 1:
+        return ids
+    first = [place for place, number in enumerate(slices) if number == slices[0]]
+    return np.array(first)[ids]
+
+
+def _group(places: np.ndarray, mesh: Mesh) -> Group:
+    coordinates = np.unravel_index(places, mesh.devices.shape)
+    axes = tuple(
+        name
+        for name, along in zip(mesh.axis_names, coordinates, strict=True)
+        if np.any(along != along[:, :1])
+    )
+    devices = mesh.devices.flat
+    domains = [[_domain(devices[place]) for place in group] for group in places]
+    crosses = any(len(set(group)) > 1 for group in domains)
+    platform = devices[0].platform
+    size = places.shape[1]
+    whole = size == np.prod([mesh.shape[axis] for axis in axes], dtype=int)
+    return Group(axes, size, _NETWORKS[platform][crosses], bool(whole))
+
+
+def _domain(device) -> Sequence[int]:
+    """Name what the fast network joins: a slice of TPUs, the devices of a process."""
+    if device.platform == "tpu":
+        return (getattr(device, "slice_index", 0),)
+    return (device.process_index,)

@@ -1,0 +1,105 @@
+"""What a step does and needs, from shapes and shardings, without a compiler.
+
+Milliseconds for each candidate of a search; the compilers' own figures are
+`read_execution` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from itertools import groupby
+
+import jax
+
+from train.config import Optimizer
+from train.describe import bytes_per_device
+from train.hardware.chips import chip_of
+from train.plan.compiled.collectives import Total, sent_bytes
+from train.plan.compiled.replica_groups import along
+from train.plan.cost import Execution
+from train.plan.estimated.collectives import Exchange, exchanges
+from train.plan.estimated.flops import effort
+from train.plan.estimated.hbm_bytes import movements
+from train.plan.estimated.local_step import Share, share_of
+from train.plan.estimated.temporaries import saved_bytes, temporaries
+from train.plan.memory import ESTIMATED, HELD, Figure, Ledger, make_ledger
+from train.program import Program
+
+# The part of the layers' collectives that XLA schedules beside products, by platform
+# and kind; other kinds, and those outside the layers, wait. Read off the schedules of
+# benchmarks/estimates.py. What TPU's hosts send between slices runs beside the layer.
+_BESIDE = {
+    "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
+    "gpu": {"all-gather": 0.5},
+}
+
+
+def estimate_execution(program: Program) -> Execution:
+    """Estimate what one device computes, moves and sends in a step."""
+    share, platform, muon = _facts(program)
+    state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
+    sent = exchanges(share, platform, muon)
+    chip = chip_of(program.mesh.devices.flat[0].device_kind)
+    core_memory = (chip.core_memory if chip else None) or 0
+    kept = saved_bytes(share, platform)
+    moved = movements(share, platform, muon, state, kept, core_memory)
+    return Execution(
+        model_flops=program.flops_per_step / program.mesh.size,
+        work=effort(share, muon, moved),
+        sent=_totals(sent, program, by_use=False),
+        outside_layers=_totals(
+            (e for e in sent if not e.in_layers), program, by_use=True
+        ),
+        how=ESTIMATED,
+    )
+
+
+def estimate_memory(program: Program) -> Ledger:
+    """Estimate what one device needs: the state exactly, temporaries itemised."""
+    known = make_ledger(program)
+    items = estimate_items(program)
+    size = sum(figure.bytes for figure in items.values())
+    needed = size + sum(known.parts[name].bytes for name in HELD)
+    return dataclasses.replace(
+        known,
+        parts=known.parts | {"temporaries": Figure(size, ESTIMATED)},
+        needed=Figure(needed, ESTIMATED),
+        temporaries=items,
+    )
+
+
+def estimate_items(program: Program) -> dict[str, Figure]:
+    """Estimate what the temporaries of a step hold."""
+    items = temporaries(*_facts(program))
+    return {name: Figure(size, ESTIMATED) for name, size in items.items()}
+
+
+def _facts(program: Program) -> tuple[Share, str, bool]:
+    muon = program.config.optimizer.name is Optimizer.muon
+    return share_of(program), program.mesh.devices.flat[0].platform, muon
+
+
+def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[Total]:
+    def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
+        return exchange.axes, exchange.kind, exchange.serves if by_use else ""
+
+    rows, platform = [], program.mesh.devices.flat[0].platform
+    for (axes, kind, use), group in groupby(sorted(found, key=key), key):
+        of, place = list(group), along(axes, program.mesh)
+        payload = sum(e.payload for e in of)
+        beside = _BESIDE.get(platform, {}).get(kind, 0.0)
+        if place.network == "DCN":
+            beside = 1.0
+        inside = sum(e.payload for e in of if e.in_layers) / payload
+        rows.append(
+            Total(
+                axes=axes,
+                network=place.network,
+                kind=kind,
+                count=sum(e.count for e in of),
+                payload=round(payload),
+                sent=sent_bytes(kind, payload, place.size),
+                overlapped=beside * inside,
+                serves=use,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.sent)

@@ -1,0 +1,40 @@
+"""What a step computes and sends, as tables of HTML."""
+
+from html import escape
+
+from train.console import format_bytes, format_flops
+from train.plan.cost import Execution, cells
+from train.run.html import table
+
+
+def execution_sections(executed: Execution | None) -> str:
+    """Say what a device computes in a step, what it sends, and what for."""
+    if executed is None:
+        return (
+            "<section><h2>What a step computes and sends</h2>"
+            '<p class="hint">Not known: there is no compiled step.</p></section>'
+        )
+    work, how = executed.work, executed.how
+    rows = [
+        ("Model FLOPs", format_flops(executed.model_flops), "computed"),
+        ("Executed", format_flops(work.flops), how),
+        ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
+        ("of these products", format_flops(work.products), how),
+        ("of these attention kernels", format_flops(work.attention), how),
+        ("To and from memory, at most", format_bytes(work.memory_bytes), how),
+    ]
+    rows += [("Kernels without a count", name, how) for name in work.unknown]
+    if executed.unread:
+        rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
+    outside = [[total.serves, *cells(total)] for total in executed.outside_layers]
+    headers = ["Axes", "Network", "Kind", "Times", "Payload", "Sent", "Beside products"]
+    return (
+        "<section><h2>What a device computes in a step</h2>"
+        f"{table(['', 'Figure', 'Known by'], rows)}</section>"
+        "<section><h2>What a device sends in a step</h2>"
+        '<p class="hint">Bytes sent assume rings. Beside products: the share that is '
+        f"scheduled so that products can hide it. All {escape(how)}.</p>"
+        f"{table(headers, map(cells, executed.sent), 3)}</section>"
+        "<section><h2>Of these outside the layers</h2>"
+        f"{table(['For', *headers], outside, 4)}</section>"
+    )

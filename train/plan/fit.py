@@ -1,0 +1,110 @@
+"""What makes a step fit that does not: the changes it takes, and what each brings.
+
+Changes are put on top of each other until the step fits, by the estimate from shapes.
+More chips, or cutting layers over `tensor`, is left to the search.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from train.config import ConfigError, Remat
+from train.console import format_bytes
+from train.plan.advice import Advice
+from train.plan.estimated.step import estimate_memory
+from train.plan.memory import HELD, Ledger, Room
+from train.program import Program, make_program
+
+
+class _Change(NamedTuple):
+    words: str
+    override: str  # to type
+    program: Program  # what comes of it
+
+
+def make_room(program: Program, ledger: Ledger, room: Room) -> Advice:
+    """Say what a step that does not fit needs less of.
+
+    Args:
+        program: of the step.
+        ledger: of its memory, compiled or estimated.
+        room: a device's memory.
+    """
+    needed, held = _needed(ledger), _held(ledger)
+    what = (
+        f"memory: {format_bytes(needed)} a device are needed, "
+        f"{format_bytes(needed - room.available)} more than there are; state and batch "
+        f"take {format_bytes(held)}"
+    )
+    # What the compiler found beyond the estimate is taken to stay.
+    beyond = needed - _needed(estimate_memory(program))
+    kinds = [_recompute, _cut_batch, _shard]
+    if 2 * held > room.available:
+        kinds.insert(0, kinds.pop())
+    made, typed = list[str](), list[str]()
+    for kind in kinds:
+        sizes = [
+            (beyond + _needed(estimate_memory(change.program)), change)
+            for change in kind(program)
+        ]
+        fitting = (pair for pair in sizes if pair[0] <= room.available)
+        least = min(sizes, key=lambda pair: pair[0], default=(needed, None))
+        size, change = next(fitting, least)
+        if change is None or size >= needed:
+            continue
+        program, needed = change.program, size
+        made.append(f"{change.words} ({format_bytes(needed)} are needed then)")
+        typed.append(change.override)
+        if needed <= room.available:
+            done = f"{', and '.join(made)}: that fits, estimated"
+            return Advice(what, done, " ".join(typed))
+    more = "take more or larger chips, or cut layers into more parts; this finds out"
+    if made:
+        more = f"{', and '.join(made)} is not enough: {more}"
+    return Advice(what, more, "search=true")
+
+
+def _shard(program: Program) -> list[_Change]:
+    """Shard the state over the devices of a slice or node that hold copies of it."""
+    config, mesh = program.config, program.mesh
+    inner = mesh.shape["data"] // config.mesh.dcn.data
+    if inner == 1:
+        return []
+    sizes = {"data": config.mesh.dcn.data, "fsdp": mesh.shape["fsdp"] * inner}
+    config = replace(config, mesh=replace(config.mesh, **sizes))
+    try:
+        program = make_program(config, list(mesh.devices.flat))
+    except ConfigError:  # so many do not divide the model's dims
+        return []
+    words = "shard the state over more devices instead of copying it"
+    override = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    return [_Change(words, override, program)]
+
+
+def _recompute(program: Program) -> list[_Change]:
+    train = program.config.train
+    if train.remat is Remat.full:
+        return []
+    changed = program.trained(replace(train, remat=Remat.full))
+    return [_Change("recompute all of a layer", "train.remat=full", changed)]
+
+
+def _cut_batch(program: Program) -> list[_Change]:
+    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device."""
+    train, inputs = program.config.train, program.batch.inputs
+    rows, _ = inputs.sharding.shard_shape(inputs.shape)
+    steps, found = train.accumulation_steps, list[_Change]()
+    while rows % (steps := 2 * steps) == 0:
+        changed = program.trained(replace(train, accumulation_steps=steps))
+        override = f"train.accumulation_steps={steps}"
+        words = "cut the batch into smaller microbatches"
+        found.append(_Change(words, override, changed))
+    return found
+
+
+def _needed(ledger: Ledger) -> int:
+    assert ledger.needed is not None
+    return ledger.needed.bytes
+
+
+def _held(ledger: Ledger) -> int:
+    return sum(ledger.parts[name].bytes for name in HELD)

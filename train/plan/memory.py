@@ -1,0 +1,224 @@
+"""The memory of one device, and of a host while it saves, by what holds it.
+
+Each figure says whether it is computed, from shapes and shardings, exactly; compiled,
+the compiler's own; or estimated. The compiler's temporaries hold gradients and
+activations: `gradients` says how much gradients are where all exist at once.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled
+
+from model.axes import mesh_axes
+from train.console import format_bytes, format_seconds, print_table
+from train.describe import bytes_per_device
+from train.hardware.chips import Chip
+from train.plan.aot import Cost, OutOfMemory
+from train.program import Program
+from train.state import as_saved
+
+COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
+_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of one device.
+
+    total: all of it.
+    program: what a program can have; the rest is the system's.
+    available: the least of that, and of all but the margin.
+    note: why a program has no more, and what changes that; "" if nothing does.
+    """
+
+    total: int
+    program: int
+    available: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Bytes, and how they are known."""
+
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a step needs.
+
+    parts: of one device, by name; not a sum: arguments are the state and the batch,
+        gradients are among the temporaries.
+    needed: of one device, all in all; None if nothing was compiled.
+    host_save: of one host, at most, while an asynchronous save copies from it.
+    checkpoint: on disk, before compression.
+    temporaries: what those of one device hold.
+    """
+
+    parts: dict[str, Figure]
+    needed: Figure | None
+    host_save: Figure
+    checkpoint: Figure
+    temporaries: dict[str, Figure] = field(default_factory=dict)
+
+    def fits(self, room: Room) -> bool | None:
+        """Say whether the step fits; None: the state does, more is not known."""
+        if self.needed is not None:
+            return self.needed.bytes <= room.available
+        held = sum(self.parts[name].bytes for name in HELD)
+        return False if held > room.available else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Give each figure as {"bytes", "how"}."""
+        figures = dataclasses.asdict(self)
+        return {"per_device": figures.pop("parts"), **figures}
+
+
+def room_of(chip: Chip | None, margin: float, num_devices: int = 1) -> Room:
+    """Give the memory of a device; chip None: of one of this machine's virtual ones."""
+    note = ""
+    if chip is None or chip.hbm_bytes is None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+        program = total
+    elif chip.program_bytes:
+        total, program = chip.hbm_bytes // chip.devices, chip.program_bytes
+    else:
+        total, part = chip.hbm_bytes // chip.devices, memory_fraction()
+        program = int(part * total)
+        note = (
+            f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
+            f"{_FRACTION[0]}=0.92, say, in the environment"
+        )
+    return Room(total, program, min(program, int((1 - margin) * total)), note)
+
+
+def memory_fraction() -> float:
+    """Give the part of a GPU's memory that JAX takes.
+
+    Source: docs.jax.dev, GPU memory allocation.
+    """
+    return float(next(filter(None, map(os.environ.get, _FRACTION)), 0.75))
+
+
+def make_ledger(
+    program: Program, compiled: Compiled | OutOfMemory | None = None
+) -> Ledger:
+    """Add up what a program's step needs.
+
+    Args:
+        program: on the devices in question.
+        compiled: its step, or what became of it; None: it was not compiled.
+    """
+    state, batch = program.state, program.batch
+    rest = state._replace(params=None)
+    parts = {
+        "parameters": _per_device(state.params),
+        "optimizer state": _per_device(rest),
+        "batch": _per_device(batch),
+        "gradients": _per_device(state.params),
+    }
+    needed = None
+    if isinstance(compiled, OutOfMemory):
+        needed = Figure(compiled.needed_bytes, COMPILED)
+    elif compiled is not None:
+        sizes = _compiled_parts(compiled)
+        needed = Figure(sum(sizes.values()), COMPILED)
+        parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
+    saved = jax.tree.leaves(as_saved(state))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+    return Ledger(
+        parts=parts,
+        needed=needed,
+        host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
+        checkpoint=Figure(size, COMPUTED),
+    )
+
+
+def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
+    """Print every figure with how it is known, then the verdict if there is a room."""
+    meanings = {
+        "arguments": "state and batch, as they lie in memory",
+        "temporaries": "activations, gradients, buffers",
+        "outputs": "what is not written over the arguments",
+        "gradients": "among the temporaries, if all exist at once",
+    }
+    rows = [
+        [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
+        for name, figure in ledger.parts.items()
+        if figure.bytes
+    ] + [
+        [f"- {name}", format_bytes(figure.bytes), figure.how, "of the temporaries"]
+        for name, figure in ledger.temporaries.items()
+        if figure.bytes
+    ]
+    print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
+    if cost:
+        print(
+            f"compiled    in {format_seconds(cost.seconds)}, this process held "
+            f"{format_bytes(cost.peak_rss_bytes)} at most"
+        )
+    print(f"host        {format_bytes(ledger.host_save.bytes)} at most during a save")
+    print(f"checkpoint  {format_bytes(ledger.checkpoint.bytes)} before compression")
+    if room is None:
+        return
+    print(
+        f"memory      {format_bytes(room.total)} a device, of which a program has "
+        f"{format_bytes(room.program)}; {format_bytes(room.available)} with the margin"
+    )
+    if room.note:
+        print(f"            {room.note}")
+    fits = ledger.fits(room)
+    if ledger.needed is None:
+        print("fits        " + ("not known: not compiled" if fits is None else "no"))
+        return
+    needed = ledger.needed.bytes
+    spare = room.available - needed
+    print(f"needed      {format_bytes(needed)} a device, {ledger.needed.how}")
+    print(
+        f"fits        yes, {format_bytes(spare)} to spare"
+        if fits
+        else f"fits        no, {format_bytes(-spare)} too much"
+    )
+
+
+def _compiled_parts(compiled: Compiled) -> dict[str, int]:
+    stats: Any = compiled.memory_analysis()
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        # The new state is written over the old one.
+        "outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+
+
+def _per_device(tree: Any) -> Figure:
+    return Figure(sum(map(bytes_per_device, jax.tree.leaves(tree))), COMPUTED)
+
+
+def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
+    """Count the bytes that one host's devices hold, copies once."""
+    host = mesh.devices.flat[0].process_index
+    places = [
+        dict(zip(mesh.axis_names, index, strict=True))
+        for index, device in np.ndenumerate(mesh.devices)
+        if device.process_index == host
+    ]
+    total = 0
+    for leaf in leaves:
+        sharding = leaf.sharding
+        assert isinstance(sharding, NamedSharding)
+        axes = [axis for entry in sharding.spec for axis in mesh_axes(entry)]
+        shards = {tuple(place[axis] for axis in axes) for place in places}
+        total += len(shards) * bytes_per_device(leaf)
+    return total

@@ -1,0 +1,207 @@
+"""Which layout of a step is the fastest that fits: mesh, recomputation, microbatches.
+
+All ways to lay a step out are weighed by shapes alone (plan/estimated/step.py), then
+the best are compiled, where the compiler is installed; the layout that the config has
+is weighed and compiled with them.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from etils import epath
+from rich.console import Console
+from rich.progress import track
+
+from train.config import Config, ConfigError, Mistake, PlanConfig
+from train.errors import DOES_NOT_FIT, Exit
+from train.hardware.chips import chip_of
+from train.identity import HARMLESS, covered, flatten
+from train.mesh import Device
+from train.plan.candidates import Layout, layout_of, layouts, variants
+from train.plan.found import Excluded, Found, Weighed, none_fits
+from train.plan.memory import HELD, Room, room_of
+from train.plan.plan import Outlook, compile_and_read, estimate
+from train.plan.scaling import num_slices
+from train.program import make_program
+from train.run.storage import write_whole
+from train.run.versions import code_version, versions
+from train.runtime import cache_dir
+
+log = logging.getLogger(__name__)
+
+
+def search(
+    config: Config,
+    devices: Sequence[Device],
+    room: Room,
+    compiles: int = 0,
+    minutes: float = math.inf,
+) -> Found:
+    """Look for the fastest layout that fits.
+
+    What was found before, by the same code for the same config and devices, is kept in
+    the cache.
+
+    Args:
+        config: settled; what it says of mesh, recomputation and microbatches is one of
+            the layouts.
+        devices: to lay the step out on, which need not be there.
+        room: a device's memory.
+        compiles: how many to compile at least, until one fits; 0: none.
+        minutes: after which no more are compiled.
+
+    Raises:
+        ConfigError: if nobody states how fast the devices are, or no mesh is possible.
+    """
+    given, file = layout_of(config, len(devices)), _cached(config, devices, room)
+    if file.exists():
+        found = Found.from_json(json.loads(file.read_text()))
+        done = {one.layout for one in found.compiled}
+        if len(done) >= compiles and (given is None or not compiles or given in done):
+            return replace(found, given=given)
+    start = time.monotonic()
+    weighed, excluded = _weigh_all(config, devices, room, given)
+    ranked = sorted(weighed.values(), key=_rank)
+    queue = _queue(ranked, given)
+    compiled = list[Weighed]()
+    while queue and compiles and time.monotonic() < start + 60 * minutes:
+        layout = queue.pop(0).layout
+        program = make_program(layout.applied(config), devices)
+        compiled.append(_weighed(layout, compile_and_read(program), room))
+        if len(compiled) >= compiles and any(one.fits for one in compiled):
+            break
+    found = Found(
+        weighed=ranked,
+        compiled=sorted(compiled, key=_rank),
+        given=given if given in weighed else None,
+        excluded=excluded,
+        seconds=time.monotonic() - start,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(epath.Path(file), json.dumps(dataclasses.asdict(found)))
+    return found
+
+
+def _queue(ranked: list[Weighed], given: Layout | None) -> list[Weighed]:
+    """Order what to compile: the given one, the best of each remat policy, the rest.
+
+    Estimates compare meshes better than they compare what is recomputed.
+    """
+    fitting = [one for one in ranked if one.fits]
+    best = {one.layout.remat: one for one in reversed(fitting)}.values()
+    first = [one for one in ranked if one.layout == given]
+    return list(
+        {
+            one.layout: one for one in (*first, *sorted(best, key=_rank), *fitting)
+        }.values()
+    )
+
+
+def choose(
+    config: Config,
+    devices: Sequence[Device],
+    margin: float = PlanConfig.margin,
+    compiles: int = 0,
+    minutes: float = math.inf,
+) -> Layout:
+    """Settle the layout of a config that leaves it to a search.
+
+    What was compiled before for such devices wins over what is estimated now.
+
+    Raises:
+        Exit: DOES_NOT_FIT, if nothing does.
+    """
+    chip = chip_of(devices[0].device_kind)
+    if chip is None or chip.hbm_bandwidth is None:
+        log.info("mesh=planned: nobody says how fast these devices are: all on fsdp")
+        parts = num_slices(devices)
+        train = config.train.remat.value, config.train.accumulation_steps
+        return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
+    room = room_of(chip, margin)
+    found = search(config, devices, room, compiles, minutes)
+    if found.best is None:
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(found)}")
+    best = found.best
+    log.info("mesh=planned: %s (%s)", best.layout.overrides, best.how)
+    return best.layout
+
+
+def _weigh_all(
+    config: Config, devices: Sequence[Device], room: Room, given: Layout | None
+) -> tuple[dict[Layout, Weighed], dict[str, Excluded]]:
+    """Weigh all layouts by shapes; count the meshes that are impossible by key."""
+    weighed, wrong = dict[Layout, Weighed](), dict[str, list[Mistake]]()
+    meshes = layouts(len(devices), num_slices(devices))
+    if given:
+        meshes.insert(0, given)
+    console = Console(stderr=True)
+    for mesh in track(
+        meshes,
+        "weighing layouts",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ):
+        try:
+            program = make_program(mesh.applied(config), devices)
+        except ConfigError as error:
+            for mistake in error.mistakes:
+                wrong.setdefault(mistake.key, []).append(mistake)
+            continue
+        own = [mesh] if mesh is given else variants(mesh, config.data.batch_size)
+        for layout in own:
+            train = layout.applied(config).train
+            outlook = estimate(program.trained(train))
+            weighed[layout] = _weighed(layout, outlook, room)
+    if not weighed:
+        raise ConfigError([mistakes[0] for mistakes in wrong.values()])
+    excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
+    return weighed, excluded
+
+
+def _why(mistake: Mistake) -> str:
+    return f"{mistake.key}={mistake.value} {mistake.rule.partition(';')[0]}"
+
+
+def _rank(one: Weighed) -> tuple[bool, float, int]:
+    return not one.fits, one.step_s if one.fits else one.needed, one.needed
+
+
+def _weighed(layout: Layout, outlook: Outlook, room: Room) -> Weighed:
+    needed, prediction = outlook.ledger.needed, outlook.prediction
+    held = sum(outlook.ledger.parts[name].bytes for name in HELD)
+    assert needed is not None
+    if prediction is None:
+        rule = f"cannot compare layouts: {outlook.unpredicted}"
+        raise ConfigError([Mistake("search", True, rule)])
+    middle = prediction.middle
+    return Weighed(
+        layout=layout,
+        needed=needed.bytes,
+        held=held,
+        available=room.available,
+        step_s=middle.step_s,
+        tokens_per_second=middle.tokens_per_second,
+        mfu=middle.mfu,
+        how=needed.how,
+    )
+
+
+def _cached(config: Config, devices: Sequence[Device], room: Room) -> Path:
+    """Name the file of what was found for a config, whatever its own layout."""
+    layout = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.planned", "mesh.dcn")
+    searched = (*layout, "train.remat", "train.accumulation_steps")
+    idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
+    kind = devices[0].device_kind, len(devices), num_slices(devices), room.available
+    left = (*HARMLESS, *searched, *idle)
+    same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
+    about = json.dumps([same, kind, versions(), code_version()], sort_keys=True)
+    digits = hashlib.sha256(about.encode()).hexdigest()[:16]
+    return cache_dir() / "plans" / f"{digits}.json"

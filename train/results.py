@@ -1,0 +1,119 @@
+"""What a finished run has to show: its score beside common compressors, a sample."""
+
+import shlex
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from data.sources import Sources
+from data.token_store.store import compression_bits_per_byte
+from data.tokenizer import decode, encode
+from model.config import Position
+from train.config import Config, ConfigError, Mistake, Schedule
+from train.console import format_bytes
+from train.evaluation import Score
+from train.generate import Sampling, generate
+from train.program import Program
+from train.run.goodput import account
+from train.run.metrics import read_events
+
+_COMPRESSED_BYTES = 2**24  # of validation text; xz would take hours over a large one
+_SAMPLE_TOKENS = 400
+_PLAIN = Sampling()
+
+
+def sample_text(
+    program: Program,
+    params: Any,
+    sources: Sources,
+    prompt: str,
+    num_tokens: int,
+    sampling: Sampling = _PLAIN,
+    seed: int = 0,
+    num_samples: int = 1,
+) -> list[str]:
+    """Continue a prompt; an empty one is an end of text, so that a document begins.
+
+    Each position sees as many before it as a training row had.
+
+    Raises:
+        ConfigError: if prompt and tokens are more than the model has positions.
+    """
+    encoding, config = sources.encoding, program.config
+    ids = encode(encoding, prompt.encode())
+    if not len(ids):
+        ids = np.array([encoding.eot_token])
+    room = config.model.max_sequence_length
+    if config.model.position is Position.learned and room is not None:
+        left = room - len(ids)
+        if num_tokens > left:
+            rule = f"must be at most {left}: the model has {room} learned positions"
+            raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
+    out = generate(
+        program.model,
+        params,
+        jnp.tile(jnp.asarray(ids, jnp.int32), (num_samples, 1)),
+        jax.random.key(seed),
+        num_tokens,
+        encoding.n_vocab,
+        sampling,
+        program.how._replace(window=config.data.sequence_length),
+    )
+    return [prompt + decode(encoding, np.asarray(row)) for row in out]
+
+
+def results(program: Program, params: Any, sources: Sources, step: int, score: Score):
+    """Gather what the end of a run leaves behind, as JSON."""
+    model = program.config.model
+    learned = model.position is Position.learned
+    room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
+    text = sources.text("validation", _COMPRESSED_BYTES)
+    return {
+        "step": step,
+        "eval/loss": score.loss,
+        "eval/bits_per_byte": score.bits_per_byte,
+        "validation_bytes": len(text),
+        "compressed": compression_bits_per_byte(text),  # bits per byte
+        "sample": sample_text(
+            program, params, sources, "", min(_SAMPLE_TOKENS, room - 1)
+        )[0],
+    }
+
+
+def print_results(
+    found: dict[str, Any], command: str, config: Config, run_dir: epath.Path
+) -> None:
+    """Print results, goodput, and how to go on, at a rate that is not 0."""
+    step, schedule = found["step"], config.schedule
+    more = [f"train.num_steps={2 * step}"]
+    if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
+        key = "schedule.final_fraction"
+        # The key is a part of the run's name, unless that is given.
+        name = config.run.name or config.run.dir
+        more = [f"run.name={run_dir.name}"] * (not name) + [
+            f"{key}=0.1",
+            f"run.allow_change=[{key}]",
+            *more,
+        ]
+    others = ", ".join(f"{k} -9 {v:.3f}" for k, v in found["compressed"].items())
+    print()
+    print(f"finished    {step:,} steps")
+    print(f"validation  {found['eval/loss']:.4f} nats a token, ", end="")
+    print(f"{found['eval/bits_per_byte']:.3f} bits per byte")
+    size = format_bytes(found["validation_bytes"])
+    print(f"            the same {size} in bits per byte: {others}")
+    goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
+    print(f"goodput     {goodput}")
+    print("sample")
+    print("\n".join(f"  | {line}" for line in found["sample"].split("\n")))
+    print(f"to go on    {_changed(command, more)}", flush=True)
+
+
+def _changed(command: str, overrides: list[str]) -> str:
+    """Give a command line other values of some keys."""
+    keys = {override.partition("=")[0] for override in overrides}
+    kept = [w for w in shlex.split(command) if w.partition("=")[0] not in keys]
+    return shlex.join([*kept, *overrides])

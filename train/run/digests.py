@@ -1,0 +1,112 @@
+"""Digests of a checkpoint's files: without them a flipped bit is silently trained on.
+
+Orbax keeps no checksum of the bytes of arrays. So when a step has been written, all its
+files are hashed, and `digests.json`, written last, seals it. A step is used only if
+every file is there, has its size and its SHA-256, and there is no other file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from etils import epath
+
+from train.run.storage import in_object_store, is_committed, names_in
+
+SEAL = "digests.json"
+_BLOCK = 2**22
+_THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
+
+
+def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """Hash the files of a step that is written.
+
+    Args:
+        step: its folder.
+        part: which part of the files to hash.
+        parts: of how many: several processes share the work.
+
+    Returns:
+        Size and SHA-256 of each file, by its path in the folder.
+    """
+    names = sorted(_files(step))[part::parts]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda n: _digest(step / n), names)
+        return dict(zip(names, found, strict=True))
+
+
+def write_seal(step: epath.Path, found: Mapping[str, Any]) -> None:
+    """Leave the digests of all files beside them.
+
+    Raises:
+        OSError: also if the step is not there any more.
+    """
+    text = json.dumps(found, indent=1)
+    if in_object_store(step):
+        (step / SEAL).write_text(text)
+        if not is_committed(step):  # it has made way, for all but the seal
+            (step / SEAL).unlink(missing_ok=True)
+            raise FileNotFoundError(step)
+        return
+    partial = step.parent / f".{step.name}.{SEAL}"
+    try:
+        partial.write_text(text)
+        partial.replace(step / SEAL)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_sealed(step: epath.Path) -> bool:
+    """Say whether a step was hashed; not whether it is still what it was."""
+    return (step / SEAL).exists()
+
+
+def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
+    """Say what is wrong with a step; None if it is what was written.
+
+    Args:
+        step: its folder.
+        part: which part of the files to hash, of how many `parts`.
+        parts: as for `digests`.
+    """
+    # A store that cannot be reached does not make a step a damaged one.
+    unreadable = FileNotFoundError if in_object_store(step) else OSError
+    try:
+        expected = json.loads((step / SEAL).read_text())
+        if missing := expected.keys() ^ set(_files(step)):
+            return f"{sorted(missing)[0]} is missing, or there and not of the step"
+        for name, found in digests(step, part, parts).items():
+            if found != expected[name]:
+                return f"{name} is not what was written: its digest differs"
+    except (unreadable, ValueError, AttributeError, TypeError) as error:
+        return f"cannot be checked: {type(error).__name__}: {error}"
+    return None
+
+
+def size(step: epath.Path) -> int:
+    """Count the bytes of a step."""
+    return sum((step / name).stat().length for name in _files(step))
+
+
+def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+    if in_object_store(folder):
+        yield from (name for name in names_in(folder) if name != SEAL)
+        return
+    for path in folder.iterdir():
+        name = f"{prefix}{path.name}"
+        if path.is_dir():
+            yield from _files(path, f"{name}/")
+        elif name != SEAL:
+            yield name
+
+
+def _digest(path: epath.Path) -> list[object]:
+    """Give a file's size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return [size, digest.hexdigest()]
