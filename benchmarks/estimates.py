@@ -24,12 +24,12 @@ import jax
 
 from train.cli.command import compose
 from train.config import PlanConfig, Remat
-from train.console import format_bytes
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.plan.memory import HELD
 from train.plan.plan import Outlook, compile_and_read, estimate
 from train.program import Program, make_program, settle
+from train.units import format_bytes
 
 GPT2 = "model=gpt2_124m data.sequence_length=1024"
 LLAMA1 = "model=llama3_1b data.sequence_length=2048"

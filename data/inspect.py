@@ -5,7 +5,8 @@ from pathlib import PurePosixPath
 
 from data.config import DataConfig, Packing, Source
 from train.cli.command import run_command
-from train.config import Mistake, RunConfig
+from train.config import RunConfig
+from train.errors import Mistake
 
 
 @dataclass(frozen=True)

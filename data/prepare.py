@@ -5,8 +5,7 @@ import sys
 
 from data.config import PrepareConfig
 from train.cli.command import run_command
-from train.config import Mistake
-from train.errors import STOPPED
+from train.errors import STOPPED, Mistake
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.text.records import Reading
 from data.tokenizer import encode, load_tokenizer
 from train.cli.command import run_command
-from train.config import Mistake
+from train.errors import Mistake
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published; memory is set aside for all
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from train.cli.command import run_command
-from train.config import Mistake
-from train.errors import WRONG_DATA
+from train.errors import WRONG_DATA, Mistake
 
 
 @dataclass(frozen=True)

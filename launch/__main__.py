@@ -35,8 +35,8 @@ from train.cli.command import compose, run_command, to_yaml
 from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
 from train.cli.rules import validate
-from train.config import Config, ConfigError, Mistake
-from train.errors import FINISHED
+from train.config import Config
+from train.errors import FINISHED, ConfigError, Mistake
 from train.identity import of_training, run_dir, run_name
 from train.run.storage import run_folder
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launch.job import ARCHIVE, UNPACK
 
+_SUFFIXES = (".html", ".py", ".sh", ".yaml")
 _PACKAGES = ("configs", "data", "launch", "model", "train")
 _TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
@@ -52,7 +53,7 @@ def _travels(root: Path, name: Path) -> bool:
     path = (root / name).resolve()
     if not path.is_file() or not path.is_relative_to(root.resolve()):
         return False
-    packaged = name.suffix in (".html", ".py", ".sh", ".yaml") or name.name == "py.typed"
+    packaged = name.suffix in _SUFFIXES or name.name == "py.typed"
     return str(name) in _TO_INSTALL or (name.parts[0] in _PACKAGES and packaged)
 
 

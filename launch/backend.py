@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from launch.job import Job, Rendered
 from launch.plan_check import Machine
 from launch.submissions import Record
-from train.config import Mistake
+from train.errors import Mistake
 
 
 class Backend(Protocol):

@@ -16,7 +16,7 @@ same flags.
 from collections.abc import Mapping
 
 from launch.plan_check import Machine
-from train.config import ConfigError
+from train.errors import ConfigError
 from train.hardware.targets import parse_target
 
 FLAGS: Mapping[str, tuple[str, str]] = {

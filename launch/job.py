@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from launch.config import Code
 from train.cli.quoting import hydra_text
-from train.config import Mistake
+from train.errors import Mistake
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
 

@@ -18,7 +18,7 @@ from launch.processes import Processes, place
 from launch.remote.supervise import alive as alive
 from launch.remote.supervise import print_log, said_of, stop_watcher, supervise
 from launch.submissions import Record
-from train.config import Mistake
+from train.errors import Mistake
 
 WHERE_SECRETS_GO = "set it in the environment that you type this command in"
 

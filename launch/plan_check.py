@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from launch.doors import run_door
 from launch.job import Job
-from train.config import Mistake
-from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit
+from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from launch.node import STOP, through
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
 from launch.submissions import Record
-from train.config import Mistake
-from train.errors import CRASHED, FINISHED, Exit
+from train.errors import CRASHED, FINISHED, Exit, Mistake
 
 log = logging.getLogger(__name__)
 

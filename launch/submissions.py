@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 
 from launch.job import ARCHIVE
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 
 _FOLDER, _FILE = "launch", "record.json"
 

@@ -9,10 +9,11 @@ from train.errors import WRONG_DATA
 
 def main(asked: CheckpointsConfig) -> int:
     """Print step, size, age and verdict of each; exit 65 if one is damaged."""
-    from train.console import format_bytes, print_table
+    from train.console import print_table
     from train.identity import run_dir
     from train.run.digests import damage, is_sealed, size
     from train.run.storage import run_folder, written_at
+    from train.units import format_bytes
 
     folder = run_folder(run_dir(Config(run=asked.run))) / "checkpoints"
     rows, all_good = [], True

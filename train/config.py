@@ -5,11 +5,11 @@ changes. Everything below `train/` takes the dataclass it needs, never all of it
 What values are allowed stands in `train/cli/rules.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.config import DataConfig
 from model.config import ModelConfig
@@ -307,45 +307,3 @@ class StatusConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     json: bool = False  # print one JSON object, for programs
-
-
-class Mistake(NamedTuple):
-    """One thing wrong in a config: the full key, its value, the rule and remedy."""
-
-    key: str
-    value: object
-    rule: str
-
-
-class ConfigError(Exception):
-    """The config is wrong; `mistakes` holds everything that is. Exit code 78."""
-
-    def __init__(self, mistakes: Sequence[Mistake]):
-        self.mistakes = list(mistakes)
-        super().__init__(self.mistakes)
-
-    def __str__(self) -> str:
-        count = len(self.mistakes)
-        lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
-        for key, value, rule in self.mistakes:
-            shown = "null" if value is None else value
-            lines += ["", f"  {key} = {shown}" if shown != "" else f"  {key}"]
-            lines += [f"      {line}" for line in rule.splitlines()]
-        return "\n".join(lines)
-
-
-def check_all(*checks: Callable[[], Any]) -> list[Any]:
-    """Run every check and give their results.
-
-    Raises:
-        ConfigError: with the mistakes of all of them together.
-    """
-    results, mistakes = [], []
-    for check in checks:
-        try:
-            results.append(check())
-        except ConfigError as error:
-            mistakes += error.mistakes
-    if mistakes:
-        raise ConfigError(mistakes)
-    return results

@@ -17,53 +17,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from train.units import format_count, format_seconds
+
 _PLAIN_INTERVAL_S = 5.0
-
-
-def format_bytes(size: float) -> str:
-    """Return bytes in binary units: `512 B`, `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1023.995 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-
-
-def format_count(count: float) -> str:
-    """Return a count with three digits or so: `950`, `12.4K`, `124M`, `1.24B`."""
-    return "".join(_shortened(count, ("", "K", "M", "B", "T")))
-
-
-def format_flops(flops: float, unit: str = "FLOPs") -> str:
-    """Return FLOPs, or FLOP/s, in decimal units: `4.23 GFLOPs`, `990 TFLOP/s`."""
-    digits, prefix = _shortened(flops, ("", "K", "M", "G", "T", "P", "E"))
-    return f"{digits} {prefix}{unit}"
-
-
-def _shortened(count: float, units: Sequence[str]) -> tuple[str, str]:
-    for unit in units:
-        if abs(count) < 999.5 or unit == units[-1]:
-            break
-        count /= 1000
-    return f"{count:.3g}" if abs(count) < 999.5 else f"{count:,.0f}", unit
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration in its two leading units: `12 ms`, `3.2 s`, `1 h 02 min`."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms" if seconds > 0 else "0 s"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if round(seconds) < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours:02d} h"
 
 
 class Progress:

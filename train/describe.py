@@ -9,11 +9,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from data.batches import Order
 from model.params import ParamInfo, named
-from train.config import ConfigError, Mistake
-from train.console import format_bytes, format_flops, print_table
+from train.console import print_table
+from train.errors import ConfigError, Mistake
 from train.hardware.chips import peak_flops
 from train.program import Program
 from train.sharding import num_shards
+from train.units import format_bytes, format_flops
 
 
 def describe(program: Program) -> None:

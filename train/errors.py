@@ -1,8 +1,12 @@
-"""Exit codes: what the end of a process means to whoever would start it again.
+"""Exit codes, and all mistakes of a config at once.
 
+An exit code says what the end of a process means to whoever would start it again.
 A launcher starts a run again after PREEMPTED, OWNED (once the owner is gone), ABORTED
 and, up to a limit, any code that is not here; it does not after the others.
 """
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 FINISHED = 0
 CRASHED = 1  # for no reason that is known here: it may help to start again
@@ -40,3 +44,52 @@ def meaning(code: int | None) -> str:
         ABORTED: "aborted",
     }
     return known.get(code, f"crashed, exit code {code}")
+
+
+class Mistake(NamedTuple):
+    """One thing wrong in a config: the full key, its value, the rule and remedy."""
+
+    key: str
+    value: object
+    rule: str
+
+
+class ConfigError(Exception):
+    """The config is wrong; `mistakes` holds everything that is. Exit code 78."""
+
+    def __init__(self, mistakes: Sequence[Mistake]):
+        self.mistakes = list(mistakes)
+        super().__init__(self.mistakes)
+
+    def __str__(self) -> str:
+        count = len(self.mistakes)
+        lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
+        for key, value, rule in self.mistakes:
+            shown = "null" if value is None else value
+            lines += ["", f"  {key} = {shown}" if shown != "" else f"  {key}"]
+            lines += [f"      {line}" for line in rule.splitlines()]
+        return "\n".join(lines)
+
+
+def check_all(*checks: Callable[[], Any]) -> list[Any]:
+    """Run every check and give their results.
+
+    Raises:
+        ConfigError: with the mistakes of all of them together.
+    """
+    results, mistakes = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except ConfigError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise ConfigError(mistakes)
+    return results
+
+
+def nearest(value: int, step: int) -> str:
+    """Name the multiples of a step beside a value: what to type instead of it."""
+    below = value - value % step
+    around = [below, below + step] if below else [step]
+    return f"nearest: {' or '.join(map(str, around))}"

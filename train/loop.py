@@ -15,7 +15,7 @@ import jax
 from data.batches import Order, batch_number
 from data.errors import DataError
 from data.sources import Sources
-from train.config import Config, ConfigError, Mistake
+from train.config import Config
 from train.console import Progress
 from train.describe import describe, describe_data
 from train.distributed.fault_injection import Drill
@@ -23,7 +23,7 @@ from train.distributed.preemption import SAVE, Crash, Requests
 from train.distributed.processes import Cluster, exit_code, join
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
-from train.errors import ABORTED, CRASHES_AGAIN, DIVERGED, Exit
+from train.errors import ABORTED, CRASHES_AGAIN, DIVERGED, ConfigError, Exit, Mistake
 from train.evaluation import Score, evaluate
 from train.feed import Feed, local_rows
 from train.identity import run_dir

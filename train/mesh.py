@@ -10,7 +10,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from train.config import ConfigError, MeshConfig, Mistake, check_all
+from train.config import MeshConfig
+from train.errors import ConfigError, Mistake, check_all
 
 Device = Any  # jax.Device, which its stubs have as a variable
 

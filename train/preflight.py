@@ -17,8 +17,9 @@ import jax
 from data.batches import Order
 from data.sources import Sources, encoding_of, open_sources
 from data.tokenizer import padded_vocab_size
-from train.config import Config, ConfigError, DistributedConfig, Mistake, check_all
+from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
+from train.errors import ConfigError, Mistake, check_all
 from train.plan.candidates import Layout
 from train.plan.search import choose
 from train.program import Program, make_program, settle

@@ -18,7 +18,8 @@ from model.config import Position
 from model.gpt import GPT, abstract_gpt, params_of
 from model.layers import Execution
 from model.params import param_infos
-from train.config import Config, ConfigError, Mistake, TrainConfig, check_all
+from train.config import Config, TrainConfig
+from train.errors import ConfigError, Mistake, check_all
 from train.flops import flops_per_token
 from train.mesh import Device, least_sizes, make_mesh
 from train.optimizer import Optimizer, make_optimizer

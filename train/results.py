@@ -12,13 +12,14 @@ from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
 from data.tokenizer import decode, encode
 from model.config import Position
-from train.config import Config, ConfigError, Mistake, Schedule
-from train.console import format_bytes
+from train.config import Config, Schedule
+from train.errors import ConfigError, Mistake
 from train.evaluation import Score
 from train.generate import Sampling, generate
 from train.program import Program
 from train.run.goodput import account
 from train.run.metrics import read_events
+from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # of validation text; xz would take hours over a large one
 _SAMPLE_TOKENS = 400

@@ -11,7 +11,8 @@ from model.attention import choose
 from model.axes import AxisRules
 from model.config import Dtype, ModelConfig
 from model.layers import Execution
-from train.config import ConfigError, Mistake, Platform, Remat, RuntimeConfig
+from train.config import Platform, Remat, RuntimeConfig
+from train.errors import ConfigError, Mistake
 
 log = logging.getLogger(__name__)
 

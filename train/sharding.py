@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.axes import AxisRules, MeshAxes, mesh_axes, partition_spec
 from model.params import ParamInfo
-from train.cli.rules import nearest
-from train.config import ConfigError, MeshConfig, Mistake
+from train.config import MeshConfig
+from train.errors import ConfigError, Mistake, nearest
 
 
 def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:

@@ -12,9 +12,9 @@ import yaml
 from etils import epath
 
 from train.cli.command import run_command
-from train.config import Config, ConfigError, Mistake, StatusConfig
-from train.console import format_seconds, print_table
-from train.errors import meaning
+from train.config import Config, StatusConfig
+from train.console import print_table
+from train.errors import ConfigError, Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed
 from train.run.goodput import BUCKETS, Goodput, Start, account
@@ -22,6 +22,7 @@ from train.run.jsonl import newest_rows
 from train.run.lease import read_owner
 from train.run.metrics import read_events
 from train.run.storage import run_folder
+from train.units import format_seconds
 
 _SILENT_S = 180.0  # uploads come once a minute
 _SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation

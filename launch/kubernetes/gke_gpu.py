@@ -19,7 +19,7 @@ from launch.kubernetes.kubectl import submit as submit
 from launch.kubernetes.pod import Pods, annotation, host_of
 from launch.node import through
 from launch.plan_check import Machine
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 NODE = "node"

@@ -22,7 +22,7 @@ from launch.kubernetes.kubectl import stop as stop
 from launch.kubernetes.kubectl import submit as submit
 from launch.kubernetes.pod import Pods, host_of, label
 from launch.plan_check import Machine
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 from train.hardware.targets import Target, parse_target
 
 SLICE = "slice"

@@ -21,7 +21,7 @@ from launch.kubernetes.pod import CONTAINER, Pods, pod
 from launch.manifest import merged, to_yaml
 from launch.plan_check import object_store_mistakes
 from launch.policy import AGAIN, NEVER_AGAIN
-from train.config import Mistake
+from train.errors import Mistake
 
 FILE = "jobset.yaml"
 WHERE_SECRETS_GO = (

@@ -30,7 +30,7 @@ from launch.remote.supervise import (
 )
 from launch.remote.supervise import alive as alive
 from launch.submissions import Record
-from train.config import Mistake
+from train.errors import Mistake
 
 WHERE_SECRETS_GO = (
     "keep it on the hosts: log in there (wandb login), or let cluster.setup read a file"

@@ -36,7 +36,7 @@ from launch.remote.tpu_hosts import (
     start_line,
 )
 from launch.submissions import Record
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 WHERE_SECRETS_GO = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"

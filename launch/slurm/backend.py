@@ -18,8 +18,7 @@ from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
 from launch.slurm.squeue import QueuedJob, ask
 from launch.submissions import Record
 from launch.supervisor import ATTEMPTS, said_of_attempts
-from train.config import Mistake
-from train.errors import FINISHED
+from train.errors import FINISHED, Mistake
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from launch.config import Code, SlurmCluster
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"

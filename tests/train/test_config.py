@@ -7,7 +7,7 @@ import pytest
 
 from data.config import DataConfig, Source
 from model.config import Attention, ModelConfig, Position
-from train.cli.rules import nearest, validate, without_effect
+from train.cli.rules import validate, without_effect
 from train.cli.schema import (
     did_you_mean,
     read_yaml,
@@ -17,12 +17,10 @@ from train.cli.schema import (
 )
 from train.config import (
     Config,
-    ConfigError,
     DcnConfig,
     EvalConfig,
     EvaluateConfig,
     MeshConfig,
-    Mistake,
     Optimizer,
     OptimizerConfig,
     PlanConfig,
@@ -37,6 +35,7 @@ from train.config import (
     TrackerConfig,
     TrainConfig,
 )
+from train.errors import ConfigError, Mistake, nearest
 from train.identity import Kind, differences, flatten, refused, run_dir, run_name
 
 

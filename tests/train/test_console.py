@@ -5,14 +5,8 @@ import sys
 import pytest
 
 from train import console as progress
-from train.console import (
-    Progress,
-    format_bytes,
-    format_count,
-    format_flops,
-    format_seconds,
-    print_table,
-)
+from train.console import Progress, print_table
+from train.units import format_bytes, format_count, format_flops, format_seconds
 
 
 class Terminal(io.StringIO):

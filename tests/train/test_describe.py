@@ -9,8 +9,6 @@ import jax
 import pytest
 
 from model.params import named
-from train.config import ConfigError
-from train.console import format_flops
 from train.describe import (
     array_slices,
     bytes_per_device,
@@ -18,6 +16,8 @@ from train.describe import (
     describe_array,
     describe_data,
 )
+from train.errors import ConfigError
+from train.units import format_flops
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 

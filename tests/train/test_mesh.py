@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import ConfigError, DcnConfig, MeshConfig
+from train.config import DcnConfig, MeshConfig
+from train.errors import ConfigError
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target

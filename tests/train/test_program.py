@@ -10,7 +10,8 @@ import pytest
 from data.batches import Order
 from data.config import DataConfig
 from model.config import ModelConfig, Position
-from train.config import Config, ConfigError
+from train.config import Config
+from train.errors import ConfigError
 from train.feed import place
 from train.program import settle
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo, named
-from train.config import ConfigError
+from train.errors import ConfigError
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 

@@ -39,8 +39,8 @@ from train.cli.flags import flags_first, is_sweep, parse_flags, quote_text
 from train.cli.rules import validate as validate_rules
 from train.cli.rules import without_effect
 from train.cli.schema import load, read_yaml, to_yaml
-from train.config import Config, ConfigError
-from train.errors import STOPPED, WRONG_CONFIG, WRONG_DATA, Exit
+from train.config import Config
+from train.errors import STOPPED, WRONG_CONFIG, WRONG_DATA, ConfigError, Exit
 
 __all__ = [
     "check_command_line",

@@ -35,7 +35,8 @@ from train.cli.schema import (
     unknown_key,
     value_mistakes,
 )
-from train.config import Config, ConfigError, Mistake
+from train.config import Config
+from train.errors import ConfigError, Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from train.cli.quoting import hydra_text
 from train.cli.schema import did_you_mean
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:

@@ -12,13 +12,13 @@ from train.config import (
     CheckpointsConfig,
     Config,
     EvaluateConfig,
-    Mistake,
     Optimizer,
     SampleConfig,
     Schedule,
     StatusConfig,
     Tracker,
 )
+from train.errors import Mistake, nearest
 from train.identity import differences, flatten
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
@@ -130,13 +130,6 @@ def validate(
     found += _across(config, {mistake.key for mistake in found})
     found += _mesh(config)
     return found
-
-
-def nearest(value: int, step: int) -> str:
-    """Name the multiples of a step beside a value: what to type instead of it."""
-    below = value - value % step
-    around = [below, below + step] if below else [step]
-    return f"nearest: {' or '.join(map(str, around))}"
 
 
 def _across(config: Config, wrong: set[str]) -> list[Mistake]:

@@ -17,7 +17,8 @@ from etils import epath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.config import Config, ConfigError, Mistake
+from train.config import Config
+from train.errors import ConfigError, Mistake
 
 Schema = TypeVar("Schema")
 

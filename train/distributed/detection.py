@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from jax._src.clusters import ClusterEnv  # no public door: jax 0.10 to 0.12
 
-from train.config import ConfigError, DistributedConfig, Mistake
-from train.errors import ABORTED, CRASHED, Exit
+from train.config import DistributedConfig
+from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
 
 log = logging.getLogger(__name__)
 

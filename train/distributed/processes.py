@@ -22,10 +22,10 @@ import jax
 from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.12
 
 from data.errors import DataError
-from train.config import ConfigError, DistributedConfig
+from train.config import DistributedConfig
 from train.distributed.detection import find_place
 from train.distributed.rendezvous import answer, call, numbered
-from train.errors import ABORTED, WRONG_CONFIG, WRONG_DATA, Exit
+from train.errors import ABORTED, WRONG_CONFIG, WRONG_DATA, ConfigError, Exit
 
 log = logging.getLogger(__name__)
 

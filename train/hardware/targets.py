@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 from train.hardware.chips import CHIPS, Chip
 
 CPU = "cpu"  # the devices of this machine

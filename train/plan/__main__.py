@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from train.cli.command import run_command
 from train.cli.rules import validate
-from train.config import (
-    ConfigError,
-    Mistake,
-    PlanConfig,
-    Platform,
-    check_all,
-)
-from train.errors import DOES_NOT_FIT, FINISHED
+from train.config import PlanConfig, Platform
+from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
 from train.hardware.targets import CPU, Target, parse_target
 
 if TYPE_CHECKING:

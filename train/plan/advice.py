@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from train.config import Config, Remat
-from train.console import (
-    format_bytes,
-    format_count,
-    format_seconds,
-    print_table,
-)
+from train.console import print_table
 from train.plan.prediction import Lane, Prediction, Range
+from train.units import format_bytes, format_count, format_seconds
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
 _MUCH_EXPOSED = 0.1  # of the step

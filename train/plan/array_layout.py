@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.axes import mesh_axes
 from model.params import named
-from train.console import format_bytes
 from train.describe import bytes_per_device
 from train.mesh import Device
 from train.program import Program
+from train.units import format_bytes
 
 _DRAWN = 320  # chips at a time
 _COLUMNS = 8  # of a node

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import Config, ConfigError, DcnConfig, Remat
+from train.config import Config, DcnConfig, Remat
+from train.errors import ConfigError
 from train.mesh import axis_sizes
 
 _MOST_TENSOR = 16

@@ -4,12 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from train.console import format_bytes, format_flops, print_table
+from train.console import print_table
 from train.plan.compiled.collectives import Total, ledger, outside_layers, totals
 from train.plan.compiled.flops import Work, work
 from train.plan.compiled.hlo import Module
 from train.plan.memory import COMPILED
 from train.program import Program
+from train.units import format_bytes, format_flops
 
 
 @dataclass(frozen=True)

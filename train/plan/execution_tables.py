@@ -2,9 +2,9 @@
 
 from html import escape
 
-from train.console import format_bytes, format_flops
 from train.plan.cost import Execution, cells
 from train.run.html import table
+from train.units import format_bytes, format_flops
 
 
 def execution_sections(executed: Execution | None) -> str:

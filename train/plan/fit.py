@@ -7,12 +7,13 @@ More chips, or cutting layers over `tensor`, is left to the search.
 from dataclasses import replace
 from typing import NamedTuple
 
-from train.config import ConfigError, Remat
-from train.console import format_bytes
+from train.config import Remat
+from train.errors import ConfigError
 from train.plan.advice import Advice
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import HELD, Ledger, Room
 from train.program import Program, make_program
+from train.units import format_bytes
 
 
 class _Change(NamedTuple):

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from train.console import format_bytes, format_count, print_table
+from train.console import print_table
 from train.plan.candidates import Layout
+from train.units import format_bytes, format_count
 
 _SHOWN = 10
 

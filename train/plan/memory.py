@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
 from model.axes import mesh_axes
-from train.console import format_bytes, format_seconds, print_table
+from train.console import print_table
 from train.describe import bytes_per_device
 from train.hardware.chips import Chip
 from train.plan.aot import Cost, OutOfMemory
 from train.program import Program
 from train.state import as_saved
+from train.units import format_bytes, format_seconds
 
 COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

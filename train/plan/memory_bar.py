@@ -2,8 +2,8 @@
 
 from html import escape
 
-from train.console import format_bytes
 from train.plan.memory import HELD, Figure, Ledger, Room
+from train.units import format_bytes
 
 _GRADIENTS, _TEMPORARIES, _ARGUMENTS = "gradients", "temporaries", "arguments"
 _REST, _PADDING, _OTHER = "activations and buffers", "padding of these", "other"

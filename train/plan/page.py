@@ -13,7 +13,6 @@ import jax
 from etils import epath
 
 from train.cli.schema import to_yaml
-from train.console import format_bytes, format_count, format_flops
 from train.hardware.targets import Target
 from train.plan import lanes, layout_grid, memory_bar
 from train.plan.compiled.hlo import Module
@@ -24,6 +23,7 @@ from train.plan.memory import Ledger, Room
 from train.plan.rates import Rates, rates_of
 from train.program import Program
 from train.run.html import figures, page, table, write_page
+from train.units import format_bytes, format_count, format_flops
 
 _PARTS = (memory_bar, lanes, layout_grid)
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from model.config import ModelConfig
-from train.console import format_bytes, format_count, format_seconds, print_table
+from train.console import print_table
 from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.compiled.collectives import Total
 from train.plan.cost import Execution
 from train.plan.prediction import Prediction, Range
 from train.plan.roofline import predict
+from train.units import format_bytes, format_count, format_seconds
 
 DCN = ("DCN", "network")
 # Of a platform: its parts, what joins them, what a public run showed.

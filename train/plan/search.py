@@ -19,8 +19,8 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
-from train.config import Config, ConfigError, Mistake, PlanConfig
-from train.errors import DOES_NOT_FIT, Exit
+from train.config import Config, PlanConfig
+from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
 from train.hardware.chips import chip_of
 from train.identity import HARMLESS, covered, flatten
 from train.mesh import Device

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from train.console import format_count
+from train.units import format_count
 
 Point = tuple[float, float | None]
 Series = dict[str, list[Point]]  # by metric: its value, None if not finite, by step

@@ -24,9 +24,9 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from data.errors import DataError
-from train.config import CheckpointConfig, ConfigError, Mistake
+from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
-from train.errors import CRASHED, Exit
+from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.run.digests import damage, digests, is_sealed, write_seal
 from train.run.orbax_fixes import orbax_context
 from train.run.orbax_log import say_failures_once

@@ -22,10 +22,10 @@ from etils import epath
 from data.errors import DataError
 from data.sources import Sources
 from train.cli.schema import read_yaml, to_yaml
-from train.config import Config, ConfigError, Mistake
+from train.config import Config
 from train.distributed.preemption import Crash, Requests
 from train.distributed.processes import Cluster, exit_code
-from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit
+from train.errors import CRASHED, CRASHES_AGAIN, OWNED, ConfigError, Exit, Mistake
 from train.identity import Difference, Kind, differences, refused, run_dir, run_name
 from train.run.lease import Lease, take_lease
 from train.run.metrics import EventLog, MetricsLog, read_events

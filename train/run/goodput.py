@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.console import format_seconds
+from train.units import format_seconds
 
 BUCKETS = {  # in the order of a start; what people read
     "idle": "idle between starts",

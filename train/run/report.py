@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 from etils import epath
 
-from train.console import format_count, format_seconds
 from train.run.charts import Point, Series, chart, finite
 from train.run.goodput import Goodput, account
 from train.run.html import figures, page, write_page
 from train.run.metrics import read_events, read_metrics
 from train.run.timeline import timeline
+from train.units import format_count, format_seconds
 
 Row = dict[str, Any]
 _METRICS = (

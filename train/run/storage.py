@@ -16,7 +16,7 @@ import fsspec
 import fsspec.config
 from etils import epath
 
-from train.config import ConfigError, Mistake
+from train.errors import ConfigError, Mistake
 
 _SCHEMES = {"s3": "s3", "gs": "gcs"}  # and the extra that installs what reads it
 _COMMITTED = "commit_success.txt"

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from train.console import format_seconds
 from train.errors import meaning
 from train.run.goodput import BUCKETS, Goodput, Start
+from train.units import format_seconds
 
 
 def timeline(goodput: Goodput) -> str:

@@ -27,7 +27,7 @@ from train.cli.command import check_command_line
 from train.cli.command import to_yaml as written
 from train.cli.flags import quote_text
 from train.cli.quoting import hydra_text
-from train.config import ConfigError
+from train.errors import ConfigError
 from train.hardware.targets import parse_target
 
 TIMEOUT_S = 600  # of four processes, on a machine that has other work

@@ -13,7 +13,8 @@ from tests.fleet import REPOSITORY
 DOOR = """
 import os, sys
 from train.cli.command import run_command, to_yaml
-from train.config import Config, ConfigError, Mistake
+from train.config import Config
+from train.errors import ConfigError, Mistake
 from data.errors import DataError
 
 def main(config: Config) -> int:

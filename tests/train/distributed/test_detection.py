@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from train.config import ConfigError, DistributedConfig
+from train.config import DistributedConfig
 from train.distributed.detection import Place, find_place
-from train.errors import ABORTED, Exit
+from train.errors import ABORTED, ConfigError, Exit
 
 TORCHRUN = {"MASTER_ADDR": "h0", "WORLD_SIZE": "4", "RANK": "2"}
 SKYPILOT = {

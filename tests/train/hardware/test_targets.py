@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import ConfigError
+from train.errors import ConfigError
 from train.hardware.chips import CHIPS, chip_of, peak_flops
 from train.hardware.targets import Target, parse_target
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.train.pages import Page
-from train.console import format_bytes, format_flops
 from train.plan.aot import measure_compile
 from train.plan.compiled.collectives import Total
 from train.plan.compiled.flops import Work
@@ -15,6 +14,7 @@ from train.plan.layer_schedule import COMPUTE
 from train.plan.memory import make_ledger, room_of
 from train.plan.page import write_picture
 from train.plan.rates import Rates
+from train.units import format_bytes, format_flops
 
 RATES = Rates(1e12, 1e11, lambda group: 1e10)
 

@@ -6,9 +6,7 @@ import itertools
 import jax
 import pytest
 
-from train.config import ConfigError
-from train.console import format_bytes
-from train.errors import DOES_NOT_FIT, Exit
+from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
@@ -19,6 +17,7 @@ from train.plan.memory import Room, room_of
 from train.plan.plan import estimate
 from train.plan.search import choose, search
 from train.program import make_program
+from train.units import format_bytes
 
 MODEL = (
     *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from data.batches import Order
 from data.errors import DataError
 from tests.fleet import REPOSITORY
-from train.config import CheckpointConfig, ConfigError, MeshConfig
-from train.errors import Exit
+from train.config import CheckpointConfig, MeshConfig
+from train.errors import ConfigError, Exit
 from train.feed import place
 from train.mesh import make_mesh
 from train.optimizer import OptimizerState

@@ -9,7 +9,8 @@ import yaml
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.cli.schema import to_yaml
-from train.config import Config, ConfigError
+from train.config import Config
+from train.errors import ConfigError
 from train.run.directory import RunDir, read_run
 from train.run.metrics import EventLog
 

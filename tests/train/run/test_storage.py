@@ -19,7 +19,8 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from tests.fleet import REPOSITORY
-from train.config import CheckpointConfig, ConfigError
+from train.config import CheckpointConfig
+from train.errors import ConfigError
 from train.optimizer import OptimizerState
 from train.program import make_program
 from train.run.checkpoint import Checkpoints
