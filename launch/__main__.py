@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from launch import local, skypilot
-from launch.archive import travelling
+from launch.archive import archive_files
 from launch.backend import Backend
 from launch.config import Action, Code, LaunchConfig, kind_in, kind_of, schema_of
-from launch.doors import ROOT, run_door
 from launch.job import (
     Job,
+    control_character_mistakes,
     environment_mistakes,
     job_name,
     shell,
-    unfit,
 )
 from launch.kubernetes import gke_gpu, gke_tpu
-from launch.plan_check import see_first
+from launch.plan_check import check_plan
 from launch.remote import ssh, tpu_vm
 from launch.slurm import backend as slurm
-from launch.submissions import Record, keep, newest, next_number
+from launch.submissions import Submission, keep, newest, next_number
+from launch.subprocesses import ROOT, run_module
 from train.cli.command import compose, run_command, to_yaml
 from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
@@ -57,22 +57,22 @@ OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
 
 
 def main(config: Any) -> int:
-    """Do what `action` says."""
+    """Carry out `action`."""
     if config.action in (Action.submit, Action.render):
         flags = parse_flags(sys.argv[1:])
         if flags.config_dir or flags.config_name:
             rule = "stays here: presets that travel lie in configs/, or are keys"
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
         return _submit(config, flags.overrides, str(Path.cwd()))
-    record = newest(_directory(config))
+    submission = newest(_directory(config))
     if config.action is Action.resume:
-        return _resume(record, config.force)
-    backend = BACKENDS[record.kind]
+        return _resume(submission, config.force)
+    backend = BACKENDS[submission.kind]
     if config.action is Action.logs:
-        return backend.logs(record, config.follow)
+        return backend.logs(submission, config.follow)
     if config.action is Action.stop:
-        return backend.stop(record)
-    return _status(record)
+        return backend.stop(submission)
+    return _status(submission)
 
 
 def mistakes(config: Any) -> list[Mistake]:
@@ -91,7 +91,7 @@ def mistakes(config: Any) -> list[Mistake]:
     if config.action in (Action.submit, Action.render):
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
-        found += environment_mistakes(variables, backend.WHERE_SECRETS_GO)
+        found += environment_mistakes(variables, backend.SECRETS_REMEDY)
         found += backend.mistakes(config.cluster, _directory(config))
     return found
 
@@ -104,17 +104,17 @@ def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
         arguments: that it was composed of.
         workdir: where they were typed: relative paths begin there.
     """
-    if wrong := unfit(arguments):
+    if wrong := control_character_mistakes(arguments):
         raise ConfigError(wrong)
     kind, cluster, directory = kind_in(arguments), config.cluster, _directory(config)
     backend = BACKENDS[kind]
     rendering = config.action is Action.render
     number = 1 if rendering else next_number(directory)  # asks the store
-    record = Record(directory, number, kind, "", tuple(arguments), workdir)
+    submission = Submission(directory, number, kind, "", tuple(arguments), workdir)
     job = Job(
         name=job_name(run_name(of_training(config)), directory),
         run_dir=directory,
-        folder=(config.output or ".") if rendering else os.fspath(record.folder),
+        folder=(config.output or ".") if rendering else os.fspath(submission.folder),
         overrides=_for_training(arguments, directory),
         root=str(ROOT),
         workdir=workdir,
@@ -123,30 +123,30 @@ def _submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     rendered = backend.render(job, cluster)
     files: dict[str, str | bytes] = {**rendered.files}
     if getattr(cluster, "code", None) is Code.archive:  # not all kinds have the key
-        files |= travelling(ROOT)
+        files |= archive_files(ROOT)
     if rendering:
         return _show(files, rendered.command, config.output)
     _refuse_twice(directory)
     if config.plan_first:
-        see_first(job, backend.machine(cluster), config.force)
-    record = dataclasses.replace(record, name=job.name)
-    record = keep(record, {**files, "config.yaml": to_yaml(config)}, ROOT)
-    log.info("%s: kept in %s", job.name, record.folder)
-    return backend.submit(job, cluster, rendered, record)
+        check_plan(job, backend.machine(cluster), config.force)
+    submission = dataclasses.replace(submission, name=job.name)
+    submission = keep(submission, {**files, "config.yaml": to_yaml(config)}, ROOT)
+    log.info("%s: kept in %s", job.name, submission.folder)
+    return backend.submit(job, cluster, rendered, submission)
 
 
-def _resume(record: Record, force: bool) -> int:
+def _resume(submission: Submission, force: bool) -> int:
     """Submit again what was submitted."""
-    config = compose(record.arguments, "launch", schema_of(record.kind))
+    config = compose(submission.arguments, "launch", schema_of(submission.kind))
     config = dataclasses.replace(
         config,
         action=Action.submit,
         force=force or config.force,
-        run=dataclasses.replace(config.run, dir=record.run_dir),
+        run=dataclasses.replace(config.run, dir=submission.run_dir),
     )
     if wrong := mistakes(config):
         raise ConfigError(wrong)
-    return _submit(config, record.arguments, record.workdir)
+    return _submit(config, submission.arguments, submission.workdir)
 
 
 def _refuse_twice(directory: str) -> None:
@@ -157,22 +157,22 @@ def _refuse_twice(directory: str) -> None:
     """
     if next_number(directory) == 1:
         return
-    record = newest(directory)
-    if BACKENDS[record.kind].alive(record):
-        rule = f"runs, or waits to run, on {record.kind} as {record.name}: "
+    submission = newest(directory)
+    if BACKENDS[submission.kind].alive(submission):
+        rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
         rule += "action=logs follow=true shows it, action=stop ends it"
         raise ConfigError([Mistake("run.dir", directory, rule)])
 
 
-def _status(record: Record) -> int:
+def _status(submission: Submission) -> int:
     """Print what the cluster knows of the job, and what the run knows of itself."""
-    print(f"{record.name}   submitted {record.time} to {record.kind}")
-    for line in BACKENDS[record.kind].status(record):
+    print(f"{submission.name}   submitted {submission.time} to {submission.kind}")
+    for line in BACKENDS[submission.kind].status(submission):
         print(line)
     sys.stdout.flush()
-    if (record.folder.parent.parent / "config.yaml").exists():
-        return run_door(
-            "train.status", [hydra_text("run.dir", record.run_dir)]
+    if (submission.folder.parent.parent / "config.yaml").exists():
+        return run_module(
+            "train.status", [hydra_text("run.dir", submission.run_dir)]
         ).returncode
     print("the run has not begun yet")
     return FINISHED

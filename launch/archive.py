@@ -19,8 +19,8 @@ _PACKAGES = ("configs", "data", "launch", "model", "train")
 _TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
-def travelling(root: Path) -> dict[str, bytes]:
-    """Give the files that `job.command` names: the archive, and what unpacks it."""
+def archive_files(root: Path) -> dict[str, bytes]:
+    """Return the files that `job.command` names: the archive, and what unpacks it."""
     unpack = root / "launch" / "unpack.py"
     return {ARCHIVE: archive(root), UNPACK: unpack.read_bytes()}
 
@@ -58,7 +58,7 @@ def _travels(root: Path, name: Path) -> bool:
 
 
 def _not_ignored(root: Path) -> list[str]:
-    """Ask git; nothing where there is none, or where this is no checkout."""
+    """List what git does not ignore; nothing where there is no git, or no checkout."""
     listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     command = ["git", "-C", str(root), *listing, "--", *_PACKAGES, *_TO_INSTALL]
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-def go_to_background(log: Path) -> bool:
+def detach_process(log: Path) -> bool:
     """Fork; True in the child, which has no terminal and writes to a file."""
     sys.stdout.flush()
     if child := os.fork():
@@ -28,13 +28,13 @@ def go_to_background(log: Path) -> bool:
 
 
 def who_am_i() -> dict[str, Any]:
-    """Give what `is_alive` needs of this process."""
+    """Return what `is_alive` needs of this process."""
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
 
 
 def is_alive(handle: Mapping[str, Any]) -> bool:
-    """Say whether that very process lives; False on any other machine than its own."""
+    """Return whether that very process lives; False on any other machine."""
     if handle.get("host") != socket.gethostname():
         return False
     return _start_time(handle["pid"]) == handle["started"] != ""

@@ -44,7 +44,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class LocalCluster(ClusterConfig):
-    """Processes of this machine."""
+    """ProcessGroup of this machine."""
 
     processes: int = 1
     detach: bool = False  # go on in the background
@@ -202,18 +202,18 @@ class LaunchConfig(Config):
 
 
 def kind_in(arguments: Sequence[str]) -> str:
-    """Find the kind of cluster in a command line; `local` if none, or none we know."""
+    """Return the kind of cluster in a command line; `local` if it names none."""
     chosen = [a.partition("=")[2] for a in arguments if a.startswith("cluster=")]
     return chosen[-1] if chosen and chosen[-1] in KINDS else "local"
 
 
 def kind_of(cluster: ClusterConfig) -> str:
-    """Give the kind that has these keys."""
+    """Return the kind that has these keys."""
     return next(kind for kind, keys in KINDS.items() if keys is type(cluster))
 
 
 def schema_of(kind: str) -> type:
-    """Give the dataclass of all keys of `python -m launch`, with this kind's own."""
+    """Return the dataclass of all keys of `python -m launch`, with this kind's own."""
     own: Any = field(default_factory=KINDS[kind])
     cluster = ("cluster", KINDS[kind], own)
     return dataclasses.make_dataclass(

@@ -54,7 +54,7 @@ _SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Give each variable's value and reason, without those that are set anyway.
+    """Return each variable's value and reason, without those that are set anyway.
 
     Args:
         environment: `cluster.environment`.
@@ -67,7 +67,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def values(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give all variables with their values, those of `environment` among them."""
+    """Return all variables with their values, those of `environment` among them."""
     ours = {name: value for name, (value, _) in settings(environment).items()}
     return {**ours, **environment}
 
@@ -75,7 +75,7 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Give what a plan for nodes of GPUs is made for.
+    """Return what a plan for nodes of GPUs is made for.
 
     A target, if their kind was said and so many of a node have a name; else devices.
     """

@@ -14,7 +14,7 @@ _STOPPED = ("T", "t")  # by a signal, by a debugger (proc(5))
 
 
 def main() -> int:
-    """Look at all processes."""
+    """Check all processes of the container."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def is_command(words: list[str]) -> bool:
-    """Say whether a command line is `python ... -m <one of ours>`, but for this one."""
+    """Return whether a command line is `python -m <one of ours>`, but for this one."""
     if "-m" not in words or not Path(words[0]).name.startswith("python"):
         return False
     module = "".join(words[words.index("-m") + 1 :][:1])

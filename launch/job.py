@@ -1,7 +1,7 @@
 """What is to run, in the words that every kind of cluster is told it in.
 
 Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and what
-holds a character that no quoting carries is refused (`unfit`).
+holds a character that no quoting carries is refused (`control_character_mistakes`).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from launch.config import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
 
-ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the record
+ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the submission
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(
-        self, python: str, code: Code = Code.shared, through: Sequence[str] = ()
+        self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
     ) -> list[str]:
-        """Give the words that train there.
+        """Return the words that train there.
 
         -P leaves the working directory out of the path: `variables` say which code.
 
         Args:
             python: the interpreter there.
             code: how this program gets there.
-            through: words of a program of ours that starts the training.
+            prefix: words of a program of ours that starts the training.
         """
-        return self._there([*through, python], code, "train", self.overrides)
+        return self._there([*prefix, python], code, "train", self.overrides)
 
     def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
-        """Give the words that print there, as one JSON object, how far the run is."""
+        """Return the words that print there, as one JSON object, how far the run is."""
         return self._there([python], code, "train.status", self.status_arguments)
 
     def _there(
@@ -68,7 +68,7 @@ class Job:
         return [start[-1], *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
-        """Give the environment that goes with the command."""
+        """Return the environment that goes with the command."""
         found = {"PYTHONPATH": self.root} if code is Code.shared else {}
         return {**found, **self.environment}
 
@@ -91,7 +91,7 @@ class Rendered:
 
 
 def job_name(run_name: str, run_dir: str) -> str:
-    """Give a name that Slurm, Kubernetes and Google Cloud all take."""
+    """Return a name that Slurm, Kubernetes and Google Cloud all take."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:31].strip("-")
     digits = hashlib.sha256(run_dir.encode()).hexdigest()[:8]
     start = plain if plain[:1].isalpha() else f"run-{plain}"[:31].strip("-")
@@ -99,7 +99,7 @@ def job_name(run_name: str, run_dir: str) -> str:
 
 
 def port_of(name: str) -> int:
-    """Give a port for process 0: the same on all hosts, another for another run.
+    """Return a port for process 0: the same on all hosts, another for another run.
 
     Below those that systems hand out at will (from 32,768 on Linux).
     """
@@ -107,12 +107,12 @@ def port_of(name: str) -> int:
 
 
 def shell(words: Sequence[str]) -> str:
-    """Give a line of shell that means these words."""
+    """Return a line of shell that means these words."""
     return shlex.join(words)
 
 
 def exports(environment: Mapping[str, str]) -> list[str]:
-    """Give lines of shell that set these variables."""
+    """Return lines of shell that set these variables."""
     return [f"export {name}={shlex.quote(v)}" for name, v in environment.items()]
 
 
@@ -139,7 +139,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
     return found
 
 
-def unfit(words: Sequence[str]) -> list[Mistake]:
+def control_character_mistakes(words: Sequence[str]) -> list[Mistake]:
     """List the words that cannot travel: those with characters that end a line."""
     rule = "must not hold line breaks or control characters, such as no cluster keeps"
     return [

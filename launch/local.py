@@ -14,13 +14,18 @@ from pathlib import Path
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, exports, shell
 from launch.plan_check import Machine
-from launch.processes import Processes, place
 from launch.remote.supervise import alive as alive
-from launch.remote.supervise import print_log, said_of, stop_watcher, supervise
-from launch.submissions import Record
+from launch.remote.supervise import (
+    describe_supervisor,
+    print_log,
+    stop_supervisor,
+    supervise,
+)
+from launch.submissions import Submission
+from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import Mistake
 
-WHERE_SECRETS_GO = "set it in the environment that you type this command in"
+SECRETS_REMEDY = "set it in the environment that you type this command in"
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
@@ -31,12 +36,12 @@ def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: LocalCluster) -> Machine:
-    """Nothing to plan for: training says the same on this very machine."""
+    """Return nothing to plan for: training says the same on this very machine."""
     return Machine()
 
 
 def render(job: Job, cluster: LocalCluster) -> Rendered:
-    """Give a script that starts all processes once."""
+    """Return a script that starts all processes once."""
     command = shell(job.command(sys.executable))
     lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
     lines += exports(job.variables())
@@ -48,25 +53,27 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     return Rendered({"local.sh": "\n".join(lines) + "\n"}, ["bash", "local.sh"])
 
 
-def submit(job: Job, cluster: LocalCluster, rendered: Rendered, record: Record) -> int:
+def submit(
+    job: Job, cluster: LocalCluster, rendered: Rendered, submission: Submission
+) -> int:
     """Start the processes, and keep them going to the end."""
-    return supervise(job, cluster, record, partial(_Attempt, job, cluster))
+    return supervise(job, cluster, submission, partial(_Attempt, job, cluster))
 
 
-def status(record: Record) -> list[str]:
-    """Say whether it is being kept running, and how its attempts ended."""
-    return said_of(record)
+def status(submission: Submission) -> list[str]:
+    """Return whether it is being kept running, and how its attempts ended."""
+    return describe_supervisor(submission)
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 says."""
-    print_log(record, follow)
+    print_log(submission, follow)
     return 0
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Let the run save and stop, and wait until it has."""
-    stop_watcher(record)
+    stop_supervisor(submission)
     return 0
 
 
@@ -74,7 +81,7 @@ class _Attempt:
     """One start of all processes; each writes to a file, and outlives us if need be."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
-        port, self._processes = _free_port(), Processes()
+        port, self._processes = _free_port(), ProcessGroup()
         self._said = _log(folder, 0).open("ab+") if show else None
         for process in range(cluster.processes):
             own = _place(process, cluster.processes, port)
@@ -93,8 +100,8 @@ class _Attempt:
         return self._processes.wait(self._show)
 
     def stop(self, number: int) -> None:
-        """Ask all: they agree on the step."""
-        self._processes.tell(number)
+        """Signal all: they agree on the step."""
+        self._processes.send_signal(number)
 
     def _show(self) -> None:
         if self._said is not None:
@@ -107,14 +114,17 @@ def _log(folder: Path, process: int) -> Path:
 
 
 def _place(process: int, processes: int, port: int) -> dict[str, str]:
-    """Give all of torchrun's variables; none for a process alone."""
+    """Return all of torchrun's variables; none for a process alone."""
     whole = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
     whole |= {"MASTER_PORT": f"{port}"}
-    return {**place(process, processes), **(whole if processes > 1 else {})}
+    return {
+        **torchrun_variables(process, processes),
+        **(whole if processes > 1 else {}),
+    }
 
 
 def _free_port() -> int:
-    """Find a port; another for each start, so that two runs are not in the way."""
+    """Return a free port, another for each start: two runs are not in the way."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

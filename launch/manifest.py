@@ -30,7 +30,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 def _is_script(text: str) -> bool:
-    """Say whether a text is lines of shell that a block shows as they are."""
+    """Return whether a text is lines of shell that a block shows as they are."""
     return text.endswith("\n") and text.isascii() and text[:-1].strip() == text[:-1]
 
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from launch.policy import Verdict, backoff, judge
-from launch.processes import Processes, place
+from launch.policy import Verdict, judge, pause_after_crash
+from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import ABORTED, STOPPED
 
 STOP = "stop"
@@ -30,14 +30,14 @@ _LOOK_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def through(
+def node_command(
     python: str,
     processes: int = 1,
     folder: str | None = None,
     max_restarts: int = 0,
     backoff_s: float = 0,
 ) -> list[str]:
-    """Give the words to put in front of the command."""
+    """Return the words to put in front of the command."""
     words = [python, "-P", "-m", "launch.node", "--processes", str(processes)]
     if folder is not None:
         counted = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
@@ -46,7 +46,7 @@ def through(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the processes to their end; give the exit code."""
+    """Run the processes to their end; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch.node")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--folder", type=epath.Path)
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     rank = int(os.environ.get("NODE_RANK", "0"))
     if _asked(told.folder):
         return STOPPED
-    processes = Processes()
+    processes = ProcessGroup()
     for number in _SIGNALS:
-        signal.signal(number, lambda number, _: processes.tell(number))
+        signal.signal(number, lambda number, _: processes.send_signal(number))
     for local in range(told.processes):
-        env = {**os.environ, **place(local, told.processes, rank)}
+        env = {**os.environ, **torchrun_variables(local, told.processes, rank)}
         processes.add(own[split + 1 :], env=env)
     if told.folder is not None and rank == 0:
         looking = processes, told.folder, told.look
@@ -83,25 +83,21 @@ def _asked(folder: epath.Path | None) -> bool:
 
 
 def _counted(code: int, count: epath.Path, told: argparse.Namespace) -> int:
-    """Count a crash; give the code that has the node started again, or not."""
+    """Count a crash; return the code that has the node started again, or not."""
     crashes = 1 + int(count.read_text() if count.exists() else 0)
     count.write_text(str(crashes))
-    if crashes > told.max_restarts:
-        limit = f"cluster.max_restarts={told.max_restarts}"
-        print(f"crashed with {code}; that is once more than {limit}", file=sys.stderr)
+    pause_s = pause_after_crash(code, crashes, told.max_restarts, told.backoff)
+    if pause_s is None:
         return code
-    pause_s = backoff(crashes, told.backoff)
-    said = f"crashed with {code} ({crashes} of {told.max_restarts})"
-    print(f"{said}; again in {pause_s:.0f} s", file=sys.stderr)
     time.sleep(pause_s)
     return ABORTED
 
 
-def _stop_if_asked(processes: Processes, folder: epath.Path, look_s: float) -> None:
-    """Look whether a person asks to stop, and pass that on as Ctrl-C, once."""
+def _stop_if_asked(processes: ProcessGroup, folder: epath.Path, look_s: float) -> None:
+    """Wait until a person asks to stop; pass that on as Ctrl-C, once."""
     while not _asked(folder):
         time.sleep(look_s)
-    processes.tell(signal.SIGINT)
+    processes.send_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

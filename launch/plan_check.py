@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from launch.doors import run_door
 from launch.job import Job
+from launch.subprocesses import run_module
 from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _REFUSED = {
 }
 
 
-def see_first(job: Job, machine: Machine, force: bool) -> None:
+def check_plan(job: Job, machine: Machine, force: bool) -> None:
     """Show the plan; refuse what is of no use to submit.
 
     Args:
@@ -57,7 +57,7 @@ def see_first(job: Job, machine: Machine, force: bool) -> None:
         arguments.append(f"runtime.cpu_devices={machine.devices}")
     how = {"stdout": sys.stderr, "cwd": job.workdir}
     variables = machine.variables
-    code = run_door("train.plan", arguments, variables, **how).returncode
+    code = run_module("train.plan", arguments, variables, **how).returncode
     if code == FINISHED:
         return
     if code not in _REFUSED:

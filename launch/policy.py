@@ -4,6 +4,7 @@ The exit codes are those of train/errors.py. The job script of Slurm and the pol
 JobSet say the same in their own words; tests hold them to this.
 """
 
+import logging
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -19,6 +20,8 @@ from train.errors import (
     WRONG_CONFIG,
     WRONG_DATA,
 )
+
+log = logging.getLogger(__name__)
 
 # Another start would end in the same way, or is not wanted; the first found counts.
 NEVER_AGAIN = (
@@ -41,7 +44,7 @@ class Verdict(StrEnum):
 
 
 def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
-    """Say what the exit codes of all processes mean, and which of them says it.
+    """Return what the exit codes of all processes mean, and which of them says it.
 
     Args:
         codes: as a shell sees them, 137 for kill -9; None: its host was lost.
@@ -59,5 +62,26 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
 
 
 def backoff(crashes: int, first_s: float) -> float:
-    """Give the seconds to wait after so many crashes."""
+    """Return the seconds to wait after so many crashes."""
     return min(first_s * 2 ** (crashes - 1), LONGEST_BACKOFF_S)
+
+
+def pause_after_crash(
+    code: int, crashes: int, max_restarts: int, first_s: float
+) -> float | None:
+    """Return the seconds to wait before the next start; None: there is none.
+
+    Args:
+        code: that it crashed with.
+        crashes: so far, with this one.
+        max_restarts: `cluster.max_restarts`.
+        first_s: `cluster.backoff_s`.
+    """
+    if crashes > max_restarts:
+        limit = f"cluster.max_restarts={max_restarts}"
+        log.error("crashed with %d; that is once more than %s", code, limit)
+        return None
+    pause_s = backoff(crashes, first_s)
+    counted = f"{crashes} of {max_restarts}"
+    log.warning("crashed with %d (%s); again in %.0f s", code, counted, pause_s)
+    return pause_s

@@ -23,17 +23,17 @@ from launch import gpu_variables as gpu
 from launch.config import Code, SkypilotCluster
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merged, to_yaml
-from launch.node import STOP, through
+from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
-from launch.submissions import Record
+from launch.submissions import Submission
 from train.errors import CRASHED, FINISHED, Exit, Mistake
 
 log = logging.getLogger(__name__)
 
 FILE = "task.yaml"
 PYTHON = "python3"
-WHERE_SECRETS_GO = "name it in cluster.secrets=[NAME], and set it in your environment"
+SECRETS_REMEDY = "name it in cluster.secrets=[NAME], and set it in your environment"
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
 _LOOK_S = 10.0
 
@@ -69,13 +69,13 @@ def machine(cluster: SkypilotCluster) -> Machine:
 
 
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
-    """Give the task."""
+    """Return the task."""
     document = merged(_task(job, cluster), cluster.merge)
     return Rendered({FILE: to_yaml(document)}, _launch(job.name, cluster, job.folder))
 
 
 def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
-    """Give what is typed; the values of secrets come from the environment."""
+    """Return what is typed; the values of secrets come from the environment."""
     code = ["--workdir", folder] if cluster.code is Code.archive else []
     secrets = [word for name in cluster.secrets for word in ("--secret", name)]
     words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
@@ -110,23 +110,25 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 
 
 def _run_script(job: Job, cluster: SkypilotCluster) -> str:
-    """Give the lines of shell of each node."""
-    around = through(*(PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s))
+    """Return the lines of shell of each node."""
+    around = node_command(
+        *(PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s)
+    )
     here = Job(**{**vars(job), "folder": "."})  # the working directory has the archive
     rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
     return rank + shell(here.command(PYTHON, cluster.code, around)) + "\n"
 
 
 def submit(
-    job: Job, cluster: SkypilotCluster, rendered: Rendered, record: Record
+    job: Job, cluster: SkypilotCluster, rendered: Rendered, submission: Submission
 ) -> int:
     """Launch the job; the archive and the task lie in a folder of this machine then."""
-    folder = record.local_folder()
+    folder = submission.local_folder()
     for name in (ARCHIVE, UNPACK, FILE):
-        source = record.folder / name
-        if "://" in record.run_dir and source.exists():
+        source = submission.folder / name
+        if "://" in submission.run_dir and source.exists():
             source.copy(epath.Path(folder) / name, overwrite=True)
-    record.with_handle(name=job.name)
+    submission.with_handle(name=job.name)
     lacking = [name for name in cluster.secrets if name not in os.environ]
     if lacking:
         raise Exit(CRASHED, f"not set in this environment: {', '.join(lacking)}")
@@ -134,15 +136,15 @@ def submit(
     return FINISHED
 
 
-def alive(record: Record) -> bool:
-    """Say whether the job runs, or waits to."""
-    found = _newest(record)
+def alive(submission: Submission) -> bool:
+    """Return whether the job runs, or waits to."""
+    found = _newest(submission)
     return found is not None and not _is_over(found)
 
 
-def status(record: Record) -> list[str]:
-    """Say what SkyPilot knows of the job, and why it waits."""
-    found = _newest(record)
+def status(submission: Submission) -> list[str]:
+    """Describe what SkyPilot knows of the job, and why it waits."""
+    found = _newest(submission)
     if found is None:
         return ["SkyPilot knows no such job"]
     where = found.get("infra") or found.get("region") or ""
@@ -155,27 +157,27 @@ def status(record: Record) -> list[str]:
     return lines + [line for line in dict.fromkeys(why) if line]
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
     how = ["--follow" if follow else "--no-follow", "--tail", "0"]
-    return _run("jobs", "logs", "--name", record.name, *how, show=True).returncode
+    return _run("jobs", "logs", "--name", submission.name, *how, show=True).returncode
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Ask the run to save and stop, and wait until its job has ended."""
-    found = _newest(record)
+    found = _newest(submission)
     asked = False
     while found is not None and not _is_over(found):
         if found["status"] == "RUNNING":
             if not asked:
-                (record.folder / STOP).write_text("")
+                (submission.folder / STOP).write_text("")
                 log.info("asked to save and stop")
             asked = True
         elif not asked:
-            _sky("jobs", "cancel", "--name", record.name, "--yes")
+            _sky("jobs", "cancel", "--name", submission.name, "--yes")
             asked = True
         time.sleep(_LOOK_S)
-        found = _newest(record)
+        found = _newest(submission)
     return FINISHED
 
 
@@ -183,10 +185,10 @@ def _is_over(found: dict[str, Any]) -> bool:
     return found["status"].startswith(_OVER)
 
 
-def _newest(record: Record) -> dict[str, Any] | None:
-    """Find the job in the queue: of those with its name the last."""
+def _newest(submission: Submission) -> dict[str, Any] | None:
+    """Return the job in the queue: of those with its name the last."""
     said = _sky("jobs", "queue", "--all", "--output", "json")
-    named = [job for job in _jobs(said) if job.get("job_name") == record.name]
+    named = [job for job in _jobs(said) if job.get("job_name") == submission.name]
     return max(named, key=lambda job: job["job_id"], default=None)
 
 
@@ -198,7 +200,7 @@ def _jobs(said: str) -> list[dict[str, Any]]:
 
 
 def _sky(*words: str, show: bool = False) -> str:
-    """Run SkyPilot's command, which must succeed; give what it prints, or show it.
+    """Run SkyPilot's command, which must succeed; return its output, or show it.
 
     Raises:
         Exit: it failed, or is not there.

@@ -27,7 +27,7 @@ _FOLDER, _FILE = "launch", "record.json"
 
 
 @dataclass(frozen=True)
-class Record:
+class Submission:
     """A submission.
 
     number: counts the run's submissions from 1 on.
@@ -59,14 +59,14 @@ class Record:
         kept = {k: v for k, v in asdict(self).items() if k != "run_dir"}
         (self.folder / _FILE).write_text(json.dumps(kept, indent=1) + "\n")
 
-    def with_handle(self, **handle: Any) -> "Record":
+    def with_handle(self, **handle: Any) -> "Submission":
         """Keep how the cluster knows the job."""
         known = replace(self, handle={**self.handle, **handle})
         known.write()
         return known
 
     def local_folder(self) -> Path:
-        """Give a folder of this machine: the record's own, unless that is remote."""
+        """Return a local folder: the submission's own, unless that is remote."""
         if "://" not in self.run_dir:
             return Path(self.folder)
         folder = Path.home() / f".local/state/longhaul/{self.name}/{self.number}"
@@ -75,11 +75,11 @@ class Record:
 
 
 def next_number(run_dir: str) -> int:
-    """Give the number of the submission to come."""
+    """Return the number of the submission to come."""
     return max(_numbers(run_dir), default=0) + 1
 
 
-def newest(run_dir: str) -> Record:
+def newest(run_dir: str) -> Submission:
     """Read the run's last submission.
 
     Raises:
@@ -92,7 +92,7 @@ def newest(run_dir: str) -> Record:
         raise ConfigError([Mistake("run.dir", run_dir, rule)])
     folder = epath.Path(run_dir) / _FOLDER / str(max(numbers))
     kept = json.loads((folder / _FILE).read_text())
-    return Record(run_dir, **{**kept, "arguments": tuple(kept["arguments"])})
+    return Submission(run_dir, **{**kept, "arguments": tuple(kept["arguments"])})
 
 
 def _numbers(run_dir: str) -> list[int]:
@@ -103,28 +103,30 @@ def _numbers(run_dir: str) -> list[int]:
     return [int(file.name) for file in kept]
 
 
-def keep(record: Record, files: Mapping[str, str | bytes], root: Path) -> Record:
+def keep(
+    submission: Submission, files: Mapping[str, str | bytes], root: Path
+) -> Submission:
     """Write a submission down, with the state of the code in git."""
-    record.folder.mkdir(parents=True, exist_ok=True)
+    submission.folder.mkdir(parents=True, exist_ok=True)
     commit, patch = _git(root)
     if patch:
         files = {**files, "uncommitted.patch": patch}
     for name, content in files.items():
         data = content.encode() if isinstance(content, str) else content
-        (record.folder / name).write_bytes(data)
+        (submission.folder / name).write_bytes(data)
     code = files.get(ARCHIVE)
-    record = replace(
-        record,
+    submission = replace(
+        submission,
         git=commit,
         code=hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None,
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    record.write()
-    return record
+    submission.write()
+    return submission
 
 
 def _git(root: Path) -> tuple[dict[str, Any], str]:
-    """Give the commit, and what differs from it; nothing where there is no git."""
+    """Return the commit, and what differs from it; nothing where there is no git."""
 
     def ask(*words: str) -> str:
         command = ["git", "-C", str(root), *words]

@@ -1,29 +1,59 @@
-"""Other programs of this machine, which talk to other machines."""
+"""Processes of this machine: other commands of this program, and other programs."""
 
+import logging
+import os
+import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from launch.policy import OTHERS_S
 from train.errors import WRONG_CONFIG, Exit
 
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[1]  # where the packages of this program lie
 _TIMEOUT_S = 1800.0
+_POLL_S = 0.05
 
 
-def try_call(
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m <module> <arguments>`, from the same files as this process.
+
+    Args:
+        module: the command.
+        arguments: its own.
+        variables: of its environment, beside those of this process.
+        options: of `subprocess.run`.
+    """
+    env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.run(command, env=env, text=True, **options)
+
+
+def run_captured(
     words: Sequence[str],
     timeout_s: float = _TIMEOUT_S,
     cwd: Path | None = None,
-    said: bytes = b"",
+    stdin: bytes = b"",
 ) -> tuple[int, bytes, str]:
-    """Run a command; give its exit code, what it printed, and what it complained of.
+    """Run a command; return its exit code, its output and its error output.
 
-    Ctrl-C does not reach it: what it has begun it ends.
+    It has a session of its own: Ctrl-C does not reach it, and what it began it ends.
 
     Args:
         words: the command.
         timeout_s: it is killed after these.
         cwd: where it runs.
-        said: what it reads.
+        stdin: what it reads.
 
     Raises:
         Exit: there is no such program.
@@ -32,7 +62,7 @@ def try_call(
         done = subprocess.run(
             words,
             capture_output=True,
-            input=said,
+            input=stdin,
             timeout=timeout_s,
             cwd=cwd,
             start_new_session=True,
@@ -43,3 +73,56 @@ def try_call(
     except subprocess.TimeoutExpired:
         return 1, b"", f"{words[0]} took longer than {timeout_s:.0f} s"
     return done.returncode, done.stdout, done.stderr.decode(errors="replace")
+
+
+def torchrun_variables(local: int, processes: int, node: int = 0) -> dict[str, str]:
+    """Return torchrun's variables of a process of this node; none for one alone."""
+    if processes == 1:
+        return {}
+    numbers = {"RANK": node * processes + local, "LOCAL_RANK": local}
+    numbers |= {"LOCAL_WORLD_SIZE": processes}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+class ProcessGroup:
+    """Processes that are one run; signals may come while more are being started."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._signal: int | None = None
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def add(self, command: Sequence[str], **options: Any) -> None:
+        """Start one more; `options` are those of `subprocess.Popen`."""
+        self._processes.append(subprocess.Popen(command, **options))
+        if self._signal is not None:  # it came while they were started
+            self._processes[-1].send_signal(self._signal)
+
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> list[int | None]:
+        """Wait for all; the rest is killed long after the first has ended.
+
+        Args:
+            meanwhile: called often.
+
+        Returns:
+            Exit codes as a shell has them: 134 for an abort.
+        """
+        patience_s = OTHERS_S
+        while None in (codes := [process.poll() for process in self._processes]):
+            meanwhile()
+            if any(code is not None for code in codes):
+                patience_s -= _POLL_S
+                if patience_s < 0:
+                    log.warning("some do not end after another has: killed")
+                    self.send_signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        meanwhile()
+        codes = [process.returncode for process in self._processes]
+        return [128 - code if code < 0 else code for code in codes]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all that live, and to those to come."""
+        self._signal = number
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from launch.doors import run_door
 from launch.job import Job
-from launch.policy import SAME_STEP, Verdict, backoff, judge
+from launch.policy import SAME_STEP, Verdict, judge, pause_after_crash
+from launch.subprocesses import run_module
 from train.errors import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Attempt(Protocol):
     """One start of all processes of a run."""
 
     def wait(self) -> Sequence[int | None]:
-        """Wait for their ends; give exit codes, None for a lost host."""
+        """Wait for their ends; return exit codes, None for a lost host."""
         ...
 
     def stop(self, number: int) -> None:
@@ -44,7 +44,7 @@ class Supervisor:
     """The attempts at a run.
 
     start: begins one.
-    step: gives the run's newest step, None if it has none or cannot be asked.
+    step: returns the newest step of the run, None if it has none or cannot be asked.
     diary: file that gets a JSON line for each attempt.
     """
 
@@ -55,13 +55,13 @@ class Supervisor:
     diary: Path
 
     def __post_init__(self) -> None:
-        """Nothing was asked for yet, and nothing has crashed."""
+        """Begin without a signal and without a crash."""
         self._asked: int | None = None
         self._attempt: Attempt | None = None
         self._crashed_at: list[int | None] = []
 
     def run(self) -> int:
-        """Go on to the end; give the exit code that says what it was."""
+        """Go on to the end; return the exit code that says what it was."""
         before = {number: signal.signal(number, self._stop) for number in SIGNALS}
         try:
             while (code := self._once()) is None:
@@ -72,7 +72,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _once(self) -> int | None:
-        """Make one attempt; give an exit code if it was the last."""
+        """Make one attempt; return an exit code if it was the last."""
         if self._asked is not None:  # in the pause
             return STOPPED if self._asked == signal.SIGINT else PREEMPTED
         began = time.time()
@@ -90,7 +90,7 @@ class Supervisor:
         return last
 
     def _last(self, verdict: Verdict, code: int) -> int | None:
-        """Give the exit code if this end is the last; else wait as long as is due."""
+        """Return the exit code if this end is the last; else wait as long as is due."""
         if verdict in (Verdict.done, Verdict.stop) or self._asked is not None:
             return code
         if verdict is Verdict.again:
@@ -102,15 +102,9 @@ class Supervisor:
         if crashes >= SAME_STEP and at[0] is not None and len({*at}) == 1:
             log.error("crashed %d times at step %d: not again", SAME_STEP, at[0])
             return CRASHES_AGAIN
-        if crashes > self.max_restarts:
-            most = f"cluster.max_restarts={self.max_restarts}"
-            log.error("crashed with %d; that is once more than %s", code, most)
+        pause_s = pause_after_crash(code, crashes, self.max_restarts, self.backoff_s)
+        if pause_s is None:
             return code
-        pause_s = backoff(crashes, self.backoff_s)
-        log.warning(
-            *("crashed with %d (%d of %d); again in %.0f s", code),
-            *(crashes, self.max_restarts, pause_s),
-        )
         self._pause(pause_s)
         return None
 
@@ -127,14 +121,14 @@ class Supervisor:
             self._attempt.stop(self._asked)
 
 
-def newest_step(job: Job) -> int | None:
-    """Ask how far the run is."""
-    asked = run_door("train.status", job.status_arguments, capture_output=True)
+def run_step(job: Job) -> int | None:
+    """Return the newest step of the run; None if it cannot be asked."""
+    asked = run_module("train.status", job.status_arguments, capture_output=True)
     return json.loads(asked.stdout)["step"] if asked.returncode == 0 else None
 
 
-def said_of_attempts(diary: Path) -> list[str]:
-    """Say how the attempts ended so far, a line each."""
+def describe_attempts(diary: Path) -> list[str]:
+    """Return a line for each attempt so far: how it ended."""
     lines = diary.read_text().splitlines() if diary.exists() else []
     said = []
     for number, line in enumerate(map(json.loads, lines), start=1):

@@ -56,7 +56,7 @@ def read(archive: str) -> bytes:
 
 
 def cache() -> Path:
-    """Give a folder that this user alone can write: code from it is run.
+    """Return a folder that this user alone can write: code from it is run.
 
     The user's cache, or, without a home, a new one.
     """
@@ -88,7 +88,7 @@ def unpack(content: bytes, into: Path) -> Path:
 
 
 def members(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Give names and contents."""
+    """Return names and contents."""
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
         for member in tar:
             name = PurePosixPath(member.name)

@@ -10,14 +10,14 @@ from launch import gpu_variables as gpu
 from launch.config import GkeGpuCluster
 from launch.job import Job, Rendered, port_of
 from launch.kubernetes import jobset
-from launch.kubernetes.jobset import WHERE_SECRETS_GO as WHERE_SECRETS_GO
+from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
 from launch.kubernetes.kubectl import alive as alive
 from launch.kubernetes.kubectl import logs as logs
 from launch.kubernetes.kubectl import status as status
 from launch.kubernetes.kubectl import stop as stop
 from launch.kubernetes.kubectl import submit as submit
 from launch.kubernetes.pod import Pods, annotation, host_of
-from launch.node import through
+from launch.node import node_command
 from launch.plan_check import Machine
 from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
@@ -58,9 +58,9 @@ def machine(cluster: GkeGpuCluster) -> Machine:
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
-    """Give the JobSet."""
+    """Return the JobSet."""
     several = cluster.processes_per_node > 1
-    around = through("python", cluster.processes_per_node) if several else ()
+    around = node_command("python", cluster.processes_per_node) if several else ()
     index = annotation(_INDEX)
     pods = Pods(
         name=NODE,

@@ -14,7 +14,7 @@ from typing import Any
 from launch.config import GkeTpuCluster
 from launch.job import Job, Rendered
 from launch.kubernetes import jobset
-from launch.kubernetes.jobset import WHERE_SECRETS_GO as WHERE_SECRETS_GO
+from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
 from launch.kubernetes.kubectl import alive as alive
 from launch.kubernetes.kubectl import logs as logs
 from launch.kubernetes.kubectl import status as status
@@ -66,7 +66,7 @@ def machine(cluster: GkeTpuCluster) -> Machine:
 
 
 def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
-    """Give the JobSet."""
+    """Return the JobSet."""
     assert cluster.target is not None  # `mistakes`
     target = parse_target(cluster.target)
     hosts = _hosts(target)
@@ -91,7 +91,7 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
 
 
 def _hosts(target: Target) -> int:
-    """Give the hosts of a slice."""
+    """Return the hosts of a slice."""
     return target.num_hosts // target.slices
 
 
@@ -102,7 +102,7 @@ def _one_node_pool_each(hosts: int) -> dict[str, str]:
 
 
 def _environment(job: Job, target: Target) -> dict[str, Any]:
-    """Give what tells processes of each other, and GKE does not say.
+    """Return what tells processes of each other, and GKE does not say.
 
     A host alone is told so: it is in an Indexed Job all the same, which else would look
     like one of several. GKE adds MEGASCALE_* to the pods of a JobSet where they are not

@@ -24,7 +24,7 @@ from launch.policy import AGAIN, NEVER_AGAIN
 from train.errors import Mistake
 
 FILE = "jobset.yaml"
-WHERE_SECRETS_GO = (
+SECRETS_REMEDY = (
     "keep it in a Secret of Kubernetes, and name that: "
     "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
 )
@@ -55,7 +55,7 @@ def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
 
 
 def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
-    """Give the manifest, and what is typed with it."""
+    """Return the manifest, and what is typed with it."""
     document = merged(_jobset(job, cluster, pods), cluster.merge)
     return Rendered(
         {FILE: to_yaml(document)}, [*kubectl(cluster), "create", "-f", FILE]
@@ -63,7 +63,7 @@ def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
 
 
 def kubectl(cluster: KubernetesCluster) -> list[str]:
-    """Give the words before a verb."""
+    """Return the words before a verb."""
     context = ["--context", cluster.context] if cluster.context else []
     return ["kubectl", *context, "--namespace", cluster.namespace]
 
@@ -106,7 +106,7 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Say which ends of a pod end its Job with reason PodFailurePolicy.
+    """Return which ends of a pod end its Job with reason PodFailurePolicy.
 
     Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
     leave the condition DisruptionTarget on the pod.
@@ -128,7 +128,7 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    """Say what the end of a Job means; what no rule names restarts all, and counts.
+    """Return what the end of a Job means; what no rule names restarts all, and counts.
 
     Source of the message's words: kubernetes, pkg/controller/job/pod_failure_policy.go,
     "... failed with exit code %v matching %v rule at index %d". Patterns for it: JobSet
@@ -152,7 +152,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _mounts(more: Any) -> list[str]:
-    """Find where volumes are mounted in what a person merges."""
+    """List where volumes are mounted in what a person merges."""
     if isinstance(more, Mapping):
         here = [more["mountPath"]] if isinstance(more.get("mountPath"), str) else []
         return here + [path for value in more.values() for path in _mounts(value)]

@@ -16,9 +16,9 @@ from typing import Any
 from launch.config import ClusterConfig, KubernetesCluster
 from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE, kubectl
-from launch.kubernetes.pending import said_of_pods, said_of_queue
+from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
-from launch.submissions import Record
+from launch.submissions import Submission
 from train.errors import CRASHED, FINISHED, Exit
 
 log = logging.getLogger(__name__)
@@ -31,35 +31,35 @@ _FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-ind
 
 
 def submit(
-    job: Job, cluster: KubernetesCluster, rendered: Rendered, record: Record
+    job: Job, cluster: KubernetesCluster, rendered: Rendered, submission: Submission
 ) -> int:
     """Create the JobSet, in the place of one that is over."""
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
-    record = record.with_handle(
+    submission = submission.with_handle(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )
-    if (found := _jobset(record)) and _over(found):
-        _delete(record)
-    _ask(record, "create", "-f", "-", input=rendered.files[FILE])
+    if (found := _jobset(submission)) and _over(found):
+        _delete(submission)
+    _ask(submission, "create", "-f", "-", input=rendered.files[FILE])
     print(f"{job.name}: submitted; action=status says where it is")
     return FINISHED
 
 
-def alive(record: Record) -> bool:
-    """Say whether the job runs, or waits to."""
-    found = _jobset(record)
+def alive(submission: Submission) -> bool:
+    """Return whether the job runs, or waits to."""
+    found = _jobset(submission)
     return found is not None and not _over(found)
 
 
-def status(record: Record) -> list[str]:
-    """Say what state the JobSet is in, and why its pods wait, if they do."""
-    found = _jobset(record)
+def status(submission: Submission) -> list[str]:
+    """Describe what state the JobSet is in, and why its pods wait, if they do."""
+    found = _jobset(submission)
     if found is None:
         return ["not there: it was stopped, or somebody deleted it"]
     state = found.get("status", {})
     over = _over(found)
-    lines = [_said_of_jobset(found, over)]
+    lines = [_describe_jobset(found, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
         most = found["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
@@ -67,22 +67,24 @@ def status(record: Record) -> list[str]:
     queue = found["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={found['metadata']['uid']}"
-        workloads = _list(record, "workloads.kueue.x-k8s.io", "--selector", its)
-        lines += said_of_queue(queue, workloads, _pending(record, queue))
-    pods = _list(record, "pods", "--selector", _PODS_OF + record.name)
-    return lines + said_of_pods(pods, lambda pod: _events(record, pod))
+        workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
+        lines += describe_queue(queue, workloads, _pending(submission, queue))
+    pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
+    return lines + describe_pods(pods, lambda pod: _events(submission, pod))
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 has said; follow it through restarts, to the end."""
     pod, seen = "", ""
     while True:
-        over = not (follow and alive(record))
-        now = _first_pod(record)
+        over = not (follow and alive(submission))
+        now = _first_pod(submission)
         if now:
             more = ["--follow"] * (not over)
             more += [f"--since-time={seen}"] if now == pod else []
-            done = _run(record, "logs", now, "--container", CONTAINER, *more, show=True)
+            done = _run(
+                submission, "logs", now, "--container", CONTAINER, *more, show=True
+            )
             if done.returncode == 0:
                 pod, seen = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
@@ -92,51 +94,60 @@ def logs(record: Record, follow: bool) -> int:
         time.sleep(_LOOK_S)
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Delete the JobSet: its pods are told, and save; wait until they are gone."""
-    _delete(record)
+    _delete(submission)
     return FINISHED
 
 
-def _delete(record: Record) -> None:
+def _delete(submission: Submission) -> None:
     """Delete the JobSet, and wait for its Jobs and their pods."""
-    patience_s = record.handle["grace_period_s"] + _MARGIN_S
+    patience_s = submission.handle["grace_period_s"] + _MARGIN_S
     how = ["--ignore-not-found", "--cascade=foreground", "--wait"]
-    _ask(record, "delete", "jobset", record.name, *how, f"--timeout={patience_s}s")
+    _ask(
+        submission,
+        "delete",
+        "jobset",
+        submission.name,
+        *how,
+        f"--timeout={patience_s}s",
+    )
 
 
-def _jobset(record: Record) -> dict[str, Any] | None:
-    said = _ask(record, "get", "jobset", record.name, "--ignore-not-found", "-ojson")
+def _jobset(submission: Submission) -> dict[str, Any] | None:
+    said = _ask(
+        submission, "get", "jobset", submission.name, "--ignore-not-found", "-ojson"
+    )
     return json.loads(said) if said.strip() else None
 
 
-def _list(record: Record, kind: str, *which: str) -> list[dict[str, Any]]:
+def _list(submission: Submission, kind: str, *which: str) -> list[dict[str, Any]]:
     """List objects; none where the cluster does not let us, or has no such kind."""
-    done = _run(record, "get", kind, *which, "-ojson")
+    done = _run(submission, "get", kind, *which, "-ojson")
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
 
 
-def _events(record: Record, pod: str) -> list[dict[str, Any]]:
+def _events(submission: Submission, pod: str) -> list[dict[str, Any]]:
     which = f"involvedObject.kind=Pod,involvedObject.name={pod}"
-    return _list(record, "events", "--field-selector", which)
+    return _list(submission, "events", "--field-selector", which)
 
 
-def _pending(record: Record, queue: str) -> list[dict[str, Any]]:
+def _pending(submission: Submission, queue: str) -> list[dict[str, Any]]:
     """List what waits in a queue, in order; Kueue's visibility server may be off."""
-    namespace = record.handle["kubectl"][-1]
+    namespace = submission.handle["kubectl"][-1]
     for version in ("v1beta2", "v1beta1"):
         path = f"/apis/visibility.kueue.x-k8s.io/{version}/namespaces/{namespace}"
         done = _run(
-            record, "get", "--raw", f"{path}/localqueues/{queue}/pendingworkloads"
+            submission, "get", "--raw", f"{path}/localqueues/{queue}/pendingworkloads"
         )
         if done.returncode == 0:
             return json.loads(done.stdout)["items"]
     return []
 
 
-def _first_pod(record: Record) -> str:
-    """Name the newest pod that is process 0 and has begun; "" if none has."""
-    pods = _list(record, "pods", "--selector", _PODS_OF + record.name + _FIRST)
+def _first_pod(submission: Submission) -> str:
+    """Return the newest pod that is process 0 and has begun; "" if none has."""
+    pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name + _FIRST)
     begun = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
     begun.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
     return begun[-1]["metadata"]["name"] if begun else ""
@@ -146,7 +157,7 @@ def _over(found: dict[str, Any]) -> bool:
     return found.get("status", {}).get("terminalState") in _OVER
 
 
-def _said_of_jobset(found: dict[str, Any], over: bool) -> str:
+def _describe_jobset(found: dict[str, Any], over: bool) -> str:
     state = found.get("status", {})
     true = [c for c in state.get("conditions", []) if c["status"] == "True"]
     if over:
@@ -158,13 +169,13 @@ def _said_of_jobset(found: dict[str, Any], over: bool) -> str:
     return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
 
 
-def _ask(record: Record, *words: str, input: str | None = None) -> str:
-    """Run kubectl, which must succeed; give what it prints.
+def _ask(submission: Submission, *words: str, input: str | None = None) -> str:
+    """Run kubectl, which must succeed; return its output.
 
     Raises:
         Exit: with what it said.
     """
-    done = _run(record, *words, input=input)
+    done = _run(submission, *words, input=input)
     if done.returncode:
         verb = " ".join(words[:2])
         raise Exit(CRASHED, f"kubectl {verb} failed: {done.stderr.strip()}")
@@ -172,9 +183,9 @@ def _ask(record: Record, *words: str, input: str | None = None) -> str:
 
 
 def _run(
-    record: Record, *words: str, input: str | None = None, show: bool = False
+    submission: Submission, *words: str, input: str | None = None, show: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    command: Sequence[str] = [*record.handle["kubectl"], *words]
+    command: Sequence[str] = [*submission.handle["kubectl"], *words]
     try:
         return subprocess.run(
             command, input=input, text=True, capture_output=not show, check=False

@@ -10,10 +10,10 @@ Object = Mapping[str, Any]
 _MOST = 8  # lines of pods that have failed
 
 
-def said_of_queue(
+def describe_queue(
     queue: str, workloads: Sequence[Object], pending: Sequence[Object]
 ) -> list[str]:
-    """Say where in Kueue's queue a JobSet is, and what Kueue says of it.
+    """Describe where in Kueue's queue a JobSet is, and what Kueue says of it.
 
     Args:
         queue: its name.
@@ -40,14 +40,14 @@ def said_of_queue(
     return [f"queue {queue}: {why}"]
 
 
-def said_of_pods(
+def describe_pods(
     pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
     """Count a JobSet's pods, and say why the first that waits does, and who failed.
 
     Args:
         pods: all of them.
-        events: gives what was said of a pod.
+        events: returns the events of a pod.
     """
     if not pods:
         return ["no pods"]

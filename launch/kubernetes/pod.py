@@ -47,17 +47,17 @@ class Pods:
 
 
 def host_of(job: Job, pods: str) -> str:
-    """Name the first pod, as JobSet's headless service does."""
+    """Return the name of the first pod, as JobSet's headless service does."""
     return f"{job.name}-{pods}-0-0.{job.name}"
 
 
 def label(name: str) -> dict[str, Any]:
-    """Give the value of a variable that is a label of its pod."""
+    """Return the value of a variable that is a label of its pod."""
     return _field(f"metadata.labels['{name}']")
 
 
 def annotation(name: str) -> dict[str, Any]:
-    """Give the value of a variable that is an annotation of its pod."""
+    """Return the value of a variable that is an annotation of its pod."""
     return _field(f"metadata.annotations['{name}']")
 
 
@@ -66,7 +66,7 @@ def _field(path: str) -> dict[str, Any]:
 
 
 def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    """Give the specification of a pod."""
+    """Return the specification of a pod."""
     selector = {**pods.selector, **({_SPOT: "true"} if cluster.spot else {})}
     selector |= cluster.node_selector
     spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
@@ -123,7 +123,7 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
 
 
 def escaped(word: str) -> str:
-    """Give what the kubelet's expansion of `$(NAME)` turns into the word.
+    """Return what the kubelet's expansion of `$(NAME)` turns into the word.
 
     It makes `$$` one `$`, wherever that stands. Source: kubernetes,
     third_party/forked/golang/expansion/expand.go.

@@ -28,7 +28,7 @@ class Wait:
     """Pauses that end when a signal has come; what came is kept."""
 
     def __init__(self) -> None:
-        """Nothing has come."""
+        """Begin without a signal."""
         self.asked: int | None = None
         self.count = 0
 
@@ -68,23 +68,23 @@ class Hosts(Protocol):
         ...
 
     def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
-        """Tell run.sh on all; give the states, by name, of those who answer."""
+        """Run a verb of run.sh on all; return the states of those who answer."""
         ...
 
     def said(self, without: int) -> bytes:
-        """Give what process 0 has said, without its first bytes; may be nothing."""
+        """Return what process 0 has said, without its first bytes; may be nothing."""
         ...
 
     def tail(self, code: int) -> str:
-        """Give the last lines of those that ended with a code."""
+        """Return the last lines of those that ended with a code."""
         ...
 
     def gone(self) -> bool:
-        """Say whether the machines are known to be no more."""
+        """Return whether the machines are known to be no more."""
         ...
 
 
-class Watch:
+class RemoteAttempt:
     """One start of all processes (the supervisor's `Attempt`)."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Watch:
         return [*self._codes.values(), *([None] * missing)]
 
     def _signal(self) -> bool:
-        """Tell all; one that hears it is enough, as they agree on the step."""
+        """Signal all; one that gets it is enough, as they agree on the step."""
         number = self._wait.asked or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):
@@ -169,7 +169,7 @@ class Watch:
                 self._codes.pop(name, None)
 
     def _all_ended(self, began: float) -> bool:
-        """Say whether all have ended, or have not been heard of for long."""
+        """Return whether all have ended, or have not been heard of for long."""
         late = time.monotonic() - (SILENT_S if self._codes else LOST_S)
         silent = [n for n, at in self._heard.items() if at < late]
         for name in silent:
@@ -190,7 +190,7 @@ class Watch:
             sys.stderr.flush()
 
     def _say_crash(self) -> None:
-        """Say what those that crashed said last, as only process 0 is listened to."""
+        """Log the last lines of those that crashed: only process 0 is shown."""
         known = (FINISHED, *AGAIN, *NEVER_AGAIN)
         crashes = {c for c in self._codes.values() if c is not None} - {*known}
         for code in sorted(crashes):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from launch.config import TpuVmCluster
-from launch.subprocesses import try_call
+from launch.subprocesses import run_captured
 from train.hardware.targets import parse_target
 
 _MOST = 2000  # characters of what it says
@@ -28,7 +28,7 @@ TYPES = {
 
 
 def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
-    """Give the commands that make, describe and delete it."""
+    """Return the commands that make, describe and delete it."""
     target = parse_target(cluster.target or "")
     kind, runtime = TYPES[target.family]
     size = target.name.rpartition("-")[2].partition("x")[0]
@@ -57,7 +57,7 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
 
 
 def words(verb: str, name: str, cluster: TpuVmCluster, *more: str) -> list[str]:
-    """Give a command of `gcloud compute tpus queued-resources`."""
+    """Return a command of `gcloud compute tpus queued-resources`."""
     own = [] if cluster.project is None else [f"--project={cluster.project}"]
     group = ["gcloud", "compute", "tpus", "queued-resources"]
     return [*group, verb, name, f"--zone={cluster.zone}", *own, "--quiet", *more]
@@ -71,7 +71,7 @@ class GcloudError(Exception):
         super().__init__(message[-_MOST:].strip())
 
     def is_status(self, name: str) -> bool:
-        """Say whether the service answered so, `NOT_FOUND` say."""
+        """Return whether the service answered so, `NOT_FOUND` say."""
         return re.search(rf"\b{name}\b", str(self)) is not None
 
     @property
@@ -84,23 +84,23 @@ class GcloudError(Exception):
 
 
 def is_quota(message: str) -> bool:
-    """Say whether it is the project's quota that lacks, and not machines."""
+    """Return whether it is the project's quota that lacks, and not machines."""
     return "quota" in message.lower()
 
 
 def hopeless_status(code: int | None, message: str) -> bool:
-    """Say whether a request that failed with this status would fail again."""
+    """Return whether a request that failed with this status would fail again."""
     return code in _HOPELESS or is_quota(message)
 
 
 def call(words: Sequence[str]) -> str:
-    """Run a command; give what it printed.
+    """Run a command; return its output.
 
     Raises:
         GcloudError: it failed, or took too long.
         Exit: there is no gcloud.
     """
-    code, out, err = try_call(words)
+    code, out, err = run_captured(words)
     if code:
         raise GcloudError(err, code)
     return out.decode(errors="replace")

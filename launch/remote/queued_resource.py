@@ -30,7 +30,7 @@ _SAY_S = 600.0  # that it still waits
 
 
 @dataclass(frozen=True)
-class Look:
+class ResourceState:
     """What a request is at. state: None if there is none; why: what it says of it."""
 
     state: str | None
@@ -56,8 +56,8 @@ class QueuedResource:
         self._known, self._seen = False, ""
         self._said, self._failures = 0.0, 0
 
-    def look(self) -> Look:
-        """Ask for its state.
+    def look(self) -> ResourceState:
+        """Return its state.
 
         Raises:
             GcloudError: gcloud could not ask.
@@ -67,14 +67,14 @@ class QueuedResource:
         except GcloudError as error:
             if not error.is_status("NOT_FOUND"):
                 raise
-            return Look(None)
+            return ResourceState(None)
         state: dict[str, Any] = told.get("state", {})
         error = state.get("failedData", {}).get("error", {})
         why = error.get("message", "")
         if "stateInitiator" in state and state["state"] not in (ACTIVE, *_ON_THE_WAY):
             why = why or f"by the {state['stateInitiator'].lower()}"
         created = told.get("createTime", "")
-        return Look(state.get("state"), why, error.get("code"), created)
+        return ResourceState(state.get("state"), why, error.get("code"), created)
 
     def ensure(self, wait: Wait, poll_s: float) -> bool:
         """Wait until it is active, made anew as often as needed; False: a signal came.
@@ -102,8 +102,8 @@ class QueuedResource:
                 pause_s = self._after(error)
         return False
 
-    def _act(self, now: Look, poll_s: float) -> float:
-        """Do what brings it nearer to being active; give the seconds to wait then."""
+    def _act(self, now: ResourceState, poll_s: float) -> float:
+        """Create or delete it, as is due; return the seconds to wait then."""
         if now.state is None:
             log.info("%s: asking for %s", self.name, self._cluster.target)
             call(self._commands["create"])
@@ -115,7 +115,7 @@ class QueuedResource:
         call(self._commands["delete"])
         return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
 
-    def _judge(self, now: Look) -> None:
+    def _judge(self, now: ResourceState) -> None:
         """Raise Exit if it would fail again, or has often."""
         expired = self._cluster.valid_until is not None and "valid" in now.why.lower()
         if hopeless_status(now.code, now.why) or expired:
@@ -141,8 +141,8 @@ class QueuedResource:
         self._write("given up", why)
         return f"{self.name}: no {self._cluster.target} was to be had: {why}"
 
-    def _note(self, now: Look) -> None:
-        """Say what it is at when that changes, and now and then while it waits."""
+    def _note(self, now: ResourceState) -> None:
+        """Log its state when that changes, and now and then while it waits."""
         state = now.state or "not there"
         changed = state != self._seen
         if changed or (now.state != ACTIVE and time.monotonic() > self._said + _SAY_S):
@@ -178,8 +178,8 @@ class QueuedResource:
         return False
 
 
-def said_of_states(diary: Path) -> Sequence[str]:
-    """Say which states it went through, a line each, the last ten."""
+def describe_states(diary: Path) -> Sequence[str]:
+    """Return the states that it went through, a line each, the last ten."""
     lines = diary.read_text().splitlines()[-10:] if diary.exists() else []
     said = []
     for line in map(json.loads, lines):
@@ -190,7 +190,7 @@ def said_of_states(diary: Path) -> Sequence[str]:
 
 
 def _age(created: str) -> str:
-    """Give the time since a moment as the API writes it; nanoseconds are too many."""
+    """Return the time since a moment as the API writes it; nanoseconds are too many."""
     try:
         then = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
     except ValueError:

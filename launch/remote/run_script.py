@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 
 def folder_of(name: str) -> str:
-    """Name the folder on the host, from the user's home on."""
+    """Return the folder on the host, from the user's home on."""
     return f"longhaul/{name}"
 
 
@@ -44,7 +44,7 @@ def run_script(
     workdir: str | None = None,
     last: Sequence[str] = (),
 ) -> str:
-    """Give the text of run.sh.
+    """Return the text of run.sh.
 
     Args:
         command: the words that train.
@@ -61,7 +61,7 @@ def run_script(
 
 
 def run_words(name: str, verb: str, *words: str | int) -> str:
-    """Give the command that a shell of the host is told."""
+    """Return the command that a shell of the host is told."""
     return shell(["bash", f"{folder_of(name)}/{RUN}", verb, *map(str, words)])
 
 

@@ -2,7 +2,7 @@
 
 Training has a session of its own there (`remote/run_script.py`): a broken connection
 ends nothing, and `action=resume` takes up what runs. What it is to know travels over
-the connections' standard input. Processes find each other by torchrun's variables.
+the connections' standard input. ProcessGroup find each other by torchrun's variables.
 
 The run's directory, and with cluster.code=shared this program too, lie where all of
 them see it, and this machine does.
@@ -16,23 +16,23 @@ from dataclasses import asdict, replace
 from launch.config import Code, SshCluster
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.remote.attempt import Watch
+from launch.remote.attempt import RemoteAttempt
 from launch.remote.run_script import RUN, run_script
 from launch.remote.ssh_hosts import SshHosts, put_line, ssh_command, start_line
 from launch.remote.supervise import (
     LOG,
-    kept_keys,
+    attempt_starter,
+    describe_supervisor,
     print_log,
-    said_of,
-    stop_watcher,
+    stop_supervisor,
+    submitted_cluster,
     supervise,
-    watching,
 )
 from launch.remote.supervise import alive as alive
-from launch.submissions import Record
+from launch.submissions import Submission
 from train.errors import Mistake
 
-WHERE_SECRETS_GO = (
+SECRETS_REMEDY = (
     "keep it on the hosts: log in there (wandb login), or let cluster.setup read a file"
 )
 
@@ -62,12 +62,12 @@ def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SshCluster) -> Machine:
-    """Nothing to plan for: what the hosts have is not known here."""
+    """Return nothing to plan for: what the hosts have is not known here."""
     return Machine()
 
 
 def render(job: Job, cluster: SshCluster) -> Rendered:
-    """Give run.sh, and how it is started on each host."""
+    """Return run.sh, and how it is started on each host."""
     # The archive comes to lie beside run.sh.
     there = replace(job, folder=".") if cluster.code is Code.archive else job
     python = cluster.python or sys.executable
@@ -87,42 +87,44 @@ def render(job: Job, cluster: SshCluster) -> Rendered:
     return Rendered({RUN: script, "ssh.sh": "\n".join(lines) + "\n"}, command)
 
 
-def submit(job: Job, cluster: SshCluster, rendered: Rendered, record: Record) -> int:
+def submit(
+    job: Job, cluster: SshCluster, rendered: Rendered, submission: Submission
+) -> int:
     """Start the run on all hosts, and keep it going to the end."""
-    record = record.with_handle(cluster=asdict(cluster))
-    start = watching(SshHosts(record, cluster), cluster)
-    return supervise(job, cluster, record, start)
+    submission = submission.with_handle(cluster=asdict(cluster))
+    start = attempt_starter(SshHosts(submission, cluster), cluster)
+    return supervise(job, cluster, submission, start)
 
 
-def status(record: Record) -> list[str]:
-    """Say what the hosts say, who keeps it running, and what came before."""
-    cluster = kept_keys(record)
-    hosts = SshHosts(record, cluster)
+def status(submission: Submission) -> list[str]:
+    """Describe the processes there, who keeps them running, and what came before."""
+    cluster = submitted_cluster(submission)
+    hosts = SshHosts(submission, cluster)
     states = hosts.ask("poll")
     there = [
         f"{name}: {' '.join(map(str, filter(None, s)))}" for name, s in states.items()
     ]
     silent = hosts.processes - len(states)
     there += [f"{silent} processes: no answer"] * bool(silent)
-    return [*said_of(record), *there]
+    return [*describe_supervisor(submission), *there]
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 says; if nobody here has listened, what it has said."""
-    if not print_log(record, follow):
-        said = SshHosts(record, kept_keys(record)).said(0)
+    if not print_log(submission, follow):
+        said = SshHosts(submission, submitted_cluster(submission)).said(0)
         print(said.decode(errors="replace"), end="")
     return 0
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Let the run save and stop, and wait until it has."""
-    if stop_watcher(record):
+    if stop_supervisor(submission):
         return 0
-    cluster, file = kept_keys(record), record.local_folder() / LOG
-    hosts = SshHosts(record, cluster)
+    cluster, file = submitted_cluster(submission), submission.local_folder() / LOG
+    hosts = SshHosts(submission, cluster)
     if any(state.word == "running" for state in hosts.ask("poll").values()):
-        watch = Watch(hosts, file, cluster.poll_s, begun=True)
+        watch = RemoteAttempt(hosts, file, cluster.poll_s, begun=True)
         watch.stop(signal.SIGINT)
         watch.wait()
     return 0

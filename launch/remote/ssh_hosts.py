@@ -12,8 +12,8 @@ from launch.config import Code, SshCluster
 from launch.job import ARCHIVE, UNPACK, port_of
 from launch.remote.attempt import Wait
 from launch.remote.run_script import RUN, State, folder_of, read_states, run_words
-from launch.submissions import Record
-from launch.subprocesses import try_call
+from launch.submissions import Submission
+from launch.subprocesses import run_captured
 from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
@@ -26,12 +26,12 @@ _AT_ONCE = 32
 
 
 def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
-    """Give the command that runs a line of shell on a host."""
+    """Return the command that runs a line of shell on a host."""
     return ["ssh", *_OPTIONS, *cluster.options, "--", host, line]
 
 
 def put_line(name: str, file: str) -> str:
-    """Give the line of shell that puts what it reads into a file, whole or not."""
+    """Return the line of shell that puts what it reads into a file, whole or not."""
     path = f"{folder_of(name)}/{file}"
     # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
     write = f"umask 077 && mkdir -p {folder_of(name)} && cat >{path}.new"
@@ -39,7 +39,7 @@ def put_line(name: str, file: str) -> str:
 
 
 def start_line(name: str, cluster: SshCluster, number: int) -> str:
-    """Give the line of shell that starts the processes of a host, by its number."""
+    """Return the line of shell that starts the processes of a host, by its number."""
     each = cluster.processes_per_node
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
     port = cluster.port or port_of(name)
@@ -50,8 +50,8 @@ def start_line(name: str, cluster: SshCluster, number: int) -> str:
 class SshHosts:
     """The `Hosts` of a submission (launch/remote/attempt.py)."""
 
-    def __init__(self, record: Record, cluster: SshCluster):
-        self._record, self._cluster, self._name = record, cluster, record.name
+    def __init__(self, submission: Submission, cluster: SshCluster):
+        self._record, self._cluster, self._name = submission, cluster, submission.name
         self._reached = False
 
     @property
@@ -104,7 +104,7 @@ class SshHosts:
         return _states(self._on_all(line.__getitem__))
 
     def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
-        """Tell run.sh on all hosts."""
+        """Run a verb of run.sh on all hosts."""
         return _states(self._run(verb, *words))
 
     def _run(self, verb: str, *words: str | int) -> dict[str, tuple[int, bytes, str]]:
@@ -117,13 +117,13 @@ class SshHosts:
         return self._on_all(line)
 
     def said(self, without: int) -> bytes:
-        """Give what process 0 has said."""
+        """Return what process 0 has said."""
         line = run_words(self._name, "said", 0, without)
         host = self._cluster.hosts[0]
-        return try_call(ssh_command(self._cluster, host, line))[1]
+        return run_captured(ssh_command(self._cluster, host, line))[1]
 
     def tail(self, code: int) -> str:
-        """Give the last lines of those that ended so."""
+        """Return the last lines of those that ended so."""
         said = self._run("tail", code).values()
         return b"".join(out for _, out, _ in said).decode(errors="replace")
 
@@ -132,14 +132,14 @@ class SshHosts:
         return False
 
     def _on_all(
-        self, line: Callable[[str], str], said: bytes = b""
+        self, line: Callable[[str], str], stdin: bytes = b""
     ) -> dict[str, tuple[int, bytes, str]]:
         """Run a line of shell on each host, on many at once."""
         hosts = self._cluster.hosts
 
         def run(host: str) -> tuple[int, bytes, str]:
             command = ssh_command(self._cluster, host, line(host))
-            return try_call(command, said=said)
+            return run_captured(command, stdin=stdin)
 
         with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
             return dict(zip(hosts, pool.map(run, hosts), strict=True))

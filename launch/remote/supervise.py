@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.background import end_of, go_to_background, is_alive, who_am_i
+from launch.background import detach_process, end_of, is_alive, who_am_i
 from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
-from launch.remote.attempt import Hosts, Watch
-from launch.submissions import Record
+from launch.remote.attempt import Hosts, RemoteAttempt
+from launch.submissions import Submission
 from launch.supervisor import (
     ATTEMPTS,
     SIGNALS,
     Attempt,
     Supervisor,
-    newest_step,
-    said_of_attempts,
+    describe_attempts,
+    run_step,
 )
 
 LOG = "process-0.log"
@@ -32,29 +32,29 @@ LOG = "process-0.log"
 def supervise(
     job: Job,
     cluster: LocalCluster | SshCluster | TpuVmCluster,
-    record: Record,
+    submission: Submission,
     start: Callable[[Path, bool], Attempt],
     over: Callable[[], object] = lambda: None,
 ) -> int:
-    """Keep the run going to its end; give its exit code.
+    """Keep the run going to its end; return its exit code.
 
     Args:
         job: what is to run.
         cluster: its keys.
-        record: of the submission.
+        submission: of the submission.
         start: begins an attempt, which writes to files in this folder, and shows what
             process 0 says if told to.
         over: called at the end, however that comes about.
     """
-    folder = record.local_folder()
-    if cluster.detach and not go_to_background(folder / "launch.log"):
+    folder = submission.local_folder()
+    if cluster.detach and not detach_process(folder / "launch.log"):
         print(f"in the background; action=logs follow=true shows {folder}/{LOG}")
         return 0
-    record.with_handle(**who_am_i(), folder=str(folder))
+    submission.with_handle(**who_am_i(), folder=str(folder))
     try:
         return Supervisor(
             start=lambda: start(folder, not cluster.detach),
-            step=partial(newest_step, job),
+            step=partial(run_step, job),
             max_restarts=cluster.max_restarts,
             backoff_s=cluster.backoff_s,
             diary=folder / ATTEMPTS,
@@ -67,60 +67,62 @@ def supervise(
             signal.signal(number, handler)
 
 
-def watching(
+def attempt_starter(
     hosts: Hosts, cluster: SshCluster | TpuVmCluster
-) -> Callable[[Path, bool], Watch]:
-    """Give what begins attempts on other machines; the first takes up what runs."""
+) -> Callable[[Path, bool], RemoteAttempt]:
+    """Return what begins attempts on other machines; the first takes up what runs."""
     first = iter([True])
 
-    def start(folder: Path, show: bool) -> Watch:
+    def start(folder: Path, show: bool) -> RemoteAttempt:
         take_up = next(first, False)
-        return Watch(hosts, folder / LOG, cluster.poll_s, take_up=take_up, show=show)
+        return RemoteAttempt(
+            hosts, folder / LOG, cluster.poll_s, take_up=take_up, show=show
+        )
 
     return start
 
 
-def said_of(record: Record) -> list[str]:
-    """Say whether it is being kept running from here, and how its attempts ended."""
-    handle = record.handle
+def describe_supervisor(submission: Submission) -> list[str]:
+    """Return whether it is being kept running from here, and how its attempts ended."""
+    handle = submission.handle
     where = f"process {handle.get('pid')} on {handle.get('host')}"
     state = f"kept running by {where}"
     if not is_alive(handle):
         state = f"not kept running: {where} is over, or not of this machine; "
         state += "action=resume goes on"
-    return [state, *said_of_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
+    return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
 
 
-def kept_keys(record: Record) -> Any:
-    """Give the cluster's keys that the job was submitted with."""
-    kept = dict(record.handle["cluster"])
-    return KINDS[record.kind](**{**kept, "code": Code(kept["code"])})
+def submitted_cluster(submission: Submission) -> Any:
+    """Return the cluster's keys that the job was submitted with."""
+    kept = dict(submission.handle["cluster"])
+    return KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
 
 
-def print_log(record: Record, follow: bool) -> bool:
+def print_log(submission: Submission, follow: bool) -> bool:
     """Print what process 0 has said; False if nothing of it is known here."""
-    file = Path(record.handle.get("folder", "")) / LOG
-    if not (file.exists() or is_alive(record.handle)):
+    file = Path(submission.handle.get("folder", "")) / LOG
+    if not (file.exists() or is_alive(submission.handle)):
         return False
     file.touch()
     with file.open(errors="replace") as text:
         while True:
-            over = not (follow and is_alive(record.handle))
+            over = not (follow and is_alive(submission.handle))
             print(text.read(), end="", flush=True)
             if over:
                 return True
             time.sleep(0.2)
 
 
-def alive(record: Record) -> bool:
-    """Say whether it is being kept running from this machine."""
-    return is_alive(record.handle)
+def alive(submission: Submission) -> bool:
+    """Return whether it is being kept running from this machine."""
+    return is_alive(submission.handle)
 
 
-def stop_watcher(record: Record) -> bool:
+def stop_supervisor(submission: Submission) -> bool:
     """Let the supervisor stop the run, and wait; False if it does not live here."""
-    if not is_alive(record.handle):
+    if not is_alive(submission.handle):
         return False
-    os.kill(record.handle["pid"], signal.SIGINT)
-    end_of(record.handle)
+    os.kill(submission.handle["pid"], signal.SIGINT)
+    end_of(submission.handle)
     return True

@@ -16,8 +16,8 @@ from launch.remote.attempt import LOST_S, Wait
 from launch.remote.gcloud import GcloudError, words
 from launch.remote.queued_resource import ACTIVE, QueuedResource
 from launch.remote.run_script import RUN, State, folder_of, read_states, run_words
-from launch.submissions import Record
-from launch.subprocesses import try_call
+from launch.submissions import Submission
+from launch.subprocesses import run_captured
 from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ _PROCESS = (0, 1)  # on each: number 0, and one of them
 def ssh_command(
     name: str, cluster: TpuVmCluster, line: str, where: tuple[str, ...] = _ALL
 ) -> list[str]:
-    """Give the command that runs a line of shell on VMs."""
+    """Return the command that runs a line of shell on VMs."""
     more = (*where, *cluster.ssh_options, f"--command={line}")
     return words("ssh", name, cluster, *more)
 
 
 def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
-    """Give the command that copies files of the working directory to all VMs."""
+    """Return the command that copies files of the working directory to all VMs."""
     command = words("scp", name, cluster, *_ALL, *cluster.ssh_options)
     at = command.index(name)
     files = files_of(cluster)
@@ -45,19 +45,19 @@ def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
 
 
 def make_line(name: str) -> str:
-    """Give the line of shell that makes room for the files."""
+    """Return the line of shell that makes room for the files."""
     return f"mkdir -p {_incoming(name)}"
 
 
 def start_line(name: str) -> str:
-    """Give the line of shell that puts files in their places, and starts training."""
+    """Return the line of shell that puts files in their places, and starts training."""
     # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
     move = f"mv -f {_incoming(name)}/* {folder_of(name)}/"
     return f"{move} && {run_words(name, 'start', *_PROCESS)}"
 
 
 def files_of(cluster: TpuVmCluster) -> list[str]:
-    """Name the files that go there."""
+    """List the files that go there."""
     return [RUN, UNPACK, ARCHIVE] if cluster.code is Code.archive else [RUN]
 
 
@@ -68,9 +68,9 @@ def _incoming(name: str) -> str:
 class TpuHosts:
     """The `Hosts` of a submission (launch/remote/attempt.py)."""
 
-    def __init__(self, record: Record, cluster: TpuVmCluster, diary: Path):
-        self._record, self._cluster, self._name = record, cluster, record.name
-        self.resource = QueuedResource(record.name, cluster, diary)
+    def __init__(self, submission: Submission, cluster: TpuVmCluster, diary: Path):
+        self._record, self._cluster, self._name = submission, cluster, submission.name
+        self.resource = QueuedResource(submission.name, cluster, diary)
 
     @property
     def processes(self) -> int:
@@ -78,7 +78,7 @@ class TpuHosts:
         return parse_target(self._cluster.target or "").num_hosts
 
     def begin(self, wait: Wait, take_up: bool) -> bool:
-        """Have the machines, and start all, or find them at it."""
+        """Get the machines, and start all, or find them running."""
         unreached: float | None = None
         while self.resource.ensure(wait, self._cluster.poll_s):
             if take_up and self._taken_up():
@@ -103,12 +103,12 @@ class TpuHosts:
         return bool(running)
 
     def _start(self) -> int:
-        """Copy what is needed, and start; give the number of VMs where it did."""
+        """Copy what is needed, and start; return on how many VMs it started."""
         for command in (
             ssh_command(self._name, self._cluster, make_line(self._name)),
             copy_command(self._name, self._cluster),
         ):
-            code, _, err = try_call(command, cwd=self._files())
+            code, _, err = run_captured(command, cwd=self._files())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
@@ -117,7 +117,7 @@ class TpuHosts:
         return len(read_states(said.decode(errors="replace")))
 
     def _files(self) -> Path:
-        """Give a folder of this machine with the files that go there."""
+        """Return a folder of this machine with the files that go there."""
         folder = self._record.local_folder()
         for file in files_of(self._cluster):
             if not (folder / file).exists():
@@ -125,28 +125,30 @@ class TpuHosts:
         return folder
 
     def ask(self, verb: str, *more: str | int) -> Mapping[str, State]:
-        """Tell run.sh on all VMs."""
+        """Run a verb of run.sh on all VMs."""
         said = self._there(run_words(self._name, verb, *_PROCESS, *more))
         return read_states(said.decode(errors="replace"))
 
     def said(self, without: int) -> bytes:
-        """Give what the first worker of the first slice has said."""
+        """Return what the first worker of the first slice has said."""
         line = run_words(self._name, "said", _PROCESS[0], without)
         return self._there(line, _FIRST)
 
     def tail(self, code: int) -> str:
-        """Give the last lines of those that ended so."""
+        """Return the last lines of those that ended so."""
         said = self._there(run_words(self._name, "tail", *_PROCESS, code))
         return said.decode(errors="replace")
 
     def _there(self, line: str, where: tuple[str, ...] = _ALL) -> bytes:
-        code, out, err = try_call(ssh_command(self._name, self._cluster, line, where))
+        code, out, err = run_captured(
+            ssh_command(self._name, self._cluster, line, where)
+        )
         if code:
             log.debug("%s", err)
         return out
 
     def gone(self) -> bool:
-        """Say whether the queue has taken them back."""
+        """Return whether the queue has taken them back."""
         try:
             return self.resource.look().state != ACTIVE
         except GcloudError as error:

@@ -14,18 +14,18 @@ from dataclasses import asdict, replace
 from launch.config import Code, TpuVmCluster
 from launch.job import ARCHIVE, VARIABLE, Job, Rendered, shell
 from launch.plan_check import Machine, object_store_mistakes
-from launch.remote.attempt import Watch
+from launch.remote.attempt import RemoteAttempt
 from launch.remote.gcloud import TYPES, GcloudError, commands
-from launch.remote.queued_resource import ACTIVE, QueuedResource, said_of_states
+from launch.remote.queued_resource import ACTIVE, QueuedResource, describe_states
 from launch.remote.run_script import RUN, run_script, run_words
 from launch.remote.supervise import (
     LOG,
-    kept_keys,
+    attempt_starter,
+    describe_supervisor,
     print_log,
-    said_of,
-    stop_watcher,
+    stop_supervisor,
+    submitted_cluster,
     supervise,
-    watching,
 )
 from launch.remote.supervise import alive as alive
 from launch.remote.tpu_hosts import (
@@ -35,13 +35,13 @@ from launch.remote.tpu_hosts import (
     ssh_command,
     start_line,
 )
-from launch.submissions import Record
+from launch.submissions import Submission
 from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
-WHERE_SECRETS_GO = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
+SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 STATES = "states.jsonl"
-_TYPED = "tpu_vm.sh"
+_COMMANDS_FILE = "tpu_vm.sh"
 # The machines' own Python is 3.10: a newer one beside it, with what training needs.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
@@ -92,12 +92,12 @@ def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:
 
 
 def machine(cluster: TpuVmCluster) -> Machine:
-    """Give the target that the plan is made for."""
+    """Return the target that the plan is made for."""
     return Machine(target=cluster.target)
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Give run.sh, and the commands that are typed from here, in their order."""
+    """Return run.sh, and the commands that are typed from here, in their order."""
     # The archive comes to lie beside run.sh.
     there = replace(job, folder=".") if cluster.code is Code.archive else job
     python = "python" if cluster.code is Code.image else cluster.python
@@ -116,12 +116,12 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         workdir=job.workdir if cluster.code is Code.shared else None,
         last=last,
     )
-    files = {RUN: script, _TYPED: _typed(job.name, cluster)}
+    files = {RUN: script, _COMMANDS_FILE: _typed(job.name, cluster)}
     return Rendered(files, commands(job.name, cluster)["create"])
 
 
 def _typed(name: str, cluster: TpuVmCluster) -> str:
-    """Give the commands that the supervisor types, for those who want to do so."""
+    """Return the commands that the supervisor types, for those who want to do so."""
     own = commands(name, cluster)
     poll = run_words(name, "poll", 0, 1)
     stop = run_words(name, "signal", 0, 1, "INT")
@@ -140,14 +140,14 @@ def _typed(name: str, cluster: TpuVmCluster) -> str:
 
 
 def _setup(cluster: TpuVmCluster) -> Sequence[str]:
-    """Give the lines of shell that run before training."""
+    """Return the lines of shell that run before training."""
     if cluster.setup is not None:
         return cluster.setup
     return _SETUP if cluster.code is Code.archive else ()
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
-    """Give lines of shell that ask Secret Manager, by the machine's own account.
+    """Return lines of shell that ask Secret Manager, by the machine's own account.
 
     Source: the reference of gcloud secrets versions access (SDK 528).
     """
@@ -163,7 +163,7 @@ def _secrets(cluster: TpuVmCluster) -> list[str]:
 def _in_docker(
     image: str, name: str, variables: list[str], command: list[str]
 ) -> list[str]:
-    """Give the words that run a command in a container, with all chips of the machine.
+    """Return what runs a command in a container, with all chips of the machine.
 
     Source: docs.cloud.google.com/tpu/docs/run-in-container.
     """
@@ -174,48 +174,52 @@ def _in_docker(
     return [*sudo, "docker", "run", "--rm", *flags, image, *command]
 
 
-def submit(job: Job, cluster: TpuVmCluster, rendered: Rendered, record: Record) -> int:
+def submit(
+    job: Job, cluster: TpuVmCluster, rendered: Rendered, submission: Submission
+) -> int:
     """Get the machines, start the run, and keep it going to the end."""
-    record = record.with_handle(cluster=asdict(cluster))
-    hosts = _hosts(record)
+    submission = submission.with_handle(cluster=asdict(cluster))
+    hosts = _hosts(submission)
 
     def over() -> None:
         if not cluster.keep:
             hosts.resource.delete()
 
-    return supervise(job, cluster, record, watching(hosts, cluster), over)
+    return supervise(job, cluster, submission, attempt_starter(hosts, cluster), over)
 
 
-def _hosts(record: Record) -> TpuHosts:
-    return TpuHosts(record, kept_keys(record), record.local_folder() / STATES)
+def _hosts(submission: Submission) -> TpuHosts:
+    return TpuHosts(
+        submission, submitted_cluster(submission), submission.local_folder() / STATES
+    )
 
 
-def status(record: Record) -> list[str]:
-    """Say what the queue says, who keeps it running, and what came before."""
+def status(submission: Submission) -> list[str]:
+    """Describe the queued resource, who keeps it running, and what came before."""
     try:
-        now = QueuedResource(record.name, kept_keys(record)).look()
+        now = QueuedResource(submission.name, submitted_cluster(submission)).look()
         there = str(now) if now.state else "none: it is over, or not asked for yet"
     except GcloudError as error:
         there = f"gcloud does not say: {error}"
-    states = said_of_states(record.local_folder() / STATES)
-    return [f"queued resource: {there}", *said_of(record), *states]
+    states = describe_states(submission.local_folder() / STATES)
+    return [f"queued resource: {there}", *describe_supervisor(submission), *states]
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 says; if nobody here has listened, what it has said."""
-    if not print_log(record, follow):
-        print(_hosts(record).said(0).decode(errors="replace"), end="")
+    if not print_log(submission, follow):
+        print(_hosts(submission).said(0).decode(errors="replace"), end="")
     return 0
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Let the run save and stop, wait until it has, and delete the machines."""
-    if stop_watcher(record):
+    if stop_supervisor(submission):
         return 0
-    hosts, cluster = _hosts(record), kept_keys(record)
+    hosts, cluster = _hosts(submission), submitted_cluster(submission)
     if hosts.resource.look().state == ACTIVE:
-        file = record.local_folder() / LOG
-        watch = Watch(hosts, file, cluster.poll_s, begun=True)
+        file = submission.local_folder() / LOG
+        watch = RemoteAttempt(hosts, file, cluster.poll_s, begun=True)
         watch.stop(signal.SIGINT)
         watch.wait()
     if not cluster.keep:

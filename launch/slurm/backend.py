@@ -16,13 +16,13 @@ from launch.plan_check import Machine
 from launch.slurm.checks import slurm_mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
 from launch.slurm.squeue import QueuedJob, ask
-from launch.submissions import Record
-from launch.supervisor import ATTEMPTS, said_of_attempts
+from launch.submissions import Submission
+from launch.supervisor import ATTEMPTS, describe_attempts
 from train.errors import FINISHED, Mistake
 
 log = logging.getLogger(__name__)
 
-WHERE_SECRETS_GO = (
+SECRETS_REMEDY = (
     "set it in the environment that you type this command in: sbatch passes that on"
 )
 _LOOK_S = 1.0
@@ -35,7 +35,7 @@ def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SlurmCluster) -> Machine:
-    """Give nodes of GPUs; nothing for CPUs: how many devices they are is not known."""
+    """Return nodes of GPUs; nothing for CPUs, whose number is not known."""
     if cluster.gpus_per_node is None:
         return Machine()
     how = cluster.gpus_per_node, cluster.nodes, cluster.environment
@@ -43,7 +43,7 @@ def machine(cluster: SlurmCluster) -> Machine:
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
-    """Give the job script, and sbatch's line; that holds the paths."""
+    """Return the job script, and sbatch's line; that holds the paths."""
     folder = folder_of(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={workdir_of(job, cluster)}"]
@@ -51,32 +51,34 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     return Rendered({SCRIPT: script(job, cluster)}, command)
 
 
-def submit(job: Job, cluster: SlurmCluster, rendered: Rendered, record: Record) -> int:
+def submit(
+    job: Job, cluster: SlurmCluster, rendered: Rendered, submission: Submission
+) -> int:
     """Hand the script to sbatch."""
     folder = Path(folder_of(job))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
-    record = record.with_handle(folder=str(folder))
+    submission = submission.with_handle(folder=str(folder))
     number, _, other = ask(rendered.command).strip().partition(";")
-    record.with_handle(job=number, cluster=other)
+    submission.with_handle(job=number, cluster=other)
     print(f"job {number}; action=status says where it is, action=logs what it says")
     return FINISHED
 
 
-def alive(record: Record) -> bool:
-    """Say whether the job runs, or waits to."""
-    return QueuedJob(record.handle).state() is not None
+def alive(submission: Submission) -> bool:
+    """Return whether the job runs, or waits to."""
+    return QueuedJob(submission.handle).state() is not None
 
 
-def status(record: Record) -> list[str]:
-    """Say where the job is, why it waits, and how its attempts ended."""
-    diary = Path(record.handle["folder"]) / ATTEMPTS
-    return [*QueuedJob(record.handle).describe(), *said_of_attempts(diary)]
+def status(submission: Submission) -> list[str]:
+    """Describe where the job is, why it waits, and how its attempts ended."""
+    diary = Path(submission.handle["folder"]) / ATTEMPTS
+    return [*QueuedJob(submission.handle).describe(), *describe_attempts(diary)]
 
 
-def logs(record: Record, follow: bool) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what the script and the processes have said."""
-    file, job = Path(record.handle["folder"]) / LOG, QueuedJob(record.handle)
+    file, job = Path(submission.handle["folder"]) / LOG, QueuedJob(submission.handle)
     place, over, looked = 0, not follow, 0.0
     while True:
         if follow and time.monotonic() - looked > 5 * _LOOK_S:
@@ -91,14 +93,14 @@ def logs(record: Record, follow: bool) -> int:
         time.sleep(_LOOK_S / 4)
 
 
-def stop(record: Record) -> int:
+def stop(submission: Submission) -> int:
     """Let the run save and stop, or take it out of the queue; wait until it is gone.
 
     A file keeps the script from starting again. The signal goes to the processes, and
     SIGINT goes only once: a second would end them before they have saved.
     """
-    (Path(record.handle["folder"]) / STOP).touch()
-    job, asked = QueuedJob(record.handle), None
+    (Path(submission.handle["folder"]) / STOP).touch()
+    job, asked = QueuedJob(submission.handle), None
     while (state := job.state()) is not None:
         now = time.monotonic()
         if state == "PENDING":

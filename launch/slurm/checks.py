@@ -54,7 +54,7 @@ def _numbers(cluster: SlurmCluster) -> Iterator[Mistake]:
 
 
 def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
-    """Look at what ends up in a directive."""
+    """List mistakes in what ends up in a directive."""
     rules = {
         "partition": (_VALUE, _VALUE_RULE),
         "account": (_VALUE, _VALUE_RULE),

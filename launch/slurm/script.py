@@ -28,7 +28,7 @@ _OTHERS_S = 600  # after one has ended: heartbeat, watchdog and a save are withi
 
 
 def script(job: Job, cluster: SlurmCluster) -> str:
-    """Give the job script."""
+    """Return the job script."""
     parts = [
         ["#!/usr/bin/env bash", *directives(job, cluster)],
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
@@ -44,7 +44,7 @@ def script(job: Job, cluster: SlurmCluster) -> str:
 
 
 def folder_of(job: Job) -> str:
-    """Give the folder of script, log and exit codes: all nodes see it.
+    """Return the folder of script, log and exit codes: all nodes see it.
 
     That of the submission, or below the home directory if that one is remote.
     """
@@ -55,12 +55,12 @@ def folder_of(job: Job) -> str:
 
 
 def workdir_of(job: Job, cluster: SlurmCluster) -> str:
-    """Give where the processes run."""
+    """Return where the processes run."""
     return cluster.workdir or job.workdir
 
 
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Give the lines for sbatch; their values were checked (`slurm/backend.py`)."""
+    """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
     known = {
         "job-name": job.name,
         "nodes": cluster.nodes,
@@ -80,7 +80,7 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Give options as words: null and false leave one out, true has no value."""
+    """Return options as words: null and false leave one out, true has no value."""
     chosen = {k: v for k, v in options.items() if v is not None and v is not False}
     return [f"--{k}" if v is True else f"--{k}={v}" for k, v in chosen.items()]
 
@@ -110,7 +110,7 @@ export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
 
 def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Give the commands, a word a line."""
+    """Return the commands, a word a line."""
     python = cluster.python or ("python3" if cluster.container_image else None)
     python = python or sys.executable
     tasks = cluster.nodes * cluster.processes_per_node
@@ -139,7 +139,7 @@ def _array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
-    """Give the options of pyxis: the same paths inside as outside."""
+    """Return the options of pyxis: the same paths inside as outside."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = workdir_of(job, cluster)
@@ -165,7 +165,7 @@ def _outer(paths: Iterable[str]) -> list[str]:
 
 
 def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Give what `launch/policy.py` says, and where things lie."""
+    """Return what `launch/policy.py` says, and where things lie."""
     pauses = [0.0]
     while pauses[-1] < LONGEST_BACKOFF_S and len(pauses) <= cluster.max_restarts:
         pauses.append(backoff(len(pauses), cluster.backoff_s))

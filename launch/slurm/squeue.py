@@ -31,7 +31,7 @@ class QueuedJob:
         self._where = [f"--clusters={other}"] if other else []
 
     def about(self) -> dict[str, str]:
-        """Give `scontrol show job` by name; nothing, once Slurm has forgotten it."""
+        """Return `scontrol show job` by name; nothing, once Slurm has forgotten it."""
         if self.number is None:
             return {}
         words = ["scontrol", *self._where, "show", "job", "--oneliner", self.number]
@@ -39,7 +39,7 @@ class QueuedJob:
         return dict(reversed(pairs))  # the first of each counts: texts come later
 
     def state(self) -> str | None:
-        """Give its state; None if it is over."""
+        """Return its state; None if it is over."""
         state = self.about().get("JobState")
         return None if state in _OVER else state
 
@@ -50,7 +50,7 @@ class QueuedJob:
         ask(["scancel", "--quiet", *self._where, *which, self.number], "")
 
     def describe(self) -> list[str]:
-        """Say whether it runs, why it waits, and how often it was put back."""
+        """Return whether it runs, why it waits, and how often it was put back."""
         if self.number is None:
             return ["in no queue: sbatch did not take it"]
         about = self.about()
@@ -73,7 +73,7 @@ class QueuedJob:
         return lines
 
     def _place(self, partition: str) -> str:
-        """Say how many jobs wait before it."""
+        """Return how many jobs wait before it, as words."""
         order = ["--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
         words = ["squeue", *self._where, *order, f"--partition={partition}"]
         waiting = ask(words, "").split()
@@ -83,7 +83,7 @@ class QueuedJob:
         return f"{before or 'no'} job{'s' * (before != 1)} before it in {partition}"
 
     def _accounted(self) -> list[str]:
-        """Ask the accounting, where there is one."""
+        """Return the line of the accounting, where there is one."""
         words = ["sacct", *self._where, "--allocations", "--noheader", "--parsable2"]
         words += ["--format=State,ExitCode,End", f"--jobs={self.number}"]
         said = ask(words, "").strip()
@@ -91,11 +91,11 @@ class QueuedJob:
 
 
 def ask(command: Sequence[str], allowed: str | None = None) -> str:
-    """Run one of Slurm's commands; give what it said.
+    """Run one of Slurm's commands; return its output.
 
     Args:
         command: its words.
-        allowed: a part of a message; where it fails with that, it said nothing.
+        allowed: a part of a message; where it fails with that, the output is empty.
 
     Raises:
         Exit: it failed otherwise.

@@ -61,13 +61,13 @@ class Kept:
     def verb(self, action: str, *more: str) -> str:
         return self.says(f"action={action}", "run.name=base", *more)
 
-    def record(self, number: int) -> Path:
+    def submission(self, number: int) -> Path:
         return self.run.path / f"launch/{number}"
 
     def watcher(self, number: int) -> int:
         """Give the process that keeps it going."""
-        record = json.loads((self.record(number) / "record.json").read_text())
-        return record["handle"]["pid"]
+        submission = json.loads((self.submission(number) / "record.json").read_text())
+        return submission["handle"]["pid"]
 
     def await_that(self, holds: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -82,7 +82,7 @@ class Kept:
 
     def await_attempts(self, number: int, attempts: int = 1) -> None:
         """Wait until so many attempts of a submission have ended."""
-        file = self.record(number) / "attempts.jsonl"
+        file = self.submission(number) / "attempts.jsonl"
         self.await_that(
             lambda: file.exists() and file.read_text().count("\n") >= attempts
         )

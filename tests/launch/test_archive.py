@@ -123,7 +123,7 @@ def test_equal_files_give_equal_bytes(checkout: Path, tmp_path: Path):
 
 
 def place(folder: Path, packed: bytes) -> Path:
-    """Put beside a record what `job.command` names there."""
+    """Put beside a submission what `job.command` names there."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ARCHIVE).write_bytes(packed)
     shutil.copy(UNPACKER, folder / UNPACK)
@@ -135,12 +135,15 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
-    stubs, record = tmp_path / "stubs", place(tmp_path / "a record", archive(checkout))
+    stubs, submission = (
+        tmp_path / "stubs",
+        place(tmp_path / "a submission", archive(checkout)),
+    )
     argument_printer(stubs)
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
     overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
     for each in (*((o,) for o in (overrides[0], *VALUES[-3:])), overrides):
-        job = Job("name", "/runs/x", str(record), each, "", "")
+        job = Job("name", "/runs/x", str(submission), each, "", "")
         _, *words = job.command("python", Code.archive)
         ran = subprocess.run(
             [sys.executable, *words], env=environment(tmp_path, PATH=path), cwd=stubs
@@ -149,11 +152,11 @@ def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
         assert printed(stubs)[-1] == ["-P", "-m", "train", *each]
 
 
-def run(record: Path, tmp_path: Path, code: str, **more: str):
+def run(submission: Path, tmp_path: Path, code: str, **more: str):
     command = [sys.executable, UNPACK, ARCHIVE, "--", sys.executable, "-P", "-c", code]
     return subprocess.Popen(
         command,
-        cwd=record,
+        cwd=submission,
         env=environment(tmp_path, **more),
         text=True,
         stdout=subprocess.PIPE,
@@ -162,32 +165,32 @@ def run(record: Path, tmp_path: Path, code: str, **more: str):
 
 
 def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Path):
-    record = place(tmp_path / "record", archive(checkout))
+    submission = place(tmp_path / "submission", archive(checkout))
     other = tmp_path / "other"
     (other / "train").mkdir(parents=True)
     (other / "train/__init__.py").write_text("")
     (other / "train/step.py").write_text("new = 'of another program'\n")
     (other / "extra.py").write_text("")
     code = "import train.step, extra; print(train.step.new, train.step.__file__)"
-    said, wrong = run(record, tmp_path, code, PYTHONPATH=str(other)).communicate()
-    sha = hashlib.sha256((record / ARCHIVE).read_bytes()).hexdigest()
+    said, wrong = run(submission, tmp_path, code, PYTHONPATH=str(other)).communicate()
+    sha = hashlib.sha256((submission / ARCHIVE).read_bytes()).hexdigest()
     folder = tmp_path / "cache/longhaul/code" / sha
     assert said.split() == ["2", str(folder / "train/step.py")], wrong
 
 
 @pytest.mark.parametrize("code", [0, 1, 42, 78, 134])
 def test_exit_codes_are_the_commands(code: int, checkout: Path, tmp_path: Path):
-    record = place(tmp_path / "record", archive(checkout))
-    process = run(record, tmp_path, f"raise SystemExit({code})")
+    submission = place(tmp_path / "submission", archive(checkout))
+    process = run(submission, tmp_path, f"raise SystemExit({code})")
     process.communicate()
     assert process.returncode == code
 
 
 def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
-    record = place(tmp_path / "record", archive(checkout))
+    submission = place(tmp_path / "submission", archive(checkout))
     wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
     process = run(
-        record, tmp_path, wait + "print(os.getpid(), flush=1); time.sleep(60)"
+        submission, tmp_path, wait + "print(os.getpid(), flush=1); time.sleep(60)"
     )
     assert process.stdout is not None
     assert int(process.stdout.readline()) == process.pid  # it has become the command
@@ -197,11 +200,11 @@ def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
 
 def test_a_signal_on_the_way_is_a_preemption(tmp_path: Path):
     """There is nothing to save yet; 143 would count as a crash."""
-    record = place(tmp_path / "record", b"")
-    (record / ARCHIVE).unlink()
-    os.mkfifo(record / ARCHIVE)  # an archive that is long in coming
-    process = run(record, tmp_path, "")
-    with (record / ARCHIVE).open("wb"):  # it reads by now
+    submission = place(tmp_path / "submission", b"")
+    (submission / ARCHIVE).unlink()
+    os.mkfifo(submission / ARCHIVE)  # an archive that is long in coming
+    process = run(submission, tmp_path, "")
+    with (submission / ARCHIVE).open("wb"):  # it reads by now
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
     assert process.returncode == 42
@@ -212,7 +215,7 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
     packed = archive(REPOSITORY)
     whole = contents(packed)
     folder = tmp_path / hashlib.sha256(packed).hexdigest()
-    record = place(tmp_path / "record", packed)
+    submission = place(tmp_path / "submission", packed)
     code = f"""if True:
         import os, sys; sys.path.insert(0, {str(REPOSITORY)!r})
         from pathlib import Path; from launch.unpack import unpack
@@ -222,7 +225,8 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
             left -= 1
             return put(new, place) if left else os.kill(os.getpid(), 9)
         Path.replace = put_or_die
-        unpack(Path({str(record / ARCHIVE)!r}).read_bytes(), Path({str(tmp_path)!r}))"""
+        packed = Path({str(submission / ARCHIVE)!r}).read_bytes()
+        unpack(packed, Path({str(tmp_path)!r}))"""
 
     def start(dies_at: int = -1) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code, str(dies_at)])
@@ -275,8 +279,8 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
     ],
 )
 def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
-    record = place(tmp_path / "record", packed)
-    process = run(record, tmp_path, "print('ran')")
+    submission = place(tmp_path / "submission", packed)
+    process = run(submission, tmp_path, "print('ran')")
     said, wrong = process.communicate()
     assert process.returncode == 1
     assert said == ""
@@ -286,21 +290,21 @@ def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
 
 
 def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
-    record = place(tmp_path / "record", archive(checkout))
+    submission = place(tmp_path / "submission", archive(checkout))
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file/cache")
     code = "import train.step; print(train.step.__file__)"
     more = {"XDG_CACHE_HOME": nowhere, "TMPDIR": str(tmp_path)}
-    said, wrong = run(record, tmp_path, code, **more).communicate()
+    said, wrong = run(submission, tmp_path, code, **more).communicate()
     folder = Path(said).relative_to(tmp_path).parts[0]
     assert folder.startswith("longhaul-code-"), wrong
     assert (tmp_path / folder).stat().st_mode & 0o077 == 0
 
 
 def test_an_unknown_command_exits_as_from_a_shell(checkout: Path, tmp_path: Path):
-    record = place(tmp_path / "record", archive(checkout))
+    submission = place(tmp_path / "submission", archive(checkout))
     command = [sys.executable, UNPACK, ARCHIVE, "--", "no-such-python"]
-    ran = subprocess.run(command, cwd=record, env=environment(tmp_path))
+    ran = subprocess.run(command, cwd=submission, env=environment(tmp_path))
     assert ran.returncode == 127
 
 
@@ -328,15 +332,15 @@ class Away(LocalCluster):
 class Elsewhere(SimpleNamespace):
     """A kind of cluster that takes the code as an archive."""
 
-    def submit(self, job, cluster, rendered, record):
-        self.record, self.job = record, job
+    def submit(self, job, cluster, rendered, submission):
+        self.submission, self.job = submission, job
         return 0
 
 
 @pytest.fixture
 def elsewhere(monkeypatch) -> Elsewhere:
     backend = Elsewhere(
-        WHERE_SECRETS_GO="",
+        SECRETS_REMEDY="",
         mistakes=lambda *_: [],
         machine=lambda _: Machine(),
         render=lambda *_: Rendered({"job.sh": "line\n"}, ["bash", "job.sh"]),
@@ -383,14 +387,14 @@ def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsy
 @pytest.mark.slow
 def test_it_trains_from_the_archive_alone(tmp_path: Path):
     """An empty folder, no checkout in sight: the run is by the archive's code."""
-    record = place(tmp_path / "record", archive(REPOSITORY))
+    submission = place(tmp_path / "submission", archive(REPOSITORY))
     text = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
     (tmp_path / "text.txt").write_text(text)
     overrides = (
         *(*TINY, "run.name=x", "data.path=text.txt"),
         f"data.cache_dir={tmp_path}/cache",
     )
-    job = Job("x", str(tmp_path / "runs/x"), str(record), overrides, "", "")
+    job = Job("x", str(tmp_path / "runs/x"), str(submission), overrides, "", "")
     env = environment(tmp_path, JAX_PLATFORMS="cpu")
     env.pop("PYTHONPATH", None)
     command = job.command(sys.executable, Code.archive)

@@ -162,7 +162,7 @@ ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 @pytest.fixture
 def namespace() -> None:
-    """Processes are numbered from 1 on in it, and see no others."""
+    """ProcessGroup are numbered from 1 on in it, and see no others."""
     if not shutil.which("unshare") or subprocess.run([*ALONE, "true"]).returncode:
         pytest.skip("needs the right to make a namespace of processes")
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launch.config import LocalCluster
-from launch.job import Job, unfit
+from launch.job import Job, control_character_mistakes
 from launch.local import render
 from tests.drills.ground import check_equal
 from tests.drills.run import Run
@@ -86,7 +86,7 @@ class Training:
                 found[int(rank.removeprefix("RANK="))] = int(entry.name)
         return found
 
-    def record(self, number: int) -> Path:
+    def submission(self, number: int) -> Path:
         return self.run.path / f"launch/{number}"
 
 
@@ -107,11 +107,11 @@ def test_killed_preempted_stopped_and_resumed(straight, tmp_path):
     training.await_steps()
 
     os.kill(training.processes()[2], signal.SIGKILL)  # one dies: all are started again
-    training.await_that(lambda: (training.record(1) / "attempts.jsonl").exists())
+    training.await_that(lambda: (training.submission(1) / "attempts.jsonl").exists())
     training.await_steps()
     os.kill(training.processes()[1], signal.SIGTERM)  # one is preempted
     training.await_that(
-        lambda: (training.record(1) / "attempts.jsonl").read_text().count("\n") == 2
+        lambda: (training.submission(1) / "attempts.jsonl").read_text().count("\n") == 2
     )
     training.await_steps()
 
@@ -138,7 +138,7 @@ def test_killed_preempted_stopped_and_resumed(straight, tmp_path):
     said = says(other, "action=logs", "follow=true", only)  # until it ends
     assert f"from step {stopped}\n" in said
     check_equal(training.run, straight, STEPS)
-    kept = {file.name for file in training.record(2).iterdir()}
+    kept = {file.name for file in training.submission(2).iterdir()}
     assert {"record.json", "config.yaml", "local.sh", "process-3.log"} <= kept
 
 
@@ -159,7 +159,7 @@ def test_what_another_start_would_not_mend_is_not_started_again(tmp_path):
     training = Training(tmp_path, "base")
     said = says(tmp_path, *training.submit, "data.path=gone.txt", code=65)
     assert "gone.txt" in said
-    attempts = (training.record(1) / "attempts.jsonl").read_text()
+    attempts = (training.submission(1) / "attempts.jsonl").read_text()
     assert attempts.count("\n") == 1
 
 
@@ -201,7 +201,7 @@ def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
 
 
 def test_what_ends_a_line_is_refused():
-    refused = [value for value in VALUES if unfit([value])]
+    refused = [value for value in VALUES if control_character_mistakes([value])]
     assert refused == ["\ta", "two\nlines", "bell\a", "\r"]
 
 

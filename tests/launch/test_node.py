@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.node import STOP, main, through
+from launch.node import STOP, main, node_command
 from tests.fleet import REPOSITORY
 
 WAITS = "import time; print('here', flush=True); time.sleep(60)"
@@ -69,7 +69,7 @@ def test_an_abort_is_134():
 
 
 def started(*own: str, program: str = WAITS) -> subprocess.Popen[str]:
-    command = through(sys.executable)[1:-1]
+    command = node_command(sys.executable)[1:-1]
     command = [sys.executable, *command, *own, "--", sys.executable, "-c", program]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)

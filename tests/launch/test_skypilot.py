@@ -21,7 +21,7 @@ from launch.node import STOP
 from launch.plan_check import Machine
 from launch.policy import Verdict, judge
 from launch.skypilot import FILE
-from launch.submissions import Record
+from launch.submissions import Submission
 from tests.fleet import REPOSITORY
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
@@ -203,57 +203,57 @@ def sky(tmp_path, monkeypatch) -> Iterator[Sky]:
 
 
 @pytest.fixture
-def record(tmp_path) -> Record:
-    record = Record(str(tmp_path / "run"), 1, "skypilot", JOB.name, (), "/here")
-    record.folder.mkdir(parents=True)
-    return record
+def submission(tmp_path) -> Submission:
+    submission = Submission(str(tmp_path / "run"), 1, "skypilot", JOB.name, (), "/here")
+    submission.folder.mkdir(parents=True)
+    return submission
 
 
 def job(status: str, number: int = 3, **more: Any) -> dict[str, Any]:
     return {"job_id": number, "job_name": JOB.name, "status": status, **more}
 
 
-def test_submit_names_secrets_and_does_not_tell_them(sky, record, monkeypatch):
+def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatch):
     rendered = skypilot.render(JOB, FULL)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(Exit, match="not set in this environment: WANDB_API_KEY"):
-        skypilot.submit(JOB, FULL, rendered, record)
+        skypilot.submit(JOB, FULL, rendered, submission)
     monkeypatch.setenv("WANDB_API_KEY", "hush")
-    assert skypilot.submit(JOB, FULL, rendered, record) == 0
+    assert skypilot.submit(JOB, FULL, rendered, submission) == 0
     (words, secret), *_ = sky.calls()
     assert words[:4] == ["jobs", "launch", "--name", JOB.name]
-    assert words[-3:] == ["--secret", "WANDB_API_KEY", f"{record.folder}/{FILE}"]
+    assert words[-3:] == ["--secret", "WANDB_API_KEY", f"{submission.folder}/{FILE}"]
     assert "--workdir" not in words  # the image has the code
     assert secret == "hush"
-    written = [f.read_text() for f in Path(record.folder).rglob("*") if f.is_file()]
+    written = [f.read_text() for f in Path(submission.folder).rglob("*") if f.is_file()]
     assert "hush" not in "".join([*rendered.files.values(), *words, *written])
 
 
-def test_status_tells_of_the_newest_of_its_name(sky, record):
-    assert skypilot.status(record) == ["SkyPilot knows no such job"]
-    assert not skypilot.alive(record)
+def test_status_tells_of_the_newest_of_its_name(sky, submission):
+    assert skypilot.status(submission) == ["SkyPilot knows no such job"]
+    assert not skypilot.alive(submission)
     why = "Retrying launch soon: no H100 in us-central1"
     other = {**job("SUCCEEDED", 9), "job_name": "other"}
     sky.tell(job("FAILED", 2), job("STARTING", 3, details=why), other)
-    assert skypilot.status(record) == ["managed job 3: STARTING", why]
-    assert skypilot.alive(record)
+    assert skypilot.status(submission) == ["managed job 3: STARTING", why]
+    assert skypilot.alive(submission)
     sky.tell(job("FAILED_NO_RESOURCE", 3, failure_reason="none", recovery_count=2))
-    assert not skypilot.alive(record)
-    assert skypilot.status(record)[1:] == ["recovered 2 times", "none"]
+    assert not skypilot.alive(submission)
+    assert skypilot.status(submission)[1:] == ["recovered 2 times", "none"]
 
 
-def test_logs_are_passed_through(sky, record, capfd):
-    assert skypilot.logs(record, follow=True) == 100
+def test_logs_are_passed_through(sky, submission, capfd):
+    assert skypilot.logs(submission, follow=True) == 100
     assert capfd.readouterr().out == "step 7\n"
     assert sky.calls()[-1][0][-3:] == ["--follow", "--tail", "0"]
 
 
-def test_stop_lets_a_run_save_and_waits(sky, record):
+def test_stop_lets_a_run_save_and_waits(sky, submission):
     sky.tell(job("RUNNING"))
-    stopping = threading.Thread(target=skypilot.stop, args=(record,))
+    stopping = threading.Thread(target=skypilot.stop, args=(submission,))
     stopping.start()
     deadline = time.monotonic() + 60
-    while not (record.folder / STOP).exists():
+    while not (submission.folder / STOP).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert stopping.is_alive()
@@ -263,19 +263,19 @@ def test_stop_lets_a_run_save_and_waits(sky, record):
     assert not [words for words, _ in sky.calls() if "cancel" in words]
 
 
-def test_stop_cancels_what_does_not_run_yet(sky, record):
+def test_stop_cancels_what_does_not_run_yet(sky, submission):
     sky.tell(job("STARTING"))
-    assert skypilot.stop(record) == 0
+    assert skypilot.stop(submission) == 0
     assert ["jobs", "cancel", "--name", JOB.name, "--yes"] in [
         words for words, _ in sky.calls()
     ]
-    assert not (record.folder / STOP).exists()
+    assert not (submission.folder / STOP).exists()
 
 
-def test_without_skypilot_it_is_said(record, monkeypatch, tmp_path):
+def test_without_skypilot_it_is_said(submission, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Exit, match="pip install skypilot"):
-        skypilot.alive(record)
+        skypilot.alive(submission)
 
 
 def test_its_commands_are_skypilots(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from launch.supervisor import Supervisor, said_of_attempts
+from launch.supervisor import Supervisor, describe_attempts
 
 
 class Played:
@@ -112,6 +112,6 @@ def test_a_signal_in_a_pause_ends_it(tmp_path):
 
 def test_the_diary_is_for_people_too(play, tmp_path):
     play([None, 134], [0, 0])
-    first, second = said_of_attempts(tmp_path / "attempts.jsonl")
+    first, second = describe_attempts(tmp_path / "attempts.jsonl")
     assert "lost, 134: again" in first
     assert "0, 0: the last" in second

@@ -18,7 +18,7 @@ import pytest
 
 from launch.job import Job
 from launch.kubernetes import gke_tpu, kubectl
-from launch.submissions import Record, newest
+from launch.submissions import Submission, newest
 from tests.fleet import REPOSITORY
 from tests.launch import fake_kubectl
 from tests.launch.api_server import ApiServer
@@ -56,16 +56,16 @@ def server(request, tmp_path, monkeypatch) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def submitted(server, tmp_path) -> Record:
+def submitted(server, tmp_path) -> Submission:
     return submit(tmp_path)
 
 
-def submit(folder: Path, job: Job = JOB) -> Record:
-    record = Record(str(folder), 1, "gke_tpu", job.name, (), str(folder))
-    record.folder.mkdir(parents=True, exist_ok=True)
+def submit(folder: Path, job: Job = JOB) -> Submission:
+    submission = Submission(str(folder), 1, "gke_tpu", job.name, (), str(folder))
+    submission.folder.mkdir(parents=True, exist_ok=True)
     rendered = gke_tpu.render(job, CLUSTER)
-    assert gke_tpu.submit(job, CLUSTER, rendered, record) == 0
-    return newest(record.run_dir)
+    assert gke_tpu.submit(job, CLUSTER, rendered, submission) == 0
+    return newest(submission.run_dir)
 
 
 def a_pod(server: ApiServer, name: str, index: int = 0, **status: Any) -> None:
@@ -98,14 +98,14 @@ def test_what_is_submitted_arrives(server, tmp_path):
 
 
 def test_a_job_that_runs_is_left_alone_and_one_that_is_over_replaced(server, tmp_path):
-    record = submit(tmp_path)
-    assert gke_tpu.alive(record)
+    submission = submit(tmp_path)
+    assert gke_tpu.alive(submission)
     with pytest.raises(Exit, match="already exists"):
         submit(tmp_path)
     server.objects["jobsets"][NAME]["status"] = {"terminalState": "Failed"}
-    assert not gke_tpu.alive(record)
+    assert not gke_tpu.alive(submission)
     submit(tmp_path)
-    assert gke_tpu.alive(record)
+    assert gke_tpu.alive(submission)
     assert [method for method, _, _ in server.asked].count("DELETE") == 1
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.remote import attempt as watch
-from launch.remote.attempt import Wait, Watch
+from launch.remote import attempt
+from launch.remote.attempt import RemoteAttempt, Wait
 from launch.remote.run_script import State
-from launch.subprocesses import try_call
+from launch.subprocesses import run_captured
 
 
 def test_a_signal_ends_a_pause():
@@ -30,11 +30,11 @@ def test_a_signal_ends_a_pause():
 def test_what_is_called_has_a_session_of_its_own():
     """Ctrl-C in the terminal does not reach it."""
     ask = [sys.executable, "-S", "-c", "import os; print(os.getsid(0))"]
-    assert int(try_call(ask)[1]) != os.getsid(0)
+    assert int(run_captured(ask)[1]) != os.getsid(0)
 
 
 def test_what_takes_too_long_is_an_error():
-    code, _, said = try_call(["sleep", "30"], timeout_s=0.1)
+    code, _, said = run_captured(["sleep", "30"], timeout_s=0.1)
     assert code == 1
     assert said == "sleep took longer than 0 s"
 
@@ -85,25 +85,25 @@ RUNS, DONE, ABORTED = State("running"), State("ended", 0), State("ended", 134)
     ],
 )
 def test_ends(monkeypatch, tmp_path, answers, codes):
-    monkeypatch.setattr(watch, "LOST_S", 0.3)
-    monkeypatch.setattr(watch, "SILENT_S", 0.2)
+    monkeypatch.setattr(attempt, "LOST_S", 0.3)
+    monkeypatch.setattr(attempt, "SILENT_S", 0.2)
     hosts = Scripted(2, *answers)
-    assert Watch(hosts, tmp_path / "log", poll_s=0.02).wait() == codes
+    assert RemoteAttempt(hosts, tmp_path / "log", poll_s=0.02).wait() == codes
 
 
 def test_who_is_silent_when_others_have_ended_is_not_waited_for_long(
     monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(watch, "SILENT_S", 0.2)
+    monkeypatch.setattr(attempt, "SILENT_S", 0.2)
     hosts = Scripted(2, {"a": RUNS, "b": RUNS}, {"a": ABORTED})
     began = time.monotonic()
-    assert Watch(hosts, tmp_path / "log", poll_s=0.02).wait() == [134, None]
+    assert RemoteAttempt(hosts, tmp_path / "log", poll_s=0.02).wait() == [134, None]
     assert time.monotonic() - began < 30
 
 
 def test_those_that_do_not_end_are_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(watch, "OTHERS_S", 0.1)
+    monkeypatch.setattr(attempt, "OTHERS_S", 0.1)
     many = [{"a": DONE, "b": RUNS}] * 20
     hosts = Scripted(2, *many, {"a": DONE, "b": State("ended", 137)})
-    assert Watch(hosts, Path(tmp_path / "log"), poll_s=0.02).wait() == [0, 137]
+    assert RemoteAttempt(hosts, Path(tmp_path / "log"), poll_s=0.02).wait() == [0, 137]
     assert ("KILL",) in hosts.told

@@ -17,12 +17,10 @@ import yaml
 
 from launch import supervisor
 from launch.config import Code, SshCluster
-from launch.doors import ROOT
 from launch.job import Job
-from launch.remote import attempt as watch
-from launch.remote import ssh, ssh_hosts
-from launch.remote import supervise as keeping
-from launch.submissions import Record, keep
+from launch.remote import attempt, ssh, ssh_hosts, supervise
+from launch.submissions import Submission, keep
+from launch.subprocesses import ROOT
 from tests.launch import fake_ssh
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
@@ -66,26 +64,30 @@ class Stage:
             *("name-12345678", str(folder / "run"), f"{folder}/run/launch/1"),
             *((), str(folder / "root"), str(folder)),
         )
-        self.record = Record(self.job.run_dir, 1, "ssh", self.job.name, (), "")
+        self.submission = Submission(self.job.run_dir, 1, "ssh", self.job.name, (), "")
 
     @property
     def environment(self) -> dict[str, str]:
         path = f"{self.path}:{os.environ['PATH']}"
         return {"FAKE_SSH": str(self.hosts), "STUB": str(self.stub), "PATH": path}
 
-    def kept(self, cluster: SshCluster = CLUSTER) -> Record:
-        """Give the record of a submission, which nobody watches."""
-        record = keep(self.record, ssh.render(self.job, cluster).files, Path("/none"))
-        return record.with_handle(cluster=json.loads(json.dumps(vars(cluster))))
+    def kept(self, cluster: SshCluster = CLUSTER) -> Submission:
+        """Give the submission of a submission, which nobody watches."""
+        submission = keep(
+            self.submission, ssh.render(self.job, cluster).files, Path("/none")
+        )
+        return submission.with_handle(cluster=json.loads(json.dumps(vars(cluster))))
 
     def submit(self, cluster: SshCluster = CLUSTER) -> int:
         rendered = ssh.render(self.job, cluster)
-        keep(self.record, rendered.files, Path("/none"))
-        return ssh.submit(self.job, cluster, rendered, self.record)
+        keep(self.submission, rendered.files, Path("/none"))
+        return ssh.submit(self.job, cluster, rendered, self.submission)
 
     @property
     def codes(self) -> list[list[int | None]]:
-        lines = (Path(self.record.folder) / "attempts.jsonl").read_text().splitlines()
+        lines = (
+            (Path(self.submission.folder) / "attempts.jsonl").read_text().splitlines()
+        )
         return [json.loads(line)["codes"] for line in lines]
 
     def starts(self) -> list[int]:
@@ -117,7 +119,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch) -> Iterator[Callable[..., Stage]]:
-    monkeypatch.setattr(keeping, "newest_step", lambda job: None)
+    monkeypatch.setattr(supervise, "run_step", lambda job: None)
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.02)
     monkeypatch.setattr(ssh_hosts, "_AGAIN_S", 0.05)
 
@@ -193,8 +195,8 @@ def test_a_broken_connection_harms_nothing(stage):
 
 def test_a_lost_host_is_waited_for(stage, monkeypatch, caplog):
     """It is lost, all are started again once it is back, and that does not count."""
-    monkeypatch.setattr(watch, "LOST_S", 0.5)
-    monkeypatch.setattr(watch, "SILENT_S", 0.5)
+    monkeypatch.setattr(attempt, "LOST_S", 0.5)
+    monkeypatch.setattr(attempt, "SILENT_S", 0.5)
     at = stage("run", 0)
 
     def go_away() -> None:
@@ -237,20 +239,20 @@ def test_ctrl_c_while_hosts_are_away(stage, caplog):
 
 def test_verbs_without_a_supervisor(stage, capsys):
     at = stage("run")
-    record = at.kept()
-    hosts = ssh.SshHosts(record, CLUSTER)
-    assert hosts.begin(watch.Wait(), take_up=False)
+    submission = at.kept()
+    hosts = ssh.SshHosts(submission, CLUSTER)
+    assert hosts.begin(attempt.Wait(), take_up=False)
     until(lambda: at.starts() == [1, 1])
-    said = ssh.status(record)
+    said = ssh.status(submission)
     assert "not kept running" in said[0]
     assert re.fullmatch(r"\S+:0: running", said[1])
-    ssh.logs(record, follow=False)
+    ssh.logs(submission, follow=False)
     assert capsys.readouterr().out == "start 1\n"
     at.off("me@n1")
-    assert ssh.status(record)[-1] == "1 processes: no answer"
+    assert ssh.status(submission)[-1] == "1 processes: no answer"
     (at.hosts / "off/me@n1").unlink()
-    assert ssh.stop(record) == 0
-    ended = [line.split(": ")[1] for line in ssh.status(record)[1:]]
+    assert ssh.stop(submission) == 0
+    ended = [line.split(": ")[1] for line in ssh.status(submission)[1:]]
     assert ended == ["ended 130", "ended 130"]
 
 

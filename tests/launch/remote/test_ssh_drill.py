@@ -123,7 +123,7 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     os.kill(run.watcher(1), signal.SIGKILL)  # the machine that watches goes down
     run.await_steps()
     run.verb("resume")
-    run.await_that(lambda: (run.record(2) / "process-0.log").exists())
+    run.await_that(lambda: (run.submission(2) / "process-0.log").exists())
     run.await_steps()
     assert [servers.process(rank) for rank in range(2)] == before
 

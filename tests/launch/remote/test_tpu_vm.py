@@ -18,14 +18,12 @@ import yaml
 
 from launch import supervisor
 from launch.config import Code, TpuVmCluster
-from launch.doors import ROOT
 from launch.job import ARCHIVE, UNPACK, Job
-from launch.remote import attempt as watch
-from launch.remote import gcloud, tpu_hosts, tpu_vm
+from launch.remote import attempt, gcloud, supervise, tpu_hosts, tpu_vm
 from launch.remote import queued_resource as queued
-from launch.remote import supervise as keeping
 from launch.remote.gcloud import commands
-from launch.submissions import Record, keep
+from launch.submissions import Submission, keep
+from launch.subprocesses import ROOT
 from tests.launch import fake_gcloud
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
@@ -67,7 +65,9 @@ class Stage:
             *("name-12345678", str(folder / "run"), f"{folder}/run/launch/1"),
             *((), str(folder / "root"), str(folder)),
         )
-        self.record = Record(self.job.run_dir, 1, "tpu_vm", self.job.name, (), "")
+        self.submission = Submission(
+            self.job.run_dir, 1, "tpu_vm", self.job.name, (), ""
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -76,20 +76,24 @@ class Stage:
 
     def kept(
         self, cluster: TpuVmCluster = CLUSTER, files: Mapping[str, str] = NOTHING
-    ) -> Record:
-        """Give the record of a submission, which nobody watches."""
+    ) -> Submission:
+        """Give the submission of a submission, which nobody watches."""
         rendered = tpu_vm.render(self.job, cluster)
-        record = keep(self.record, {**rendered.files, **files}, Path("/nowhere"))
-        return record.with_handle(cluster=json.loads(json.dumps(vars(cluster))))
+        submission = keep(
+            self.submission, {**rendered.files, **files}, Path("/nowhere")
+        )
+        return submission.with_handle(cluster=json.loads(json.dumps(vars(cluster))))
 
     def submit(self, cluster: TpuVmCluster = CLUSTER) -> int:
         rendered = tpu_vm.render(self.job, cluster)
-        keep(self.record, rendered.files, Path("/nowhere"))
-        return tpu_vm.submit(self.job, cluster, rendered, self.record)
+        keep(self.submission, rendered.files, Path("/nowhere"))
+        return tpu_vm.submit(self.job, cluster, rendered, self.submission)
 
     @property
     def codes(self) -> list[list[int | None]]:
-        lines = (Path(self.record.folder) / "attempts.jsonl").read_text().splitlines()
+        lines = (
+            (Path(self.submission.folder) / "attempts.jsonl").read_text().splitlines()
+        )
         return [json.loads(line)["codes"] for line in lines]
 
     def starts(self) -> int:
@@ -122,7 +126,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch) -> Iterator[Callable[..., Stage]]:
-    monkeypatch.setattr(keeping, "newest_step", lambda job: None)
+    monkeypatch.setattr(supervise, "run_step", lambda job: None)
     monkeypatch.setattr(queued, "_PAUSE_S", 0.02)
     monkeypatch.setattr(queued, "_ASK_AGAIN_S", 0.02)
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.02)
@@ -181,7 +185,7 @@ def test_it_gives_up_where_that_is_all_one_can_do(stage, plan, code, why):
         at.submit()
     assert raised.value.code == code
     assert not at.left
-    last = queued.said_of_states(Path(at.record.folder) / tpu_vm.STATES)[-1]
+    last = queued.describe_states(Path(at.submission.folder) / tpu_vm.STATES)[-1]
     assert "given up" in last
     assert why in last
     assert "ssh" not in at.verbs()
@@ -204,7 +208,9 @@ def test_preempted_machines_are_asked_for_again(stage):
     assert at.codes == [[None] * 4, [0] * 4]
     assert at.verbs().count("create") == 2
     assert not at.left
-    states = "\n".join(queued.said_of_states(Path(at.record.folder) / tpu_vm.STATES))
+    states = "\n".join(
+        queued.describe_states(Path(at.submission.folder) / tpu_vm.STATES)
+    )
     assert re.search(r"ACTIVE\n.*SUSPEND.*\n(.*\n)*.*WAITING_FOR_RESOURCES", states)
 
 
@@ -287,18 +293,18 @@ def test_a_broken_connection_harms_nothing(stage):
 
 
 def heard_of(at: Stage) -> bool:
-    file = Path(at.record.folder) / keeping.LOG
+    file = Path(at.submission.folder) / supervise.LOG
     return file.exists() and "start 1" in file.read_text()
 
 
 def test_machines_that_stay_silent_are_replaced(stage, monkeypatch):
-    monkeypatch.setattr(watch, "LOST_S", 0.5)
+    monkeypatch.setattr(attempt, "LOST_S", 0.5)
     at = stage([["ACTIVE"]], "run", 0)
     offline = at.cloud / "offline"
 
     def break_for_long() -> None:
         offline.touch()
-        until(lambda: (at.record.folder / "attempts.jsonl").exists())
+        until(lambda: (at.submission.folder / "attempts.jsonl").exists())
         offline.unlink()
 
     at.later(lambda: heard_of(at), break_for_long)
@@ -318,7 +324,7 @@ def test_another_supervisor_takes_up_what_runs(stage, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tpu_vm.QueuedResource, "delete", lambda *_: None)
-        patch.setattr(watch.Watch, "_pass_on", die)
+        patch.setattr(attempt.RemoteAttempt, "_pass_on", die)
         with pytest.raises(Gone):
             at.submit()
     at.later(lambda: at.verbs().count("ssh") > 6, (at.stub / "finish").touch)
@@ -330,15 +336,15 @@ def test_another_supervisor_takes_up_what_runs(stage, monkeypatch):
 
 def test_stop_without_a_supervisor(stage):
     at = stage([["ACTIVE"]], "run")
-    record = at.kept()
-    hosts = tpu_vm._hosts(record)
-    assert hosts.begin(watch.Wait(), take_up=False)
+    submission = at.kept()
+    hosts = tpu_vm._hosts(submission)
+    assert hosts.begin(attempt.Wait(), take_up=False)
     until(lambda: at.starts() == 1)
-    assert "ACTIVE" in tpu_vm.status(record)[0]
-    assert tpu_vm.stop(record) == 0
-    assert "saved" in (Path(record.folder) / keeping.LOG).read_text()
+    assert "ACTIVE" in tpu_vm.status(submission)[0]
+    assert tpu_vm.stop(submission) == 0
+    assert "saved" in (Path(submission.folder) / supervise.LOG).read_text()
     assert not at.left
-    assert "none" in tpu_vm.status(record)[0]
+    assert "none" in tpu_vm.status(submission)[0]
 
 
 def test_status_says_why_it_waits(stage):
@@ -352,11 +358,11 @@ def test_status_says_why_it_waits(stage):
 
 def test_the_archive_goes_along(stage):
     at = stage([["ACTIVE"]])
-    record = at.kept(
+    submission = at.kept(
         replace(SLICES, code=Code.archive), {ARCHIVE: "archive", UNPACK: "unpack"}
     )
     argument_printer(at.cloud / "bin", "python3")
-    assert tpu_vm._hosts(record).begin(watch.Wait(), take_up=False)
+    assert tpu_vm._hosts(submission).begin(attempt.Wait(), take_up=False)
     until(lambda: (at.cloud / "bin/arguments.jsonl").exists())
     train = ["python3", "-P", "-m", "train"]
     wanted = ["./unpack.py", "./code.tar.gz", "--", *train]

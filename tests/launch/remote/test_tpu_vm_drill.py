@@ -60,7 +60,7 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
     run.submit()
     run.await_steps()
     [name] = fake_gcloud.resources(cloud)
-    log = (run.record(1) / "process-0.log").read_text()
+    log = (run.submission(1) / "process-0.log").read_text()
     assert f"devices     {VMS} x cpu" in log
 
     fake_gcloud.preempt(cloud, name)  # spot machines are taken away
@@ -77,7 +77,7 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
     run.await_steps()
     assert "not kept running" in run.verb("status")
     run.verb("resume")
-    run.await_that(lambda: (run.record(2) / "process-0.log").exists())
+    run.await_that(lambda: (run.submission(2) / "process-0.log").exists())
     run.await_steps()
     assert pids(cloud) == before  # nothing was started again
 

@@ -6,7 +6,7 @@ import pytest
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from launch.job import Job
-from launch.plan_check import Machine, see_first
+from launch.plan_check import Machine, check_plan
 from launch.slurm import backend as slurm
 from launch.slurm.script import script
 from launch.slurm.squeue import QueuedJob
@@ -93,15 +93,15 @@ def test_the_plan_is_made_for_the_machine():
 def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch):
     asked = []
 
-    def run_door(module, arguments, variables, **how):
+    def run_module(module, arguments, variables, **how):
         asked.append((module, [*arguments], variables))
         return subprocess.CompletedProcess([], 0)
 
-    monkeypatch.setattr("launch.plan_check.run_door", run_door)
+    monkeypatch.setattr("launch.plan_check.run_module", run_module)
     cluster = SlurmCluster(
         gpus_per_node=8, gpu="h100", environment={"XLA_FLAGS": "--x"}
     )
-    see_first(JOB, slurm.machine(cluster), force=False)
+    check_plan(JOB, slurm.machine(cluster), force=False)
     ((module, arguments, variables),) = asked
     assert (module, arguments[-1]) == ("train.plan", "target=h100-8x1")
     assert variables["XLA_FLAGS"] == "--x"

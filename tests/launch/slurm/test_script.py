@@ -11,7 +11,7 @@ from launch.job import Job, shell
 from launch.policy import Verdict, backoff, judge
 from launch.slurm import backend as slurm
 from launch.slurm.script import script
-from launch.supervisor import Supervisor, said_of_attempts
+from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
 from train.cli.quoting import hydra_text
@@ -141,7 +141,7 @@ def test_what_slurm_does_is_left_to_it(
     assert (code, stubs.told()) == (judge(codes)[1], told)
     (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
     assert json.loads(line)["over"] == over
-    (said,) = said_of_attempts(tmp_path / "attempts.jsonl")
+    (said,) = describe_attempts(tmp_path / "attempts.jsonl")
     assert said.endswith("the last" if over else "again")
 
 
