@@ -33,7 +33,7 @@ MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "model"}
 DATA_MAY_NOT = {"jax", "jaxlib", "flax", "optax", "orbax", "model", "train"}
 # The words of the command line: keys, exit codes, names of machines.
 LAUNCH_MAY = {"train.config", "train.errors", "train.cli", "train.hardware"}
-LAUNCH_MAY |= {"train.identity", "train.run.storage"}
+LAUNCH_MAY |= {"train.identity", "train.run.storage", "train.run.liveness"}
 NO_JAX = ("train.cli", "train.hardware.chips", "train.hardware.targets")
 
 

@@ -15,7 +15,7 @@ from train.run.liveness import Owner
 from train.run.metrics import EventLog, MetricsLog, read_metrics
 from train.status import look
 
-OWNER = Owner.this_process()
+OWNER = Owner.current()
 
 
 def write_run(

@@ -161,7 +161,7 @@ def take_lease(
         Exit: OWNED, if a live process owns it; 1, if the store cannot be read or
             written.
     """
-    storage, me = Storage(folder, _CONTEXT), Owner.this_process()
+    storage, me = Storage(folder, _CONTEXT), Owner.current()
     try:
         version = _take(storage, me, interval_s, timeout_s)
     except DataError as error:

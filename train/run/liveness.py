@@ -1,4 +1,10 @@
-"""Who a process is, so that another can say whether it still lives."""
+"""Who a process is, so that another one, maybe much later, can tell whether it lives.
+
+A process number alone does not: numbers are used again, and mean nothing on another
+machine or in another container. So a process is named by its machine (this boot of it,
+this namespace of process numbers), its number, and when it started. The standard
+library alone is imported.
+"""
 
 import dataclasses
 import datetime
@@ -6,68 +12,49 @@ import json
 import os
 import secrets
 import socket
+import subprocess
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 _UNKNOWN = "unknown"
 _PROC = Path("/proc")
+_ENDED = ("Z", "X")  # zombie, dead (proc_pid_stat(5)): ended, but not waited for
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A process that owns, or owned, a run.
+class Process:
+    """A process of some machine.
 
-    token: of this lease alone; nobody else writes it.
-    machine: the boot and the process namespace in which pid and start mean something;
-        None where there is no /proc.
-    start: of the process, in ticks since the boot.
-    since: for people; never compared.
-    beat: how many times it said that it lives.
+    machine: the boot and the process namespace in which pid and start mean something.
+    start: in ticks since the boot; where there is no /proc, as `ps` prints it; None if
+        it cannot be seen.
     """
 
-    token: str
     host: str
     machine: str | None
     pid: int
-    start: int | None
-    since: str
-    beat: int = 0
+    start: int | str | None
 
     @classmethod
-    def this_process(cls) -> "Owner":
-        """Describe this process, under a new token."""
+    def current(cls) -> "Process":
+        """Describe the calling process."""
         pid = os.getpid()
-        _, start = _state_and_start(pid)
-        now = datetime.datetime.now(datetime.UTC)
-        return cls(
-            token=secrets.token_hex(16),
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=pid,
-            start=start,
-            since=now.isoformat(timespec="seconds"),
-        )
+        return Process(socket.gethostname(), _machine(), pid, state_and_start(pid)[1])
 
     @classmethod
-    def from_json(cls, content: bytes) -> "Owner":
-        """Read what `to_json` wrote; of an owner in anything else nothing is known."""
+    def from_dict(cls, values: Mapping[str, Any]) -> "Process | None":
+        """Read what `dataclasses.asdict` wrote, among other keys; None: damaged."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
-            return cls(_UNKNOWN, _UNKNOWN, None, 0, None, _UNKNOWN)
-
-    def to_json(self) -> bytes:
-        """Write it down, for people to read too."""
-        return json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n"
-
-    def __str__(self) -> str:
-        """Name it."""
-        if self.token == _UNKNOWN:
-            return "a process that cannot be told from the damaged lease"
-        return f"process {self.pid} on host {self.host} since {self.since}"
+            fields = dataclasses.fields(Process)
+            return Process(**{field.name: values[field.name] for field in fields})
+        except (KeyError, TypeError):
+            return None
 
     def alive(self) -> bool | None:
-        """Say whether it lives; None if that cannot be known from here.
+        """Return whether it lives; None if that cannot be known from here.
 
         A stopped process lives, one that has ended and was not waited for does not.
         """
@@ -79,26 +66,74 @@ class Owner:
             return False
         except PermissionError:
             pass
-        state, start = _state_and_start(self.pid)
+        state, start = state_and_start(self.pid)
         if start is None or self.start is None:
             return None
-        return start == self.start and state not in ("Z", "X")
+        return start == self.start and state not in _ENDED
+
+
+@dataclass(frozen=True)
+class Owner(Process):
+    """A process that owns, or owned, a run.
+
+    token: of this lease alone; nobody else writes it.
+    since: for people; never compared.
+    beat: how many times it has renewed the lease.
+    """
+
+    token: str
+    since: str
+    beat: int = 0
+
+    @classmethod
+    def current(cls) -> "Owner":
+        """Describe the calling process, under a new token."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        process = dataclasses.asdict(Process.current())
+        return cls(**process, token=secrets.token_hex(16), since=now)
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """Read what `to_json` wrote; of an owner in anything else nothing is known."""
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError):
+            return cls(_UNKNOWN, None, 0, None, _UNKNOWN, _UNKNOWN)
+
+    def to_json(self) -> bytes:
+        """Write it down, for people to read too."""
+        return json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n"
+
+    def __str__(self) -> str:
+        if self.token == _UNKNOWN:
+            return "a process that cannot be told from the damaged lease"
+        return f"process {self.pid} on host {self.host} since {self.since}"
+
+
+def state_and_start(pid: int) -> tuple[str | None, int | str | None]:
+    """Read a process' state letter and its start, (None, None) if they are hidden.
+
+    Source: proc_pid_stat(5): fields 3 and 22, in ticks since the boot.
+    """
+    if not _PROC.exists():  # macOS
+        command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        line = subprocess.run(command, capture_output=True, text=True).stdout
+        state, _, start = line.strip().partition(" ")
+        return (state[0], start.strip()) if start else (None, None)
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None, None
+    # The name, in brackets, may hold anything.
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def _machine() -> str | None:
+    if not _PROC.exists():
+        return f"{uuid.getnode():x}"
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
     except OSError:
         return None
-
-
-def _state_and_start(pid: int) -> tuple[str | None, int | None]:
-    """Read a process' state and its start, if they are to be had."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None, None
-    # Source: proc_pid_stat(5). The name, in brackets, may hold anything.
-    fields = stat.rpartition(")")[2].split()
-    return fields[0], int(fields[19])

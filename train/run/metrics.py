@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 
 from train.run.jsonl import Row, newest_rows, open_lines, read_rows
+from train.run.liveness import state_and_start
 
 _IMPORTED = time.monotonic()
 
@@ -181,14 +182,11 @@ class EventLog:
 
 
 def process_began() -> float:
-    """Return when this process began (time.monotonic()); where unknown, its imports.
-
-    Source: proc_pid_stat(5), starttime, field 22: clock ticks since boot.
-    """
+    """Return when this process began (time.monotonic()); where unknown, its imports."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError, ValueError, IndexError):
+        _, start = state_and_start(os.getpid())
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age_s -= int(start or "") / os.sysconf("SC_CLK_TCK")
+    except (AttributeError, ValueError):  # not Linux
         return _IMPORTED
     return min(time.monotonic() - age_s, _IMPORTED)

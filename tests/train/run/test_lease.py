@@ -161,7 +161,7 @@ def wait_for(true) -> None:
 
 def forge(run: Path, **changed) -> Owner:
     """Write a lease of this process, but for what is changed."""
-    owner = dataclasses.replace(Owner.this_process(), **changed)
+    owner = dataclasses.replace(Owner.current(), **changed)
     run.mkdir(exist_ok=True)
     (run / "lease.json").write_bytes(owner.to_json())
     return owner
@@ -213,7 +213,7 @@ def test_a_killed_owner_is_followed_at_once(start, take, run, reaped, caplog):
 
 
 def test_a_later_process_of_the_same_number_is_another(take, run):
-    now = Owner.this_process().start
+    now = Owner.current().start
     assert forge(run).alive()
     refused(take, run)
     assert forge(run, start=now - 1).alive() is False
@@ -298,7 +298,7 @@ def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
 @pytest.mark.parametrize("machines", ["one", "eight"])
 @pytest.mark.parametrize("before", ["nobody", "a dead owner"])
 def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
-    dead = dataclasses.replace(Owner.this_process(), machine="elsewhere")
+    dead = dataclasses.replace(Owner.current(), machine="elsewhere")
     if before != "nobody":
         Storage(folder).write("lease.json", dead.to_json())
     names = [""] * 8 if machines == "one" else list("abcdefgh")
