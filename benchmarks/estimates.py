@@ -116,7 +116,7 @@ def compare(case: str) -> Compared | None:
         print("    its text cannot be had")  # jax 0.10 on some programs for v5p
         return Compared(ratios, 0.0, 0.0)
     ratios |= {
-        "FLOPs": guess.execution.work.flops / truth.execution.work.flops,
+        "FLOPs": guess.execution.flops.total / truth.execution.flops.total,
         "memory": _show("memory", guess, truth, _moved),
         "speed": _speed(guess) / _speed(truth),
         "sent in layers": _in_layers(guess) / max(1.0, _in_layers(truth)),
@@ -140,7 +140,7 @@ def _temporaries(outlook: Outlook) -> int:
 
 
 def _moved(outlook: Outlook) -> int:
-    return outlook.execution.work.memory_bytes
+    return outlook.execution.hbm_bytes.total
 
 
 def _speed(outlook: Outlook) -> float:

@@ -30,10 +30,8 @@ from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, measure_compile
-from train.plan.compiled.collectives import Total
-from train.plan.compiled.flops import Work
-from train.plan.compiled.trip_counts import read
-from train.plan.cost import Execution, read_execution
+from train.plan.compiled.step import read_step
+from train.plan.cost import StepCost
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
 from train.program import Program, make_program, settle
@@ -63,15 +61,15 @@ def main() -> None:
 class Found(NamedTuple):
     """What a row's step does, and where."""
 
-    execution: Execution
+    cost: StepCost
     program: Program
     chip: Chip
 
     @property
-    def arguments(self) -> tuple[Execution, Mesh, Chip, ModelConfig, int]:
+    def arguments(self) -> tuple[StepCost, Mesh, Chip, ModelConfig, int]:
         """Those of `predict`."""
         tokens, model = self.program.tokens_per_step, self.program.config.model
-        return self.execution, self.program.mesh, self.chip, model, tokens
+        return self.cost, self.program.mesh, self.chip, model, tokens
 
 
 def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | None:
@@ -85,7 +83,9 @@ def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | 
     program = make_program(settled, fake_devices(target))
     kept = _kept(row.overrides)
     if kept.exists() and not fresh:
-        return Found(from_json(json.loads(kept.read_text())), program, target.chip)
+        return Found(
+            StepCost.from_json(json.loads(kept.read_text())), program, target.chip
+        )
     missing = "not compiled yet" if only_kept else missing_compiler(target)
     execution = missing or execution_of(program)
     if isinstance(execution, str):
@@ -96,7 +96,7 @@ def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | 
     return Found(execution, program, target.chip)
 
 
-def execution_of(program: Program) -> Execution | str:
+def execution_of(program: Program) -> StepCost | str:
     """Compile a program and read it; else say why not."""
     compiled, cost = measure_compile(program)
     if isinstance(compiled, OutOfMemory):
@@ -104,26 +104,9 @@ def execution_of(program: Program) -> Execution | str:
         return f"it does not fit: {needed:.1f} of {there:.1f} GiB"
     print(f"compiled in {cost.seconds:.0f} s", file=sys.stderr)
     try:
-        return read_execution(program, read(compiled.as_text() or ""))
+        return read_step(program, compiled.as_text() or "")
     except jax.errors.JaxRuntimeError as error:
         return f"XLA cannot print the program: {str(error).splitlines()[0]}"
-
-
-def from_json(kept: dict[str, Any]) -> Execution:
-    """Read what `Execution.as_json` gave."""
-
-    def total(fields: dict[str, Any]) -> Total:
-        return Total(**{**fields, "axes": tuple(fields["axes"])})
-
-    work = kept["work"]
-    return Execution(
-        model_flops=kept["model_flops"],
-        work=Work(**{**work, "unknown": tuple(work["unknown"])}),
-        sent=[total(fields) for fields in kept["sent"]],
-        outside_layers=[total(fields) for fields in kept["outside_layers"]],
-        unread=tuple(kept["unread"]),
-        how=kept["how"],
-    )
 
 
 def compare(row: Row, found: Found) -> dict[str, Any]:

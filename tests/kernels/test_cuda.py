@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from train.plan.compiled.collectives import ledger, totals
-from train.plan.compiled.flops import work
+from train.plan.compiled.flops import count_flops
 from train.plan.compiled.trip_counts import read
 
 pytestmark = [
@@ -135,7 +135,7 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
         sent = sum(size for use, size in rows.items() if use.startswith(("a", "m")))
         assert sent == pytest.approx(width * matrices, rel=0.02)  # and biases
         assert {c.group.network for c in found} == {"NVLink"}
-    done, scores = work(module), ROWS * HEADS * T * T * 64
+    done, scores = count_flops(module), ROWS * HEADS * T * T * 64
     assert done.whole_attention == 2 * (2 + 5) * 2 * scores  # two layers
     assert done.attention == done.whole_attention / 2  # what causality leaves
     assert done.products == 6 * (matrices + 512 * 256) * ROWS * T

@@ -11,9 +11,7 @@ from train.hardware import devices as topology
 from train.hardware.chips import Chip
 from train.hardware.targets import parse_target
 from train.mesh import make_mesh
-from train.plan.compiled.collectives import Total
-from train.plan.compiled.flops import Work
-from train.plan.cost import Execution
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
 from train.plan.prediction import Prediction
 from train.plan.roofline import predict
 
@@ -29,11 +27,11 @@ class Machine(NamedTuple):
     mesh: Mesh
     chip: Chip
 
-    def predict(self, execution: Execution) -> Prediction:
+    def predict(self, cost: StepCost) -> Prediction:
         """Of the config's batch."""
         data = self.config.data
         tokens = data.batch_size * data.sequence_length
-        return predict(execution, self.mesh, self.chip, self.config.model, tokens)
+        return predict(cost, self.mesh, self.chip, self.config.model, tokens)
 
 
 def machine(composed: Callable[..., Config], name: str, *overrides: str) -> Machine:
@@ -45,14 +43,20 @@ def machine(composed: Callable[..., Config], name: str, *overrides: str) -> Mach
 
 
 def execution(
-    products: float, memory: int, *sent: Total, beside: int = 0, needed: float = 0.0
-) -> Execution:
+    products: float,
+    memory: int,
+    *sent: CollectiveTotal,
+    beside: int = 0,
+    needed: float = 0.0,
+) -> StepCost:
     """A step with these FLOPs and bytes; it needs as many FLOPs unless told."""
-    work = Work(products, 0.0, 0.0, memory, (), beside)
-    return Execution(needed or products, work, list(sent), [])
+    moved = HbmBytes(beside, memory - beside)
+    return StepCost(needed or products, Flops(products), moved, list(sent), [])
 
 
-def total(axes: str, network: str, sent: float, overlapped: float = 0.0) -> Total:
+def total(
+    axes: str, network: str, sent: float, overlapped: float = 0.0
+) -> CollectiveTotal:
     """Gathers along axes."""
     names = tuple(axes.split())
-    return Total(names, network, "all-gather", 1, int(sent), sent, overlapped)
+    return CollectiveTotal(names, network, "all-gather", 1, int(sent), sent, overlapped)

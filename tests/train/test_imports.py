@@ -109,6 +109,20 @@ def test_packages_know_only_what_they_may():
             assert not tops & {"jax", "flax"}, module
 
 
+def test_the_two_ways_to_know_a_step_do_not_know_each_other():
+    compiled, estimated, cost = (
+        f"train.plan.{name}" for name in ("compiled", "estimated", "cost")
+    )
+    for module, names in ALL.items():
+        others = [name for name in names if inside(name, compiled, estimated)]
+        if inside(module, compiled):
+            assert all(inside(name, compiled) for name in others), module
+        elif inside(module, estimated):
+            assert all(inside(name, estimated) for name in others), module
+        elif module == cost:
+            assert not others
+
+
 def test_there_are_no_cycles():
     graph = {module: names & ALL.keys() for module, names in ALL.items()}
     done: set[str] = set()

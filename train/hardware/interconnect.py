@@ -18,6 +18,7 @@ of the former (2D: dims of 16).
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
@@ -29,9 +30,58 @@ from train.mesh import Device
 _RING_OF_2D = 16
 _RING_OF_3D = 4  # and multiples of it
 
+# Networks inside and between what `_domain` gives.
+_NETWORKS = {
+    "tpu": ("ICI", "DCN"),
+    "cuda": ("NVLink", "network"),
+    "gpu": ("NVLink", "network"),
+    "cpu": ("memory", "network"),
+}
+
 
 class NotStated(ValueError):
     """The vendor does not state a figure that is needed."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that a collective joins."""
+
+    axes: tuple[str, ...]  # mesh axes along which a group's members differ
+    size: int
+    network: str  # the slowest that a group crosses
+    is_whole: bool = True  # a group goes over all of its axes
+
+
+def group_along(axes: Sequence[str], mesh: Mesh) -> Group:
+    """Return the group of devices that differ only in their place along some axes."""
+    dims = [mesh.axis_names.index(axis) for axis in axes]
+    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    places = np.moveaxis(places, dims, range(-len(dims), 0))
+    size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+    return group_at(places.reshape(-1, size), mesh)
+
+
+def group_at(places: np.ndarray, mesh: Mesh) -> Group:
+    """Return the axes and the network that equal groups of devices span.
+
+    Args:
+        places: in `mesh.devices.flat`, [groups, size].
+        mesh: of the devices.
+    """
+    coordinates = np.unravel_index(places, mesh.devices.shape)
+    axes = tuple(
+        name
+        for name, place in zip(mesh.axis_names, coordinates, strict=True)
+        if np.any(place != place[:, :1])
+    )
+    devices = mesh.devices.flat
+    domains = [[_domain(devices[place]) for place in group] for group in places]
+    crosses = any(len(set(group)) > 1 for group in domains)
+    platform = devices[0].platform
+    size = places.shape[1]
+    whole = size == np.prod([mesh.shape[axis] for axis in axes], dtype=int)
+    return Group(axes, size, _NETWORKS[platform][crosses], bool(whole))
 
 
 def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> float:
@@ -40,7 +90,7 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
     Args:
         mesh: of real devices, of fake ones, or of stand-ins.
         axes: along which the members of a group differ.
-        network: as in `replica_groups.py`: the slowest that a group crosses.
+        network: the slowest that a group crosses.
         chip: of each device.
 
     Raises:
@@ -115,3 +165,10 @@ def _stated(chip: Chip, field: str) -> float:
     if value is None or math.isnan(value):
         raise NotStated(f"{chip.kind}: its vendor does not state {field}")
     return value
+
+
+def _domain(device) -> Sequence[int]:
+    """Name what the fast network joins: a slice of TPUs, the devices of a process."""
+    if device.platform == "tpu":
+        return (getattr(device, "slice_index", 0),)
+    return (device.process_index,)

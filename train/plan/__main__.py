@@ -117,11 +117,11 @@ def _lay_out(
 
 def _print(program: "Program", outlook: "Outlook", room: "Room | None") -> None:
     from train.plan.advice import print_prediction
-    from train.plan.cost import print_execution
+    from train.plan.cost import print_cost
     from train.plan.memory import print_ledger
     from train.plan.scaling import print_weak_scaling
 
-    print_execution(outlook.execution)
+    print_cost(outlook.execution)
     print_ledger(outlook.ledger, room, outlook.cost)
     advice = room and outlook.advise(program, room)
     if outlook.prediction and advice:

@@ -1,83 +1,179 @@
-"""What a step computes, reads and sends, for people and for programs."""
+"""What one device computes, moves and sends in one step.
+
+Known in two ways: read in the text of the compiled program (compiled/step.py), or
+estimated without a compiler (estimated/step.py). Both count alike.
+
+FLOPs are those of matrix products alone, two for each multiplication and addition.
+Bytes of main memory are what each instruction reads and writes by itself, as if no
+cache held anything from one to the next.
+
+Of collectives, n being the size of a group: `payload` is the bytes of the whole
+gathered array, of the array that is reduced (and scattered), of what one device gives
+to an all-to-all or a permute. `sent` is the bytes that each device puts on its links
+when rings are used: (n-1)/n of the payload, twice that for an all-reduce, all of it for
+a permute.
+"""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from train.console import print_table
-from train.plan.compiled.collectives import Total, ledger, outside_layers, totals
-from train.plan.compiled.flops import Work, work
-from train.plan.compiled.hlo import Module
-from train.plan.memory import COMPILED
-from train.program import Program
 from train.units import format_bytes, format_flops
+
+COMPILED, ESTIMATED = "compiled", "estimated"
+# How many products over [T, S] an attention kernel computes. Splash: the backward pass
+# is two kernels, each of which makes the scores and their cotangent again. cuDNN: two
+# of the forward pass; scores again and the four gradients.
+SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+CUDNN_PRODUCTS = {False: 2, True: 5}  # by whether it is the backward pass
 
 
 @dataclass(frozen=True)
-class Execution:
-    """One step of one device, as compiled.
+class Flops:
+    """FLOPs of one device in one step.
+
+    products: of dots and convolutions.
+    attention: of attention kernels; blocks that causality skips are not counted.
+    whole_attention: as if they skipped none.
+    unknown: kernels whose FLOPs are not counted.
+    """
+
+    products: float
+    attention: float = 0.0
+    whole_attention: float = 0.0
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """All that are executed."""
+        return self.products + self.attention
+
+
+@dataclass(frozen=True)
+class HbmBytes:
+    """Bytes to and from main memory.
+
+    products: of instructions that multiply matrices, perhaps meanwhile.
+    others: of all other instructions.
+    """
+
+    products: int
+    others: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.products + self.others
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """The sum of some collectives of a step.
+
+    axes: mesh axes along which the members of a group differ.
+    network: the slowest that a group crosses.
+    sent: bytes, by each device.
+    overlapped: the part of `sent` that is scheduled beside matrix products.
+    serves: the part of the model it belongs to, where totals are itemized by that.
+    """
+
+    axes: tuple[str, ...]
+    network: str
+    kind: str
+    count: int
+    payload: int
+    sent: float
+    overlapped: float
+    serves: str = ""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one device does in one step.
 
     model_flops: what the model needs of a device (convention: train/flops.py).
-    work: what is executed.
+    flops: what is executed.
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.
     unread: instructions that the reader of the program's text does not know.
-    how: all this is known.
+    how: compiled or estimated.
     """
 
     model_flops: float
-    work: Work
-    sent: list[Total]
-    outside_layers: list[Total]
+    flops: Flops
+    hbm_bytes: HbmBytes
+    sent: list[CollectiveTotal]
+    outside_layers: list[CollectiveTotal]
     unread: tuple[str, ...] = ()
     how: str = COMPILED
 
     def as_json(self) -> dict[str, Any]:
-        """Give all figures as plain values."""
-        ratio = self.work.flops / self.model_flops
-        return {**dataclasses.asdict(self), "executed_over_model_flops": ratio}
+        """Return all figures as plain values, under the keys of plan.json."""
+        flops, moved = self.flops, self.hbm_bytes
+        own = dataclasses.asdict(self)
+        del own["flops"], own["hbm_bytes"]
+        counted = dataclasses.asdict(flops)
+        moved = {"memory_bytes": moved.total, "product_bytes": moved.products}
+        ratio = flops.total / self.model_flops
+        return own | {"work": counted | moved, "executed_over_model_flops": ratio}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "StepCost":
+        """Read what `as_json` returned."""
+
+        def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
+            return [
+                CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows
+            ]
+
+        work = dict(values["work"])
+        products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
+        return cls(
+            model_flops=values["model_flops"],
+            flops=Flops(**{**work, "unknown": tuple(work["unknown"])}),
+            hbm_bytes=HbmBytes(products, moved - products),
+            sent=totals(values["sent"]),
+            outside_layers=totals(values["outside_layers"]),
+            unread=tuple(values["unread"]),
+            how=values["how"],
+        )
 
 
-def read_execution(program: Program, module: Module) -> Execution:
-    """Read a compiled step."""
-    collectives = ledger(module, program.mesh)
-    return Execution(
-        model_flops=program.flops_per_step / program.mesh.size,
-        work=work(module),
-        sent=totals(collectives),
-        outside_layers=outside_layers(collectives),
-        unread=tuple(module.unread),
-    )
+def sent_bytes(kind: str, payload: float, size: int) -> float:
+    """Return the bytes that each device of a ring of `size` sends."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
-def print_execution(executed: Execution) -> None:
+def print_cost(cost: StepCost) -> None:
     """Print what a step computes, then what it sends, and what for."""
-    work = executed.work
-    ratio = work.flops / executed.model_flops
+    ratio = cost.flops.total / cost.model_flops
     print(
-        f"computes    {format_flops(work.flops)} a device and step, {ratio:.2f} x "
-        f"the model's; {format_bytes(work.memory_bytes)} to and from memory at most"
+        f"computes    {format_flops(cost.flops.total)} a device and step, {ratio:.2f} x"
+        f" the model's; {format_bytes(cost.hbm_bytes.total)} to and from memory at most"
     )
-    if work.unknown:
-        print(f"            without these kernels: {', '.join(work.unknown)}")
+    if cost.flops.unknown:
+        print(f"            without these kernels: {', '.join(cost.flops.unknown)}")
     headers = ["axes", "network", "kind", "times", "payload", "sent", "overlapped"]
     print_table(
-        [cells(total) for total in executed.sent],
+        [cells(total) for total in cost.sent],
         headers,
         "collectives of a step (sent: by each device, in rings; overlapped: beside "
         "products)",
     )
     print_table(
-        [[*cells(total), total.serves] for total in executed.outside_layers],
+        [[*cells(total), total.serves] for total in cost.outside_layers],
         [*headers, "for"],
         "of these outside the layers",
     )
-    if executed.unread:
-        print(f"not read    {len(executed.unread)} lines of the program's text")
+    if cost.unread:
+        print(f"not read    {len(cost.unread)} lines of the program's text")
 
 
-def cells(total: Total) -> list[str]:
-    """Give axes, network, kind, times, payload, sent and overlapped as text."""
+def cells(total: CollectiveTotal) -> list[str]:
+    """Return axes, network, kind, times, payload, sent and overlapped as text."""
     return [
         " ".join(total.axes) or "none",
         total.network,

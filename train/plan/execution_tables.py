@@ -2,28 +2,28 @@
 
 from html import escape
 
-from train.plan.cost import Execution, cells
+from train.plan.cost import StepCost, cells
 from train.run.html import table
 from train.units import format_bytes, format_flops
 
 
-def execution_sections(executed: Execution | None) -> str:
+def execution_sections(executed: StepCost | None) -> str:
     """Say what a device computes in a step, what it sends, and what for."""
     if executed is None:
         return (
             "<section><h2>What a step computes and sends</h2>"
             '<p class="hint">Not known: there is no compiled step.</p></section>'
         )
-    work, how = executed.work, executed.how
+    flops, how = executed.flops, executed.how
     rows = [
         ("Model FLOPs", format_flops(executed.model_flops), "computed"),
-        ("Executed", format_flops(work.flops), how),
-        ("Executed over model", f"{work.flops / executed.model_flops:.2f}", how),
-        ("of these products", format_flops(work.products), how),
-        ("of these attention kernels", format_flops(work.attention), how),
-        ("To and from memory, at most", format_bytes(work.memory_bytes), how),
+        ("Executed", format_flops(flops.total), how),
+        ("Executed over model", f"{flops.total / executed.model_flops:.2f}", how),
+        ("of these products", format_flops(flops.products), how),
+        ("of these attention kernels", format_flops(flops.attention), how),
+        ("To and from memory, at most", format_bytes(executed.hbm_bytes.total), how),
     ]
-    rows += [("Kernels without a count", name, how) for name in work.unknown]
+    rows += [("Kernels without a count", name, how) for name in flops.unknown]
     if executed.unread:
         rows.append(("Lines of the program not read", f"{len(executed.unread):,}", how))
     outside = [[total.serves, *cells(total)] for total in executed.outside_layers]

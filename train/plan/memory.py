@@ -21,11 +21,12 @@ from train.console import print_table
 from train.describe import bytes_per_device
 from train.hardware.chips import Chip
 from train.plan.aot import Cost, OutOfMemory
+from train.plan.cost import COMPILED
 from train.program import Program
 from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
-COMPUTED, COMPILED, ESTIMATED = "computed", "compiled", "estimated"
+COMPUTED = "computed"
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
 

@@ -16,7 +16,7 @@ from train.cli.schema import to_yaml
 from train.hardware.targets import Target
 from train.plan import lanes, layout_grid, memory_bar
 from train.plan.compiled.hlo import Module
-from train.plan.cost import Execution
+from train.plan.cost import StepCost
 from train.plan.execution_tables import execution_sections
 from train.plan.layer_schedule import layer_timelines
 from train.plan.memory import Ledger, Room
@@ -33,7 +33,7 @@ def write_picture(
     program: Program,
     ledger: Ledger,
     room: Room,
-    executed: Execution | None,
+    executed: StepCost | None,
     module: Module | None,
     target: Target | None,
     rows: Sequence[tuple[str, str]] = (),

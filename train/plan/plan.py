@@ -15,12 +15,13 @@ from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
 from train.plan.aot import Cost, OutOfMemory, measure_compile
 from train.plan.compiled.hlo import Module
+from train.plan.compiled.step import read_step
 from train.plan.compiled.trip_counts import read
-from train.plan.cost import Execution, read_execution
+from train.plan.cost import StepCost
 from train.plan.estimated.step import (
-    estimate_execution,
     estimate_items,
     estimate_memory,
+    estimate_step,
 )
 from train.plan.fit import make_room
 from train.plan.memory import Ledger, Room, make_ledger
@@ -41,7 +42,7 @@ class Outlook:
     """
 
     ledger: Ledger
-    execution: Execution
+    execution: StepCost
     prediction: Prediction | None
     module: Module | None = None
     cost: Cost | None = None
@@ -91,7 +92,7 @@ def _fits_with(program: Program, remat: str, room: Room) -> bool:
 
 def estimate(program: Program) -> Outlook:
     """Look ahead by shapes alone, in milliseconds."""
-    return _outlook(program, estimate_memory(program), estimate_execution(program))
+    return _outlook(program, estimate_memory(program), estimate_step(program))
 
 
 def compile_and_read(program: Program) -> Outlook:
@@ -101,20 +102,18 @@ def compile_and_read(program: Program) -> Outlook:
     speed are estimated.
     """
     result, cost = measure_compile(program)
-    ledger, module = make_ledger(program, result), None
+    ledger, text = make_ledger(program, result), None
     ledger = replace(ledger, temporaries=estimate_items(program))
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
-            module = read(result.as_text() or "")
-    if module is None:
-        execution = estimate_execution(program)
-    else:
-        execution = read_execution(program, module)
-    return replace(_outlook(program, ledger, execution), module=module, cost=cost)
+            text = result.as_text()
+    cost_of_step = read_step(program, text) if text else estimate_step(program)
+    module = read(text) if text else None
+    return replace(_outlook(program, ledger, cost_of_step), module=module, cost=cost)
 
 
-def _outlook(program: Program, ledger: Ledger, execution: Execution) -> Outlook:
+def _outlook(program: Program, ledger: Ledger, execution: StepCost) -> Outlook:
     kind = program.mesh.devices.flat[0].device_kind
     chip = chip_of(kind)
     if chip is None:

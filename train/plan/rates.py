@@ -7,8 +7,7 @@ from jax.sharding import Mesh
 
 from train.hardware.achievable import achievable
 from train.hardware.chips import Chip
-from train.hardware.interconnect import NotStated, bandwidth
-from train.plan.compiled.replica_groups import Group
+from train.hardware.interconnect import Group, NotStated, bandwidth
 
 
 @dataclass(frozen=True)

@@ -27,20 +27,19 @@ from model.config import Activation, ModelConfig
 from train.hardware.achievable import achievable
 from train.hardware.chips import Chip
 from train.hardware.interconnect import NotStated, bandwidth, hops
-from train.plan.compiled.collectives import Total
-from train.plan.cost import Execution
+from train.plan.cost import CollectiveTotal, StepCost
 from train.plan.prediction import Lane, Prediction, Range
 
 _WAITED_FOR = {"tensor", "context", "expert"}  # axes that carry activations
 
 
 def predict(
-    execution: Execution, mesh: Mesh, chip: Chip, model: ModelConfig, tokens: int
+    cost: StepCost, mesh: Mesh, chip: Chip, model: ModelConfig, tokens: int
 ) -> Prediction:
     """Predict the speed of a step.
 
     Args:
-        execution: what one device does in it.
+        cost: what one device does in it.
         mesh: its devices, which need not be there.
         chip: of each device.
         model: whose dims fill the matrix units more or less.
@@ -53,27 +52,27 @@ def predict(
         raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
     platform = mesh.devices.flat[0].platform
     part = achievable(platform)
-    work, peak = execution.work, chip.flops["bfloat16"] / chip.devices
+    flops, peak = cost.flops, chip.flops["bfloat16"] / chip.devices
     fill, attention_fill = matrix_fill(model, mesh.shape["tensor"], chip.matrix_unit)
-    filled = work.products / fill + work.attention / attention_fill
+    filled = flops.products / fill + flops.attention / attention_fill
     products = filled / (peak * part.products)
     rate = part.memory * chip.hbm_bandwidth / chip.devices
-    lanes = _lanes(execution.sent, mesh, chip)
-    memory, product_memory = work.memory_bytes / rate, work.product_bytes / rate
+    lanes = _lanes(cost.sent, mesh, chip)
+    memory, product_memory = cost.hbm_bytes.total / rate, cost.hbm_bytes.products / rate
     return Prediction(
         products=products,
         memory=memory,
         product_memory=product_memory,
         lanes=lanes,
-        fill=work.flops / filled if filled else 1.0,
-        recomputed=work.flops / execution.model_flops,
+        fill=flops.total / filled if filled else 1.0,
+        recomputed=flops.total / cost.model_flops,
         step_s=_step(products, memory, product_memory, lanes),
         tokens=tokens,
         devices=mesh.size,
         chips=mesh.size // chip.devices,
-        model_flops=execution.model_flops,
+        model_flops=cost.model_flops,
         peak=peak,
-        how=execution.how,
+        how=cost.how,
         platform="tpu" if platform == "tpu" else "gpu",
     )
 
@@ -90,8 +89,8 @@ def _step(
     return Range(low, high)
 
 
-def _lanes(sent: Iterable[Total], mesh: Mesh, chip: Chip) -> tuple[Lane, ...]:
-    groups = dict[tuple[tuple[str, ...], str], list[Total]]()
+def _lanes(sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip) -> tuple[Lane, ...]:
+    groups = dict[tuple[tuple[str, ...], str], list[CollectiveTotal]]()
     for total in sent:
         groups.setdefault((total.axes, total.network), []).append(total)
     lanes = []

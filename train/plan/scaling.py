@@ -13,8 +13,7 @@ from model.config import ModelConfig
 from train.console import print_table
 from train.hardware.chips import Chip
 from train.mesh import Device
-from train.plan.compiled.collectives import Total
-from train.plan.cost import Execution
+from train.plan.cost import CollectiveTotal, StepCost
 from train.plan.prediction import Prediction, Range
 from train.plan.roofline import predict
 from train.units import format_bytes, format_count, format_seconds
@@ -43,7 +42,7 @@ class Scaled:
 
 
 def weak_scaling(
-    execution: Execution,
+    cost: StepCost,
     mesh: Mesh,
     chip: Chip,
     model: ModelConfig,
@@ -53,7 +52,7 @@ def weak_scaling(
     """Predict the speed of other numbers of slices.
 
     Args:
-        execution: of a program for two slices or more.
+        cost: of a program for two slices or more.
         mesh: of that program.
         chip: of each device.
         model: its shape.
@@ -69,8 +68,8 @@ def weak_scaling(
         raise ValueError("weak scaling starts from a program for several slices")
 
     def at(slices: int) -> tuple[float, Prediction]:
-        sent = [_scaled(total, compiled, slices) for total in execution.sent]
-        found = predict(replace(execution, sent=sent), mesh, chip, model, tokens)
+        sent = [_scaled(total, compiled, slices) for total in cost.sent]
+        found = predict(replace(cost, sent=sent), mesh, chip, model, tokens)
         more = slices / compiled
         far = sum(total.sent for total in sent if total.network in DCN)
         return far * chip.devices, replace(
@@ -120,7 +119,7 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
     )
 
 
-def _scaled(total: Total, compiled: int, slices: int) -> Total:
+def _scaled(total: CollectiveTotal, compiled: int, slices: int) -> CollectiveTotal:
     if total.network not in DCN:
         return total
     factor = (slices - 1) / slices / ((compiled - 1) / compiled)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from tests.train.compiled import needs_tpu_compiler
-from train.plan.compiled.replica_groups import Group
+from train.hardware.interconnect import Group
 from train.plan.compiled.trip_counts import read
 from train.plan.layer_schedule import (
     COMPUTE,

@@ -6,10 +6,9 @@ import pytest
 
 from tests.train.pages import Page
 from train.plan.aot import measure_compile
-from train.plan.compiled.collectives import Total
-from train.plan.compiled.flops import Work
+from train.plan.compiled.step import read_step
 from train.plan.compiled.trip_counts import read
-from train.plan.cost import Execution, read_execution
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
 from train.plan.layer_schedule import COMPUTE
 from train.plan.memory import make_ledger, room_of
 from train.plan.page import write_picture
@@ -51,7 +50,7 @@ def module(compiled):
 
 
 def test_every_figure_is_there(program, compiled, module, draw):
-    executed = read_execution(program, module)
+    executed = read_step(program, compiled.as_text())
     ledger = make_ledger(program, compiled)
     assert executed
     assert ledger.needed
@@ -59,7 +58,7 @@ def test_every_figure_is_there(program, compiled, module, draw):
     for name in ("parameters", "optimizer state", "batch"):
         assert f"\n{name}\n{format_bytes(ledger.parts[name].bytes)}\n" in text
     assert f"{format_bytes(ledger.needed.bytes)} a device are needed" in text
-    assert f"\n{format_flops(executed.work.flops)}\ncompiled\n" in text
+    assert f"\n{format_flops(executed.flops.total)}\ncompiled\n" in text
     assert executed.sent
     for total in executed.sent:
         assert f"\n{format_bytes(total.payload)}\n{format_bytes(total.sent)}\n" in text
@@ -104,10 +103,10 @@ BAD = "</script></pre><script>alert(1)</script><b>'\"&"
 
 
 def test_hostile_text_stays_text(draw):
-    def executed(text: str) -> Execution:
-        total = Total((text,), text, text, 1, 1, 1.0, 0.0, text)
-        work = Work(1.0, 0.0, 0.0, 1, (text,))
-        return Execution(1.0, work, [total], [total], how=text)
+    def executed(text: str) -> StepCost:
+        total = CollectiveTotal((text,), text, text, 1, 1, 1.0, 0.0, text)
+        flops, moved = Flops(1.0, unknown=(text,)), HbmBytes(0, 1)
+        return StepCost(1.0, flops, moved, [total], [total], how=text)
 
     def page(text: str) -> Page:
         more = {"rows": [(text, text)], "command": [text]}

@@ -5,9 +5,8 @@ import pytest
 from train.hardware.achievable import achievable
 from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
-from train.hardware.interconnect import NotStated
+from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.compiled.replica_groups import Group
 from train.plan.rates import rates_of
 from train.program import make_program
 

@@ -4,11 +4,6 @@ A collective counts once each time that it runs, however XLA wrote it down: as o
 instruction, as a start and a done, cut over several fusions (TPU), as a ring of
 permutes between the parts of a product (TPU's windowed products), or as a transfer by
 the hosts between TPU slices.
-
-Definitions, n being the size of a group. `payload`: bytes of the whole gathered array,
-of the array that is reduced (and scattered), of what one device gives to an all-to-all
-or a permute. `sent`: bytes that each device puts on its links when rings are used:
-(n-1)/n of the payload, twice that for an all-reduce, all of it for a permute.
 """
 
 import re
@@ -18,6 +13,7 @@ from itertools import groupby
 
 from jax.sharding import Mesh
 
+from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import RENDEZVOUS, scope, serves
 from train.plan.compiled.flops import flops_between, parts
 from train.plan.compiled.hlo import (
@@ -28,7 +24,8 @@ from train.plan.compiled.hlo import (
     Loop,
     Module,
 )
-from train.plan.compiled.replica_groups import Group, group_of, slices_group
+from train.plan.compiled.replica_groups import group_of, slices_group
+from train.plan.cost import CollectiveTotal, sent_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
@@ -58,20 +55,6 @@ class Collective:
     until: str = ""  # the instruction that waits for its end, if it is asynchronous
 
 
-@dataclass(frozen=True)
-class Total:
-    """The sum of some collectives of a step."""
-
-    axes: tuple[str, ...]
-    network: str
-    kind: str
-    count: int
-    payload: int
-    sent: float  # by each device
-    overlapped: float  # the share of `sent` that has products to hide behind
-    serves: str = ""
-
-
 def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     """List the collectives of a program, in the order in which they are scheduled."""
     found, permutes = list[Collective](), list[tuple[Executed, Collective]]()
@@ -95,7 +78,9 @@ def started(module: Module, executed: Executed, mesh: Mesh) -> Iterator[Collecti
             yield _collective(module, executed, inner, within, kind, mesh)
 
 
-def totals(collectives: Iterable[Collective], by_use: bool = False) -> list[Total]:
+def totals(
+    collectives: Iterable[Collective], by_use: bool = False
+) -> list[CollectiveTotal]:
     """Sum collectives by axes, network and kind, and by what they serve if asked."""
     pieces = [
         (c, use if by_use else "", share)
@@ -117,22 +102,17 @@ def totals(collectives: Iterable[Collective], by_use: bool = False) -> list[Tota
         hidden = sum(s for c, _, s in of if c.overlap_flops)
         payload, count = sum(p for _, p, _ in of), sum(c.times for c, *_ in of)
         share = hidden / sent if sent else 0.0
-        rows.append(Total(axes, network, kind, count, payload, sent, share, use))
+        rows.append(
+            CollectiveTotal(axes, network, kind, count, payload, sent, share, use)
+        )
     return sorted(rows, key=lambda row: -row.sent)
 
 
-def outside_layers(collectives: Sequence[Collective]) -> list[Total]:
+def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
     """Itemize by use what does not belong to the layers."""
     return totals(
         (c for c in collectives if not c.scope.startswith("layers")), by_use=True
     )
-
-
-def sent_bytes(kind: str, payload: float, size: int) -> float:
-    """Give the bytes that each device of a ring of `size` sends."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return payload
-    return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
 def _collective(

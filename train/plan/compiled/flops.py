@@ -1,63 +1,43 @@
-"""What a compiled program computes, and the memory it moves to do so.
+"""FLOPs of a compiled program.
 
-FLOPs are those of matrix products alone, two for each multiplication and addition,
-wherever they stand: in fusions, in loops (times their trips), in attention kernels by
-the shapes of their operands. Bytes: train/plan/compiled/hbm_bytes.py.
+Those of matrix products wherever they stand: in fusions, in loops (times their trips),
+in attention kernels by the shapes of their operands.
 """
 
 import math
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
-from train.plan.compiled.hbm_bytes import memory_bytes
 from train.plan.compiled.hlo import BODY, Computation, Executed, Instruction, Module
+from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 
-# How many products over [T, S] a kernel computes. Splash: the backward pass is two
-# kernels, each of which makes the scores and their cotangent again. cuDNN: two of the
-# forward pass; scores again and the four gradients.
-SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-CUDNN = {False: 2, True: 5}  # by whether it is the backward pass
 _FLOATS = ("f", "bf")
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one device does in one run of a program."""
-
-    products: float  # FLOPs of dots and convolutions
-    attention: float  # FLOPs of attention kernels: blocks that causality skips are not
-    whole_attention: float  # as if they skipped none
-    memory_bytes: int
-    unknown: tuple[str, ...]  # kernels whose FLOPs are not counted
-    product_bytes: int = 0  # of memory_bytes: by what multiplies, perhaps meanwhile
-
-    @property
-    def flops(self) -> float:
-        """FLOPs that are executed."""
-        return self.products + self.attention
-
-
-def work(module: Module) -> Work:
+def count_flops(module: Module) -> Flops:
     """Add up a program."""
     products = attention = whole = 0.0
-    memory, beside, unknown = 0, 0, set[str]()
+    unknown = set[str]()
     for executed in module.executed:
-        instruction, times = executed.instruction, executed.times
-        before = products + whole
         for inner, computation in parts(module, executed):
-            products += times * product_flops(inner, computation)
+            products += executed.times * product_flops(inner, computation)
             if inner.opcode == "custom-call":
                 flops, share = kernel_flops(inner, computation)
-                attention += times * flops * share
-                whole += times * flops
+                attention += executed.times * flops * share
+                whole += executed.times * flops
                 if not flops and is_kernel(inner):
                     unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
-        moved = times * memory_bytes(module, instruction, executed.computation)
-        memory += moved
-        beside += moved if products + whole > before else 0
-    return Work(products, attention, whole, memory, tuple(sorted(unknown)), beside)
+    return Flops(products, attention, whole, tuple(sorted(unknown)))
+
+
+def multiplies(module: Module, executed: Executed) -> bool:
+    """Tell whether an instruction, or what it holds, multiplies matrices."""
+    return any(
+        inner.opcode in ("dot", "convolution")
+        or (inner.opcode == "custom-call" and kernel_flops(inner, computation)[0])
+        for inner, computation in parts(module, executed)
+    )
 
 
 def parts(module: Module, executed: Executed) -> list[tuple[Instruction, Computation]]:
@@ -144,9 +124,9 @@ def kernel_flops(
     if target.startswith("__cudnn$fmha"):
         (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
         causal = '"mask_type": "CAUSAL"' in instruction.attributes
-        products = CUDNN["Backward" in target]
+        products = CUDNN_PRODUCTS["Backward" in target]
         return 2.0 * products * B * N * T * S * H, 0.5 if causal else 1.0
-    for name, products in SPLASH.items():
+    for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
             rows = math.prod(q.dims[:-2])  # of the batch, by heads

@@ -6,7 +6,9 @@ by itself, as if no cache held anything from one to the next.
 
 from collections.abc import Iterable
 
+from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Array, Computation, Instruction, Module
+from train.plan.cost import HbmBytes
 
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
@@ -17,6 +19,19 @@ _FREE = {
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 # TPU: a buffer without content, and slices that lie behind each other already.
 _NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
+
+
+def count_hbm_bytes(module: Module) -> HbmBytes:
+    """Add up a program."""
+    products = others = 0
+    for executed in module.executed:
+        instruction, computation = executed.instruction, executed.computation
+        moved = executed.times * memory_bytes(module, instruction, computation)
+        if moved and multiplies(module, executed):
+            products += moved
+        else:
+            others += moved
+    return HbmBytes(products, others)
 
 
 def memory_bytes(

@@ -5,32 +5,14 @@ slice of several (TPU), by their place among those of the slice.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
 
+from train.hardware.interconnect import Group, group_at
 from train.plan.compiled.hlo import Instruction
 
-# Networks inside and between what `_domain` gives.
-_NETWORKS = {
-    "tpu": ("ICI", "DCN"),
-    "cuda": ("NVLink", "network"),
-    "gpu": ("NVLink", "network"),
-    "cpu": ("memory", "network"),
-}
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
-
-
-@dataclass(frozen=True)
-class Group:
-    """The devices that a collective joins."""
-
-    axes: tuple[str, ...]  # mesh axes along which a group's members differ
-    size: int
-    network: str  # the slowest that a group crosses
-    is_whole: bool = True  # a group goes over all of its axes
 
 
 def group_of(instruction: Instruction, mesh: Mesh) -> Group:
@@ -44,20 +26,11 @@ def group_of(instruction: Instruction, mesh: Mesh) -> Group:
         ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
     else:
         ids = replica_groups(instruction.attributes, mesh.devices.size)
-    group = _group(_on_mesh(ids, mesh), mesh)
+    group = group_at(_on_mesh(ids, mesh), mesh)
     if not pairs:
         return group
     whole = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
     return Group(group.axes, whole, group.network)
-
-
-def along(axes: Sequence[str], mesh: Mesh) -> Group:
-    """Give the devices that differ in their place along some axes of a mesh only."""
-    dims = [mesh.axis_names.index(axis) for axis in axes]
-    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    places = np.moveaxis(places, dims, range(-len(dims), 0))
-    size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-    return _group(places.reshape(-1, size), mesh)
 
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
@@ -159,26 +132,3 @@ def _on_mesh(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
         return ids
     first = [place for place, number in enumerate(slices) if number == slices[0]]
     return np.array(first)[ids]
-
-
-def _group(places: np.ndarray, mesh: Mesh) -> Group:
-    coordinates = np.unravel_index(places, mesh.devices.shape)
-    axes = tuple(
-        name
-        for name, along in zip(mesh.axis_names, coordinates, strict=True)
-        if np.any(along != along[:, :1])
-    )
-    devices = mesh.devices.flat
-    domains = [[_domain(devices[place]) for place in group] for group in places]
-    crosses = any(len(set(group)) > 1 for group in domains)
-    platform = devices[0].platform
-    size = places.shape[1]
-    whole = size == np.prod([mesh.shape[axis] for axis in axes], dtype=int)
-    return Group(axes, size, _NETWORKS[platform][crosses], bool(whole))
-
-
-def _domain(device) -> Sequence[int]:
-    """Name what the fast network joins: a slice of TPUs, the devices of a process."""
-    if device.platform == "tpu":
-        return (getattr(device, "slice_index", 0),)
-    return (device.process_index,)

@@ -11,7 +11,7 @@ table cut along its width is looked up by ids gathered from all rows, and the re
 exchanged all-to-all. Muon exchanges matrices for whole ones, twice, or gathers them for
 both products of each of its steps where the devices do not divide the layers.
 
-Definitions of payload and sent: train/plan/compiled/collectives.py.
+Definitions of payload and sent: train/plan/cost.py.
 """
 
 import math

@@ -5,22 +5,20 @@ With its memory traffic (hbm_bytes.py) they are what a step takes.
 
 from model.config import Attention
 from train.config import Remat
-from train.plan.compiled.flops import CUDNN, SPLASH, Work
-from train.plan.estimated.hbm_bytes import Moved
+from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 from train.plan.estimated.local_step import Share, is_muons, sides
 
 _NEWTON_SCHULZ = 5  # steps
 _BLOCKS = (512, 384, 256, 128)  # of splash (model/attention.py)
 
 
-def effort(share: Share, muon: bool, moved: Moved) -> Work:
-    """Count what a device does that moves so much; with Muon, its products too."""
+def effort(share: Share, muon: bool) -> Flops:
+    """Count what a device computes; with Muon, its products too."""
     kernel, part = _attention(share)
     products = _products(share) + (_muon(share) if muon else 0.0)
     if share.how.attention is Attention.xla:
         products, kernel = products + kernel, 0.0
-    memory = int(moved.products + moved.others)
-    return Work(products, kernel * part, kernel, memory, (), int(moved.products))
+    return Flops(products, kernel * part, kernel)
 
 
 def _products(share: Share) -> float:
@@ -39,11 +37,14 @@ def _attention(share: Share) -> tuple[float, float]:
     model, T = share.model, share.length
     again = share.how.remat != Remat.none
     if share.how.attention is Attention.splash:
-        forward, total = SPLASH["splash_mha_fwd"], sum(SPLASH.values())
+        forward, total = (
+            SPLASH_PRODUCTS["splash_mha_fwd"],
+            sum(SPLASH_PRODUCTS.values()),
+        )
         blocks = T // next(size for size in _BLOCKS if T % size == 0)
         part = (blocks + 1) / (2 * blocks)
     elif share.how.attention is Attention.cudnn:
-        forward, total, part = CUDNN[False], sum(CUDNN.values()), 0.5
+        forward, total, part = CUDNN_PRODUCTS[False], sum(CUDNN_PRODUCTS.values()), 0.5
     else:
         forward, total, part = 2, 6, 1.0
     one = 2.0 * share.tokens * T * model.num_heads * model.head_size

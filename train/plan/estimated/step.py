@@ -1,7 +1,7 @@
 """What a step does and needs, from shapes and shardings, without a compiler.
 
 Milliseconds for each candidate of a search; the compilers' own figures are
-`read_execution` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
+`read_step` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
 """
 
 import dataclasses
@@ -13,15 +13,20 @@ import jax
 from train.config import Optimizer
 from train.describe import bytes_per_device
 from train.hardware.chips import chip_of
-from train.plan.compiled.collectives import Total, sent_bytes
-from train.plan.compiled.replica_groups import along
-from train.plan.cost import Execution
+from train.hardware.interconnect import group_along
+from train.plan.cost import (
+    ESTIMATED,
+    CollectiveTotal,
+    HbmBytes,
+    StepCost,
+    sent_bytes,
+)
 from train.plan.estimated.collectives import Exchange, exchanges
 from train.plan.estimated.flops import effort
 from train.plan.estimated.hbm_bytes import movements
 from train.plan.estimated.local_step import Share, share_of
 from train.plan.estimated.temporaries import saved_bytes, temporaries
-from train.plan.memory import ESTIMATED, HELD, Figure, Ledger, make_ledger
+from train.plan.memory import HELD, Figure, Ledger, make_ledger
 from train.program import Program
 
 # The part of the layers' collectives that XLA schedules beside products, by platform
@@ -33,7 +38,7 @@ _BESIDE = {
 }
 
 
-def estimate_execution(program: Program) -> Execution:
+def estimate_step(program: Program) -> StepCost:
     """Estimate what one device computes, moves and sends in a step."""
     share, platform, muon = _facts(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
@@ -42,9 +47,11 @@ def estimate_execution(program: Program) -> Execution:
     core_memory = (chip.core_memory if chip else None) or 0
     kept = saved_bytes(share, platform)
     moved = movements(share, platform, muon, state, kept, core_memory)
-    return Execution(
+    products, total = int(moved.products), int(moved.products + moved.others)
+    return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        work=effort(share, muon, moved),
+        flops=effort(share, muon),
+        hbm_bytes=HbmBytes(products, total - products),
         sent=_totals(sent, program, by_use=False),
         outside_layers=_totals(
             (e for e in sent if not e.in_layers), program, by_use=True
@@ -78,20 +85,22 @@ def _facts(program: Program) -> tuple[Share, str, bool]:
     return share_of(program), program.mesh.devices.flat[0].platform, muon
 
 
-def _totals(found: Iterable[Exchange], program: Program, by_use: bool) -> list[Total]:
+def _totals(
+    found: Iterable[Exchange], program: Program, by_use: bool
+) -> list[CollectiveTotal]:
     def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
         return exchange.axes, exchange.kind, exchange.serves if by_use else ""
 
     rows, platform = [], program.mesh.devices.flat[0].platform
     for (axes, kind, use), group in groupby(sorted(found, key=key), key):
-        of, place = list(group), along(axes, program.mesh)
+        of, place = list(group), group_along(axes, program.mesh)
         payload = sum(e.payload for e in of)
         beside = _BESIDE.get(platform, {}).get(kind, 0.0)
         if place.network == "DCN":
             beside = 1.0
         inside = sum(e.payload for e in of if e.in_layers) / payload
         rows.append(
-            Total(
+            CollectiveTotal(
                 axes=axes,
                 network=place.network,
                 kind=kind,

@@ -20,7 +20,6 @@ from tests.train.compiled import (
 from train.plan.compiled.collectives import (
     Collective,
     outside_layers,
-    sent_bytes,
     totals,
 )
 

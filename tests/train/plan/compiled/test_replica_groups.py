@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from train.hardware.interconnect import Group
 from train.plan.compiled.hlo import Instruction
-from train.plan.compiled.replica_groups import Group, group_of, replica_groups
+from train.plan.compiled.replica_groups import group_of, replica_groups
 
 AXES = ("data", "fsdp", "tensor")
 

@@ -6,10 +6,10 @@ from tests.train.compiled import DOWN, MATRICES, B, D, L, T, V, needs_tpu_compil
 from tests.train.plan.compiled.test_collectives import large, of, payload
 from tests.train.plan.estimated.test_local_step import SHAPE as SMALL
 from tests.train.plan.estimated.test_local_step import share
-from train.plan.compiled.flops import work
+from train.plan.compiled.flops import count_flops
 from train.plan.estimated.collectives import Exchange, exchanges
 from train.plan.estimated.local_step import share_of
-from train.plan.estimated.step import estimate_execution
+from train.plan.estimated.step import estimate_step
 
 __all__ = ["share"]
 BF16, F32 = 2, 4
@@ -136,7 +136,7 @@ def test_the_loop_over_the_layers_sends_what_was_estimated(
 @needs_tpu_compiler
 def test_flops_are_those_of_the_compiled_step(compile_step):
     step = compile_step("mesh=ddp", "train.remat=full", topology="v5e:2x2")
-    fact, guess = work(step.module), estimate_execution(step.program).work
+    fact, guess = count_flops(step.module), estimate_step(step.program).flops
     assert guess.products == fact.products
     assert guess.attention == fact.attention
     assert guess.whole_attention == fact.whole_attention

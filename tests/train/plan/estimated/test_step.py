@@ -8,9 +8,9 @@ import pytest
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.estimated.step import (
-    estimate_execution,
     estimate_items,
     estimate_memory,
+    estimate_step,
 )
 from train.plan.memory import HELD, make_ledger, print_ledger, room_of
 from train.plan.plan import estimate
@@ -61,7 +61,7 @@ def test_there_is_a_verdict_without_a_compiler(laid_out, capsys):
 
 def test_slices_reduce_over_the_slow_network(laid_out):
     shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
-    found = estimate_execution(laid_out("v5e-8x2", *GPT2, *shape))
+    found = estimate_step(laid_out("v5e-8x2", *GPT2, *shape))
     networks = {row.axes: row.network for row in found.sent}
     assert networks[("data",)] == "DCN"
     assert networks[("fsdp",)] == "ICI"
@@ -100,13 +100,13 @@ def test_only_wide_values_leave_the_core(laid_out):
     def moved(rows):
         shape = ("model=llama3_1b", "data.sequence_length=2048", "mesh=fsdp")
         program = laid_out("v5e-8", *shape, f"data.batch_size={rows}")
-        return estimate_execution(program).work.product_bytes
+        return estimate_step(program).hbm_bytes.products
 
     assert moved(16) > 1.5 * moved(8)
 
 
 def test_sums_and_items_agree(laid_out):
-    found = estimate_execution(laid_out("h100-8", *GPT2, "mesh=fsdp"))
+    found = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
     assert found.how == "estimated"
     outside = sum(row.payload for row in found.outside_layers)
     assert 0 < outside < sum(row.payload for row in found.sent)
@@ -122,5 +122,5 @@ def test_nothing_is_lowered(laid_out, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Traced, "lower", refuse)
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
-    estimate_execution(program)
+    estimate_step(program)
     estimate_memory(program)
