@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+_PADDED_FROM, _PADDED_TO = 1024, 128
+
 # What a dim of a parameter or an activation is; rule tables map them to mesh axes.
 LOGICAL_AXES = (
     "batch",
@@ -101,6 +103,19 @@ class ModelConfig:
     compute_dtype: Dtype = Dtype.auto  # of the operands of matrix products
     attention: Attention = Attention.auto
     layer_unroll: int = 1  # layers per iteration of the scan; -1: all, no loop
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table and columns of the head, padding included.
+
+        A large vocabulary is padded to a multiple of 128: matrix units are fast on it,
+        and tensor parallelism divides it. It does not depend on the mesh, so that a
+        checkpoint is restored on any.
+        """
+        assert self.vocab_size is not None, "settled by train/program.py"
+        if self.vocab_size < _PADDED_FROM:
+            return self.vocab_size
+        return -(-self.vocab_size // _PADDED_TO) * _PADDED_TO
 
     @property
     def kv_heads(self) -> int:

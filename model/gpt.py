@@ -18,7 +18,7 @@ from model.attention import KeysValues
 from model.config import Init, ModelConfig, Position
 from model.layers import Block, Execution, Normalize, rotation, stds
 from model.linear import Linear, product
-from model.params import Kind, ParamInfo
+from model.params import Kind, ParamInfo, is_info, param_infos
 
 _HEAD = "btd,dv->btv"
 
@@ -27,13 +27,29 @@ class Table(nnx.Module):
     """An embedding table, looked up by id."""
 
     def __init__(
-        self, config: ModelConfig, size: int, axis: str, std: float, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        size: int,
+        axis: str,
+        std: float,
+        rngs: nnx.Rngs,
+        padding: int = 0,
     ):
-        """Draw the table from N(0, std²)."""
+        """Draw the table from N(0, std²); rows that only pad are zero.
+
+        Args:
+            config: of the model.
+            size: the number of ids.
+            axis: their logical axis.
+            std: of the initial values.
+            rngs: to draw from.
+            padding: rows to add behind those of the ids.
+        """
         shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
+        weight = std * jax.random.normal(rngs.params(), shape, dtype)
         self.weight = nnx.Param(
-            std * jax.random.normal(rngs.params(), shape, dtype),
-            info=ParamInfo((axis, "embed"), Kind.table),
+            jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight,
+            info=ParamInfo((axis, "embed"), Kind.table, padding=padding),
         )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -49,8 +65,9 @@ class GPT(nnx.Module):
         """Draw every parameter."""
         assert config.vocab_size is not None, "settled by train/config"
         self.config = config
-        std = config.embedding_std
-        self.embedding = Table(config, config.vocab_size, "vocab", std, rngs)
+        std, size = config.embedding_std, config.vocab_size
+        padding = config.vocab_rows - size
+        self.embedding = Table(config, size, "vocab", std, rngs, padding)
         learned = config.position is Position.learned
         length = config.max_sequence_length or 0
         assert length or not learned, "settled by train/config"
@@ -101,13 +118,14 @@ class GPT(nnx.Module):
             run = nnx.merge(block, params)
             return run(x_BTD, by, segment_ids_BT, how, cache)
 
-        unroll = self.config.layer_unroll
+        depth, unroll = self.config.num_layers, self.config.layer_unroll
+        unroll = depth if unroll == -1 else min(unroll, depth)
         with jax.named_scope("layers"):
             x_BTD, cache = jax.lax.scan(
-                rematerialized(layer, how.remat),
+                rematerialized(layer, how.remat, looped=unroll < depth),
                 x_BTD,
                 (params, cache),
-                unroll=True if unroll == -1 else unroll,
+                unroll=True if unroll == depth else unroll,
             )
         # Else XLA may lay the norm out as its scale lies.
         x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
@@ -115,13 +133,17 @@ class GPT(nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """The matrix that makes logits: the embedding's [V, D] if tied, else [D, V]."""
+        """The matrix that makes logits: the embedding's [V, D] if tied, else [D, V].
+
+        V is `vocab_rows` here.
+        """
         table = self.embedding if self.head is None else self.head
         return table.weight[...]
 
     def logits(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
         """Project features to float32 [B, T, V] logits, soft-capped if configured."""
-        return project(x_BTD, self.head_weight, self.config, how)
+        logits_BTV = project(x_BTD, self.head_weight, self.config, how)
+        return logits_BTV[..., : self.config.vocab_size]
 
     def empty_cache(self, batch: int, length: int, how: Execution) -> KeysValues:
         """Make room for `length` positions of `batch` rows."""
@@ -134,7 +156,7 @@ class GPT(nnx.Module):
 def project(
     x_BTD: jax.Array, weight: jax.Array, config: ModelConfig, how: Execution
 ) -> jax.Array:
-    """Make float32 [B, T, V] logits with a `head_weight`."""
+    """Make float32 logits [B, T, vocab_rows] with a `head_weight`, padding's too."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
     logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, how.compute_dtype)
     logits_BTV = how.rules.constrain(logits_BTV, "batch", "seq", "vocab")
@@ -155,11 +177,19 @@ def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
         dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
         kind=Kind.table,
+        padding=config.vocab_rows - config.vocab_size,
     )
 
 
-def rematerialized(layer: Callable, policy: str) -> Callable:
-    """Have the backward pass recompute a layer: `none`, all but `dots`, or `full`."""
+def rematerialized(layer: Callable, policy: str, looped: bool) -> Callable:
+    """Have the backward pass recompute a layer: `none`, all but `dots`, or `full`.
+
+    Args:
+        layer: a function of arrays.
+        policy: which of its intermediate results are kept: all, those of products
+            with a weight, or no one.
+        looped: whether a loop of more than one iteration runs over it.
+    """
     if policy == "none":
         return layer
     save = jax.checkpoint_policies
@@ -167,8 +197,8 @@ def rematerialized(layer: Callable, policy: str) -> Callable:
         "dots": save.dots_with_no_batch_dims_saveable,
         "full": save.nothing_saveable,
     }
-    # The scan already keeps XLA from undoing the recomputation.
-    return jax.checkpoint(layer, policy=keep[policy], prevent_cse=False)
+    # A loop keeps XLA from undoing the recomputation; without one it has to be told.
+    return jax.checkpoint(layer, policy=keep[policy], prevent_cse=not looped)
 
 
 def abstract_gpt(config: ModelConfig) -> GPT:
@@ -189,5 +219,8 @@ def bind(model: GPT, params: dict[str, Any]) -> GPT:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Count parameters, without memory."""
-    return sum(p.size for p in jax.tree.leaves(params_of(abstract_gpt(config))))
+    """Count parameters, without memory; those that only pad do not count."""
+    model = abstract_gpt(config)
+    infos = jax.tree.leaves(param_infos(model), is_leaf=is_info)
+    params = jax.tree.leaves(params_of(model))
+    return sum(i.size(p.shape) for i, p in zip(infos, params, strict=True))

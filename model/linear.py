@@ -75,13 +75,28 @@ class Linear(nnx.Module):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         kind: Kind = Kind.matrix,
+        padding: int = 0,
     ):
-        """Draw the weight from N(0, std²); `axes` are its logical axes."""
+        """Draw the weight from N(0, std²).
+
+        Args:
+            spec: the einsum, as `product` takes it.
+            shape: of the weight.
+            axes: its logical axes.
+            std: of the initial values.
+            bias: whether to add one, zero at first.
+            dtype: of the parameters.
+            rngs: to draw from.
+            kind: how optimizers see the weight.
+            padding: zeros to add behind its last dim.
+        """
         operands, result = spec.split("->")
         inputs = sum(letter not in result for letter in operands.split(",")[1])
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
+        if padding:
+            weight = jnp.pad(weight, [(0, 0)] * (len(shape) - 1) + [(0, padding)])
         self.spec = spec
-        self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs))
+        self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs, padding))
         zeros = jnp.zeros(shape[inputs:], dtype)
         info = ParamInfo(axes[inputs:], Kind.vector)
         self.bias = nnx.Param(zeros, info=info) if bias else None

@@ -5,6 +5,7 @@ are stacked along a leading `layers` dim, whatever loop runs over them, so that 
 one checkpoint layout.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -28,16 +29,33 @@ class Kind(StrEnum):
 
 
 class ParamInfo(NamedTuple):
-    """Logical axes, kind, and for a matrix the number of leading input dims."""
+    """What is known of a parameter besides its value.
+
+    axes: the logical axis of each dim.
+    kind: how optimizers see it.
+    inputs: of a matrix, how many leading dims are contracted.
+    padding: how many of the last entries along `vocab` stand for no token.
+    """
 
     axes: tuple[str, ...]
     kind: Kind
     inputs: int = 0
+    padding: int = 0
 
     @property
     def stacked(self) -> bool:
         """Whether the first dim counts layers."""
         return self.axes[0] == "layers"
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Count the parameters in an array of this shape, without its padding."""
+        dims = zip(self.axes, shape, strict=True)
+        return math.prod(dim - self.padding * (axis == "vocab") for axis, dim in dims)
+
+
+def is_info(node: object) -> bool:
+    """Tell whether a node of a tree of `ParamInfo` is a leaf."""
+    return isinstance(node, ParamInfo)
 
 
 def param_infos(model: nnx.Module) -> dict[str, Any]:

@@ -36,10 +36,8 @@ def describe(program: Program) -> None:
         ["parameter", "shape", "dtype", "logical axes", "spec", "bytes/device"],
         "parameters",
     )
-    params = jax.tree.leaves(program.state.params)
-    count = sum(leaf.size for leaf in params)
     state = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(program.state))
-    print(f"parameters  {count:,}")
+    print(f"parameters  {program.num_params:,}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
     print(f"attention   {how.attention}, products in {how.compute_dtype}")
     rows, length = config.data.batch_size, config.data.sequence_length

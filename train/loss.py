@@ -60,9 +60,16 @@ def tile(T: int, V: int, chunk: int | None) -> int:
 class _Tiled(NamedTuple):
     """The loss in tiles of C positions of a row, with its gradient by hand.
 
-    Each device gathers the weight once, rounded, but for its part of the vocabulary. It
-    adds up its own part of the weight's gradient over all tiles, in float32, before
-    devices reduce it, once.
+    The head's weight W[D_fsdp, V_tensor], rounded to the compute dtype, is gathered
+    over fsdp once for all tiles: each device holds W[D, V_tensor]. Each multiplies its
+    own rows x[B_(data, fsdp), C, D] tile by tile, and adds up the float32 gradient
+    dW[D, V_tensor] of its rows over all tiles. That sum is then reduce-scattered over
+    fsdp back to dW[D_fsdp, V_tensor], and all-reduced over what is left of the batch's
+    axes (data), each once a step. The softmax over V_tensor costs an all-reduce over
+    tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one of
+    dx[B, C, D]. Where the batch lies on tensor too, V is gathered like D.
+
+    V is `vocab_rows`; entries that stand for no token get the logit -inf.
     """
 
     C: int
@@ -139,12 +146,14 @@ class _Tiled(NamedTuple):
             x_BCD,
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
+        V, size = logits_BCV.shape[-1], self.config.vocab_size
+        ids_V = jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0)
+        if size != self.config.vocab_rows:  # what only pads has no probability
+            logits_BCV = jnp.where(ids_V < (size or 0), logits_BCV, -jnp.inf)
         most_BC = jnp.max(logits_BCV, axis=-1)
         most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
         Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
         log_z_BC = most_BC + jnp.log(jax.lax.psum(Z_BC, cut))
-        V = logits_BCV.shape[-1]
-        ids_V = jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0)
         # A masked sum instead of a gather: no logits travel.
         is_target_BCV = ids_V == targets_BC[..., None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)

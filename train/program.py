@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
 from model.config import Position
-from model.gpt import GPT, abstract_gpt, params_of
+from model.gpt import GPT, abstract_gpt, num_params, params_of
 from model.layers import Execution
 from model.params import param_infos
 from train.config import Config, TrainConfig
@@ -106,6 +106,11 @@ class Program:
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return self.config.data.batch_size * self.config.data.sequence_length
+
+    @functools.cached_property
+    def num_params(self) -> int:
+        """The number of parameters, without those that only pad the vocabulary."""
+        return num_params(self.config.model)
 
     @property
     def flops_per_step(self) -> float:

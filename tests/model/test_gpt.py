@@ -1,6 +1,7 @@
 """The whole model against its definition, and against a reference in float64."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -305,6 +306,42 @@ def test_recomputing_keeps_less_for_the_backward_pass(tiny):
         return sum(x.size for x in jax.tree.leaves(back))
 
     assert kept("full") < kept("dots") < kept("none")
+
+
+@pytest.mark.parametrize("unroll", [1, 2, -1])
+def test_the_compiled_step_recomputes_too(llama, unroll):
+    """XLA merges what is computed twice, unless a loop or a barrier is between."""
+    config = replace(llama.config, num_layers=4, layer_unroll=unroll)
+    model, tokens = abstract_gpt(config), llama.tokens(4, 64)
+
+    def flops(policy: str) -> float:
+        def loss(params):
+            how = llama.how._replace(remat=policy)
+            positions = jnp.broadcast_to(jnp.arange(64), tokens.shape)
+            x, _ = bind(model, params).features(tokens, positions, None, how)
+            return x.sum()
+
+        text = jax.jit(jax.grad(loss)).lower(params_of(model)).compile().as_text()
+        return len(re.findall(r" (?:dot|custom-call)\(", text))
+
+    assert flops("full") > flops("none")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_vocabulary_is_padded_and_nothing_shows_it(tiny, tied):
+    config = replace(tiny.config, vocab_size=1030, tied_head=tied)
+    model = GPT(config, nnx.Rngs(0))
+    table = model.embedding.weight[...]
+    assert table.shape == (1152, config.embed_dim)
+    assert not table[1030:].any()
+    assert (model.head_weight.shape[0 if tied else 1]) == 1152
+    tokens = tiny.tokens(1, 4)
+    positions = jnp.arange(4)[None]
+    x, _ = model.features(tokens, positions, None, tiny.how)
+    assert model.logits(x, tiny.how).shape == (1, 4, 1030)
+    small = num_params(replace(config, vocab_size=1000))
+    tables = 1 if tied else 2
+    assert num_params(config) - small == tables * 30 * config.embed_dim
 
 
 @pytest.mark.parametrize("policy", ["dots", "full"])

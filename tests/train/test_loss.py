@@ -106,6 +106,27 @@ def test_a_tied_table_in_tiles(programs, batch):
     close(value_and_grads(program, params, batch, 8), whole)
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_padding_of_a_vocabulary_has_no_probability(programs, batch, tied, devices):
+    """Neither in the loss nor in a gradient, on the device that has nothing else."""
+    mesh = ("mesh.fsdp=2", "mesh.tensor=4") if devices == 8 else ()
+    large = ("model.num_layers=1", "model.vocab_size=1030", f"model.tied_head={tied}")
+    program = programs(*large, *mesh, devices=devices)
+    params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+    head = params["embedding" if tied == "true" else "head"]
+    (_, nats), grads = value_and_grads(program, params, batch, None)
+    dim = 0 if tied == "true" else 1
+    grad = np.moveaxis(grads["embedding" if dim == 0 else "head"]["weight"], dim, 0)
+    assert np.abs(grad[:1030]).max() > 0
+    assert not grad[1030:].any()
+    padding = np.arange(1152) >= 1030
+    other = head["weight"] + 9.0 * jnp.expand_dims(padding, 1 - dim)
+    changed = {**params, "embedding" if dim == 0 else "head": {"weight": other}}
+    (_, again), _ = value_and_grads(program, changed, batch, None)
+    assert again == nats
+
+
 def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
     program, params, batch, whole
 ):

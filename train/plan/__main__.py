@@ -140,12 +140,10 @@ def _as_json(
     room: "Room",
 ) -> dict[str, Any]:
     """Give all figures as plain values."""
-    import jax
-
     from train.describe import array_slices
 
     array = config.plan.array
-    devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
+    devices = program.mesh.devices
     return {
         "target": config.target,
         "device_kind": devices.flat[0].device_kind,
@@ -156,7 +154,7 @@ def _as_json(
         "slices": target.slices if target else None,
         "mesh": dict(program.mesh.shape),
         "attention": program.how.attention,
-        "num_parameters": sum(leaf.size for leaf in params),
+        "num_parameters": program.num_params,
         "array": array and array_slices(program, array),
         "tokens_per_step": program.tokens_per_step,
         "model_flops_per_step": program.flops_per_step,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import jax
 from etils import epath
 
 from train.cli.schema import to_yaml
@@ -54,7 +53,7 @@ def write_picture(
         command: the arguments that make this plan.
         rates: of a device; default: what programs get of what its vendor states.
     """
-    count = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+    count = program.num_params
     machine = target.name if target else "this machine"
     title = f"Plan: {format_count(count)} parameters on {machine}"
     body = [

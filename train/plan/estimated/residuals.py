@@ -57,7 +57,7 @@ def kept(
         def layer(params, x):
             return nnx.merge(graph, params)(x, by, ids, run, None)[0]
 
-        _, backward = jax.vjp(rematerialized(layer, how.remat), params, x)
+        _, backward = jax.vjp(rematerialized(layer, how.remat, looped=True), params, x)
         return jax.tree.leaves(backward)
 
     jaxpr = jax.make_jaxpr(closed_over)(x, params, by, ids).jaxpr
