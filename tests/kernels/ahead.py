@@ -7,7 +7,7 @@ hardware/targets.py, and either "step": overrides of `python -m train` (the real
 training step on all devices) or "attention": [T, H] (the kernel and its
 gradient on one)}.
 For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
-{"name", "seconds" (of CPU time), "temp_bytes"} or {"name", "error"}, to stdout.
+{"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}, to stdout.
 
 A process of its own because platforms read their settings from the environment once.
 """
@@ -35,6 +35,8 @@ from train.hardware.targets import parse_target
 from train.mesh import Device
 from train.plan.aot import compile_step
 from train.program import make_program, settle
+
+KINDS = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def step(chips: list[Device], overrides: list[str]):
@@ -84,10 +86,13 @@ def main(folder: Path, cases: dict) -> None:
             print(json.dumps({"name": name, "error": str(error)}), flush=True)
             continue
         (folder / f"{name}.txt").write_text(compiled.as_text())
+        memory = compiled.memory_analysis()
         result = {
             "name": name,
             "seconds": round(time.process_time() - started, 1),
-            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+            "memory": {
+                kind: getattr(memory, f"{kind}_size_in_bytes") for kind in KINDS
+            },
         }
         print(json.dumps(result), flush=True)
 

@@ -1,24 +1,20 @@
 """Programs compiled for machines that are not there."""
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-AHEAD = Path(__file__).with_name("ahead.py")
+from tests.train.compiled import compile_ahead
 
 
 class Compiled(NamedTuple):
     """What came of one case of ahead.py."""
 
     text: str = ""
-    temp_bytes: int = 0
     seconds: float = 0.0
+    memory: dict[str, int] | None = None
     error: str | None = None
 
     def products(self) -> list[tuple[str, str, str]]:
@@ -41,25 +37,16 @@ class Compiled(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def compile_ahead(tmp_path_factory) -> Callable[[dict], dict[str, Compiled]]:
+def compile_cases(tmp_path_factory) -> Callable[[dict], dict[str, Compiled]]:
     """Compile cases (see ahead.py) in one process; give them by name."""
 
-    def compile_ahead(cases: dict) -> dict[str, Compiled]:
+    def compile_cases(cases: dict) -> dict[str, Compiled]:
         folder = tmp_path_factory.mktemp("ahead")
-        done = subprocess.run(
-            [sys.executable, str(AHEAD), str(folder), json.dumps(cases)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        results = [json.loads(line) for line in done.stdout.splitlines()]
         compiled = {}
-        for result in results:
-            name = result.pop("name")
+        for name, result in compile_ahead(cases, folder).items():
             text = "" if "error" in result else (folder / f"{name}.txt").read_text()
-            compiled[name] = Compiled(text=text, **result)
+            compiled[name] = Compiled(text, **result)
             print(name, result)
         return compiled
 
-    return compile_ahead
+    return compile_cases

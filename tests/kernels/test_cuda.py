@@ -51,8 +51,8 @@ MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_ahead):
-    return compile_ahead(
+def compiled(compile_cases):
+    return compile_cases(
         {
             name: {"target": "h100-8", "step": [*COMMON, *step]}
             for name, step in STEPS.items()
@@ -104,7 +104,7 @@ def test_the_checks_see_the_difference_to_xla_attention(compiled):
     assert result.error is None
     assert targets(result.text) == set()
     assert any(HEADS in shape[:-2] for shape in result.square_buffers(T))
-    assert compiled["gpt2"].temp_bytes < result.temp_bytes / 2
+    assert compiled["gpt2"].memory["temp"] < result.memory["temp"] / 2
 
 
 @pytest.mark.parametrize("name", STEPS)

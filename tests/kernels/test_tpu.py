@@ -9,6 +9,7 @@ import importlib.util
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.tpu,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
@@ -38,7 +39,7 @@ PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
 
 
 @pytest.fixture(scope="module")
-def compiled(compile_ahead):
+def compiled(compile_cases):
     steps = {
         name: {
             "target": CHIPS["v5e"],
@@ -53,7 +54,7 @@ def compiled(compile_ahead):
         }
         for chip, length, head_dim in KERNELS
     }
-    return compile_ahead(steps | kernels)
+    return compile_cases(steps | kernels)
 
 
 def splash_calls(text: str) -> set[str]:
@@ -75,7 +76,7 @@ def test_the_checks_see_the_difference_to_xla_attention(compiled):
     assert result.error is None
     assert splash_calls(result.text) == set()
     assert result.square_buffers(T)
-    assert compiled["llama"].temp_bytes < result.temp_bytes / 4
+    assert compiled["llama"].memory["temp"] < result.memory["temp"] / 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,27 +1,35 @@
-"""The real training step, compiled for chips that are not there."""
+"""The real training step, compiled for the CPU, or for chips that are not there.
+
+XLA takes half a minute for a step of a TPU, so the texts of those in STEPS are stored
+beside the tests that read them. A slow test compiles them again and compares.
+
+    python -m tests.train.compiled [name ...]
+
+renews what is stored; all if none is named. It is due when the model's scopes or the
+compiler change, and needs what the target needs: pip install -e '.[plan]'.
+"""
 
 import functools
-import importlib.util
-import os
+import gzip
+import json
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
-import pytest
-from jax.experimental import topologies
 
+from tests.fleet import REPOSITORY
+from train.hardware import devices
+from train.hardware.targets import parse_target
 from train.plan.compiled.collectives import Collective, ledger
 from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read
 from train.program import Program, make_program
-
-
-def needs_tpu_compiler(test: Any) -> Any:
-    """Mark a test, or a class of them."""
-    there = importlib.util.find_spec("libtpu") is not None
-    skip = pytest.mark.skipif(not there, reason="needs libtpu: pip install libtpu")
-    return pytest.mark.tpu(skip(test))
-
 
 L, D, F, V, T, B, N = 3, 256, 512, 512, 256, 16, 4
 SHAPE = (
@@ -34,6 +42,33 @@ DOWN = D * F
 MATRICES = 4 * D * D + 3 * D * F  # of a layer
 NORMS = (2 * L + 1) * D
 
+TILES = f"train.loss_chunk_tokens={T // 4}"
+TENSOR = ("mesh=fsdp_tensor", "mesh.tensor=2")
+LARGE = (
+    *("model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=8"),
+    *("model.num_kv_heads=8", "data.sequence_length=1024"),
+)
+GPT2 = ("model=gpt2_124m", "model.tied_head=true", f"model.mlp_dim={F}")
+# Target and overrides beside SHAPE.
+STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ddp": ("v5e-8", ("mesh=ddp",)),
+    "ddp_tied": ("v5e-8", ("mesh=ddp", "model.tied_head=true")),
+    "ddp_dots": ("v5e-4", ("mesh=ddp", "train.remat=dots")),
+    "ddp_full": ("v5e-4", ("mesh=ddp", "train.remat=full")),
+    "shared_heads": ("v5e-4", ("mesh=ddp", "model.num_kv_heads=2")),
+    "gpt2_full": ("v5e-4", (*GPT2, "mesh=ddp", "train.remat=full")),
+    "fsdp": ("v5e-8", ("mesh=fsdp",)),
+    "fsdp_tiles": ("v5e-8", ("mesh=fsdp", TILES)),
+    "fsdp_rings": ("v5e-8", ("mesh=fsdp", *LARGE)),
+    "tensor": ("v5e-8", TENSOR),
+    "tensor_tiles": ("v5e-8", (*TENSOR, TILES)),
+    "tensor_only": ("v5e-4", ("mesh=fsdp_tensor", "mesh.tensor=4")),
+    "slices": ("v5e-4x2", ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")),
+}
+STORE = Path(__file__).with_name("plan") / "compiled" / "hlo"
+MEMORY = STORE / "memory.json"
+AHEAD = REPOSITORY / "tests" / "kernels" / "ahead.py"
+
 
 def in_one(instruction: str) -> str:
     """Make a program of one instruction."""
@@ -42,47 +77,114 @@ def in_one(instruction: str) -> str:
 
 
 class Compiled(NamedTuple):
+    """memory: bytes of a device, by kind; None of a CPU's."""
+
     program: Program
     module: Module
     collectives: list[Collective]
+    memory: dict[str, int] | None = None
 
 
 Compile = Callable[..., Compiled]
 
 
 def make_compile(composed: Callable) -> Compile:
-    """compile_step(*overrides, topology=None, **topology's arguments), CPU if None."""
+    """Return compile_step(*overrides), which compiles for this CPU's devices."""
 
     @functools.cache
-    def compile_step(
-        *overrides: str, topology: str | None = None, **options: Any
-    ) -> Compiled:
-        chips = jax.devices() if topology is None else tpus(topology, **options)
-        program = make_program(composed(*SHAPE, *overrides), chips)
+    def compile_step(*overrides: str) -> Compiled:
+        program = make_program(composed(*SHAPE, *overrides), jax.devices())
         fast = jax.config.read("jax_disable_most_optimizations")
         jax.config.update("jax_disable_most_optimizations", False)
         try:
             with jax.set_mesh(program.mesh):
                 traced = program.train_step.trace(program.state, program.batch)
-                platform = chips[0].platform
-                text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
+                text = traced.lower().compile().as_text()
         finally:
             jax.config.update("jax_disable_most_optimizations", fast)
-        module = read(text)
-        assert module.unread == []
-        return Compiled(program, module, ledger(module, program.mesh))
+        return read_step(program, text)
 
     return compile_step
 
 
-def tpus(topology: str, **options: Any) -> list[Any]:
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # asks no server what machine this is
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it drives none
-    described = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=topology,
-        chip_config_name="default",
-        chips_per_host_bounds=(2, 2, 1),
-        **options,
+def make_stored(composed: Callable) -> Compile:
+    """Return stored_step(name), which reads a text of STEPS; no compiler is needed."""
+
+    @functools.cache
+    def stored_step(name: str) -> Compiled:
+        target, overrides = STEPS[name]
+        config = composed(*SHAPE, *overrides)
+        with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
+            chips = devices.fake_devices(parse_target(target))
+        text = gzip.decompress((STORE / f"{name}.txt.gz").read_bytes()).decode()
+        memory = json.loads(MEMORY.read_text())[name]
+        return read_step(make_program(config, chips), text, memory)
+
+    return stored_step
+
+
+def read_step(
+    program: Program, text: str, memory: dict[str, int] | None = None
+) -> Compiled:
+    module = read(text)
+    assert module.unread == []
+    return Compiled(program, module, ledger(module, program.mesh), memory)
+
+
+def compile_ahead(cases: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Compile cases (tests/kernels/ahead.py) in a process of its own.
+
+    Returns:
+        what it says of each, by name; the texts lie in the folder.
+    """
+    done = subprocess.run(
+        [sys.executable, str(AHEAD), str(folder), json.dumps(cases)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
-    return list(described.devices)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return {result.pop("name"): result for result in results}
+
+
+def compile_steps(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
+    """Compile steps of STEPS into a folder, as they are stored; return their memory."""
+    cases = {
+        name: {"target": STEPS[name][0], "step": [*SHAPE, *STEPS[name][1]]}
+        for name in names
+    }
+    results = compile_ahead(cases, folder)
+    for name in names:
+        assert "error" not in results[name], results[name]
+        text = (folder / f"{name}.txt").read_text()
+        (folder / f"{name}.txt.gz").write_bytes(
+            gzip.compress(without_ballast(text).encode(), mtime=0)
+        )
+    return {name: results[name]["memory"] for name in names}
+
+
+def without_ballast(text: str) -> str:
+    """Leave out kernels' machine code and where in which file a thing was written."""
+    text = re.sub(r'"body":"[^"]*"', '"body":""', text)
+    text = re.sub(r" stack_frame_id=\d+", "", text)
+    tables = r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*"
+    return re.sub(tables, "", text)
+
+
+def main(names: list[str]) -> None:
+    """Renew what is stored."""
+    names = names or [*STEPS]
+    STORE.mkdir(exist_ok=True)
+    memory = json.loads(MEMORY.read_text()) if MEMORY.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        memory |= compile_steps(names, Path(folder))
+        for name in names:
+            file = f"{name}.txt.gz"
+            (STORE / file).write_bytes((Path(folder) / file).read_bytes())
+    kept = {name: memory[name] for name in STEPS if name in memory}
+    MEMORY.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from data.sources import Sources, open_sources
-from tests.train.compiled import Compile, make_compile
+from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
 from train.hardware.devices import prepare
 from train.program import Program, make_program
@@ -96,5 +96,11 @@ def programs(configure: Configure, store: Sources) -> Programs:
 
 @pytest.fixture(scope="session")
 def compile_step(composed: Configure) -> Compile:
-    """Compile the step of a small model for TPUs or the CPU, and read its text."""
+    """Compile the step of a small model for this CPU, and read its text."""
     return make_compile(composed)
+
+
+@pytest.fixture(scope="session")
+def stored_step(composed: Configure) -> Compile:
+    """Read the step of a small model as compiled for TPUs, by its name in STEPS."""
+    return make_stored(composed)

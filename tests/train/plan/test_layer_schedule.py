@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tests.train.compiled import needs_tpu_compiler
 from train.hardware.interconnect import Group
 from train.plan.compiled.trip_counts import read
 from train.plan.layer_schedule import (
@@ -186,8 +185,7 @@ def test_lanes_of_a_real_step(compile_step, mesh):
     assert backward.busy(PRODUCT) > 1.5 * forward.busy(PRODUCT)
 
 
-@needs_tpu_compiler
-def test_lanes_of_a_tpu_step(compile_step):
-    forward, backward = check_invariants(compile_step("mesh=fsdp", topology="v5e:2x4"))
+def test_lanes_of_a_tpu_step(stored_step):
+    forward, backward = check_invariants(stored_step("fsdp"))
     assert {"ICI: fsdp", COMPUTE} <= {span.lane for span in forward.spans}
     assert backward.busy("attention") > forward.busy("attention") > 0

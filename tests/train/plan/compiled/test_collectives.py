@@ -6,24 +6,13 @@ and partial sums are added over the devices in it. What is gathered was rounded 
 
 import pytest
 
-from tests.train.compiled import (
-    DOWN,
-    MATRICES,
-    NORMS,
-    B,
-    D,
-    L,
-    T,
-    V,
-    needs_tpu_compiler,
-)
+from tests.train.compiled import DOWN, MATRICES, NORMS, B, D, L, T, V
 from train.plan.compiled.collectives import (
     Collective,
     outside_layers,
     totals,
 )
 
-V5E = "v5e:2x4"
 BF16, F32 = 2, 4
 
 
@@ -46,11 +35,10 @@ def large(collectives: list[Collective]) -> list[Collective]:
     return [c for c in collectives if c.payload > 8 * NORMS]
 
 
-@needs_tpu_compiler
 class TestData:
     @pytest.fixture
-    def step(self, compile_step):
-        return compile_step("mesh=ddp", topology=V5E)
+    def step(self, stored_step):
+        return stored_step("ddp")
 
     def test_each_gradient_is_reduced_once_in_float32(self, step):
         num_params = L * MATRICES + 2 * V * D + NORMS
@@ -72,18 +60,17 @@ class TestData:
         assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
         assert rows == {"embedding": F32 * V * D, "head": F32 * V * D}
 
-    def test_a_tied_table_is_reduced_twice(self, compile_step):
+    def test_a_tied_table_is_reduced_twice(self, stored_step):
         """XLA reduces the look-up's gradient and the head's before it adds them."""
-        tied = compile_step("mesh=ddp", "model.tied_head=true", topology=V5E)
+        tied = stored_step("ddp_tied")
         num_params = L * MATRICES + V * D + NORMS
         assert payload(tied.collectives) == F32 * (num_params + V * D)
 
 
-@needs_tpu_compiler
 class TestFsdp:
     @pytest.fixture
-    def step(self, compile_step):
-        return compile_step("mesh=fsdp", topology=V5E)
+    def step(self, stored_step):
+        return stored_step("fsdp")
 
     @pytest.mark.parametrize("way", ["forward", "backward"])
     def test_a_layer_gathers_its_matrices_rounded(self, step, way):
@@ -100,9 +87,8 @@ class TestFsdp:
         assert {c.dtypes for c in scatters} == {("f32",)}
         assert payload(scatters, "mlp.down") == L * F32 * DOWN
 
-    def test_the_head_travels_once_however_many_tiles_the_loss_has(self, compile_step):
-        tiles = f"train.loss_chunk_tokens={T // 4}"
-        step = compile_step("mesh=fsdp", tiles, topology=V5E)
+    def test_the_head_travels_once_however_many_tiles_the_loss_has(self, stored_step):
+        step = stored_step("fsdp_tiles")
         head = [c for c in step.collectives if "head" in dict(c.serves)]
         gather, scatter = sorted(head, key=lambda c: c.kind)
         assert (gather.kind, gather.times) == ("all-gather", 1)
@@ -121,15 +107,13 @@ class TestFsdp:
         (row,) = totals(c for c in gathers if c.is_async)
         assert row.overlapped > 0.5
 
-    def test_large_products_gather_and_scatter_in_rings(self, compile_step):
+    def test_large_products_gather_and_scatter_in_rings(self, stored_step):
         """Each shard goes to the next device while the one before is multiplied.
 
         A ring in both directions sends 9 shards where 7 are missing: two sends of its
         last round are in vain.
         """
-        shape = ("model.embed_dim=512", "model.mlp_dim=1024", "model.num_heads=8")
-        shape += ("model.num_kv_heads=8", "data.sequence_length=1024")
-        step = compile_step("mesh=fsdp", *shape, topology=V5E)
+        step = stored_step("fsdp_rings")
         rings = [c for c in step.collectives if c.is_ring]
         matrices = 4 * 512 * 512 + 3 * 512 * 1024
         for way, kind, width in (
@@ -144,11 +128,9 @@ class TestFsdp:
                 assert ring.is_async
 
 
-@needs_tpu_compiler
 class TestTensor:
-    def test_a_layer_reduces_activations_twice_each_way(self, compile_step):
-        shape = ("mesh=fsdp_tensor", "mesh.tensor=4")
-        step = compile_step(*shape, topology="v5e:2x2")
+    def test_a_layer_reduces_activations_twice_each_way(self, stored_step):
+        step = stored_step("tensor_only")
         for way in ("forward", "backward"):
             reduces = large(of(step.collectives, f"layers {way}", "all-reduce"))
             assert [c.times for c in reduces] == [L, L]
@@ -157,11 +139,9 @@ class TestTensor:
         inside = [c for c in step.collectives if c.scope.startswith("layers")]
         assert {c.kind for c in large(inside)} == {"all-reduce"}
 
-    def test_the_head_stays_cut(self, compile_step):
+    def test_the_head_stays_cut(self, stored_step):
         """In tiles too each device has its part of the vocabulary, and no more."""
-        shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
-        tiles = f"train.loss_chunk_tokens={T // 4}"
-        step = compile_step(*shape, tiles, topology=V5E)
+        step = stored_step("tensor_tiles")
         head = [c for c in step.collectives if "head" in dict(c.serves)]
         reduced, weight = (
             [c for c in head if c.group.axes == (axis,)] for axis in ("tensor", "fsdp")
@@ -170,9 +150,8 @@ class TestTensor:
         # Activations' gradient; and sums and maxima, one of each a position.
         assert payload(reduced, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
 
-    def test_both_axes_at_once(self, compile_step):
-        shape = ("mesh=fsdp_tensor", "mesh.tensor=2")
-        step = compile_step(*shape, topology=V5E)
+    def test_both_axes_at_once(self, stored_step):
+        step = stored_step("tensor")
         kinds = {(row.axes, row.kind) for row in totals(step.collectives)}
         layers = [c for c in step.collectives if c.scope == "layers forward"]
         reduces = [c for c in large(layers) if c.group.axes == ("tensor",)]
@@ -185,11 +164,9 @@ class TestTensor:
         assert (("fsdp",), "reduce-scatter") in kinds
 
 
-@needs_tpu_compiler
 class TestSlices:
-    def test_gradient_shards_cross_between_slices(self, compile_step):
-        shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")
-        step = compile_step(*shape, topology="v5e:2x2", num_slices=2)
+    def test_gradient_shards_cross_between_slices(self, stored_step):
+        step = stored_step("slices")
         between = [c for c in step.collectives if c.group.network == "DCN"]
         assert {c.group.axes for c in between} == {("data",)}
         assert {c.kind for c in between} == {"all-reduce"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.compiled import DOWN, MATRICES, B, D, L, T, V, needs_tpu_compiler
+from tests.train.compiled import DOWN, MATRICES, B, D, L, T, V
 from tests.train.plan.compiled.test_collectives import large, of, payload
 from tests.train.plan.estimated.test_local_step import SHAPE as SMALL
 from tests.train.plan.estimated.test_local_step import share
@@ -102,20 +102,10 @@ def estimated(step) -> list[Exchange]:
     return [e for e in found if e.in_layers and e.payload > 8 * F32 * (2 * L + 1) * D]
 
 
-@needs_tpu_compiler
-@pytest.mark.parametrize(
-    ("mesh", "topology"),
-    [
-        (("mesh=ddp",), "v5e:2x4"),
-        (("mesh=fsdp",), "v5e:2x4"),
-        (("mesh=fsdp_tensor", "mesh.tensor=4"), "v5e:2x2"),
-    ],
-)
-def test_the_loop_over_the_layers_sends_what_was_estimated(
-    compile_step, mesh, topology
-):
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_only"])
+def test_the_loop_over_the_layers_sends_what_was_estimated(stored_step, name):
     """Of matrices and activations, exactly; XLA sends small vectors as it likes."""
-    step = compile_step(*mesh, topology=topology)
+    step = stored_step(name)
     guess = estimated(step)
     assert guess
     for kind in {e.kind for e in guess}:
@@ -133,9 +123,8 @@ def test_the_loop_over_the_layers_sends_what_was_estimated(
     }
 
 
-@needs_tpu_compiler
-def test_flops_are_those_of_the_compiled_step(compile_step):
-    step = compile_step("mesh=ddp", "train.remat=full", topology="v5e:2x2")
+def test_flops_are_those_of_the_compiled_step(stored_step):
+    step = stored_step("ddp_full")
     fact, guess = count_flops(step.module), estimate_step(step.program).flops
     assert guess.products == fact.products
     assert guess.attention == fact.attention

@@ -1,0 +1,43 @@
+"""The stored texts are those that the compiler writes today."""
+
+import gzip
+import importlib.util
+
+import pytest
+
+from tests.train.compiled import STEPS, STORE, compile_steps, read_step
+from train.plan.compiled.collectives import totals
+from train.plan.compiled.flops import count_flops
+
+
+def test_each_step_is_stored_and_no_other():
+    assert {path.name for path in STORE.iterdir()} == {
+        *(f"{name}.txt.gz" for name in STEPS),
+        "memory.json",
+    }
+
+
+@pytest.fixture(scope="module")
+def renewed(tmp_path_factory):
+    """Compile them all again."""
+    folder = tmp_path_factory.mktemp("hlo")
+    return folder, compile_steps([*STEPS], folder)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs pip install -e '.[plan]'"
+)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_stored_step_is_what_is_compiled_today(stored_step, renewed, name):
+    """In all that is read of it. If not: `python -m tests.train.compiled`."""
+    folder, memory = renewed
+    stored = stored_step(name)
+    text = gzip.decompress((folder / f"{name}.txt.gz").read_bytes()).decode()
+    today = read_step(stored.program, text)
+    assert count_flops(today.module) == count_flops(stored.module)
+    assert totals(today.collectives, by_use=True) == totals(
+        stored.collectives, by_use=True
+    )
+    assert memory[name] == stored.memory
