@@ -12,6 +12,7 @@ from train.plan.compiled.collectives import (
     outside_layers,
     totals,
 )
+from train.plan.cost import sent_bytes
 
 BF16, F32 = 2, 4
 
