@@ -1,36 +1,33 @@
 """Which source gives each row of a mixture, and which of that source's rows it is.
 
-After any number of rows each source has given its share, the sum of the weights in
-force at those rows, to within less than one row; changes of the weights are no
-exception, for what is owed is carried over them. The order is a function of the
-weights alone: no random numbers, no floats, and row 10**9 costs what row 0 does.
-
-A source of weight 0 gives no row, except one that it is still owed from before: when
-its weight returns later, or when several sources were dropped at once and are owed a
-row between them that nobody else can give without running a whole row ahead.
+In every stretch of constant weights, after any number of its rows, each source has
+given its share of them to within less than one row. Each stretch starts even: what a
+source gave too much or too little by the end of one, less than a row, is not made up
+for in the next, so that a change of the weights moves no row before it. The order is a
+function of the weights alone: no random numbers, no floats, and row 10**9 costs what
+row 0 does. A source of weight 0 gives no row.
 
 Source: Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980):
 of k sources, none need ever be more than 1 - 1/(2k-2) rows from its share.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 MAX_PERIOD = 2**20
-_NEVER = 2**62
-_Stretches = Sequence[tuple[int, Mapping[str, float]]]
 
 
 class Mixture:
     """The order in which rows are taken from several sources."""
 
-    def __init__(self, names: Sequence[str], stretches: _Stretches):
-        """Work out the order for good.
+    def __init__(
+        self, names: Sequence[str], stretches: Sequence[tuple[int, Mapping[str, float]]]
+    ):
+        """Compute the order, one period of each stretch.
 
         Args:
             names: the sources. Their sequence numbers them and decides nothing else.
@@ -43,16 +40,31 @@ class Mixture:
                 digits; all of a stretch are 0; first rows do not increase from 0.
         """
         _check(names, stretches)
-        order = _Order(names, stretches)
-        self._num_sources = len(names)
-        self._source = np.array(order.source, np.int64)
-        self._rank = np.array(order.rank, np.int64)
-        segments = order.segments
-        self._first_row = np.array([s.first_row for s in segments], np.int64)
-        self._entry = np.array([s.entry for s in segments], np.int64)
-        self._period = np.array([s.period for s in segments], np.int64)
-        self._counts = np.array([s.counts for s in segments], np.int64)
-        self._gain = np.array([s.gain for s in segments], np.int64)
+        num_sources = len(names)
+        first_rows = [first for first, _ in stretches]
+        lengths = [b - a for a, b in itertools.pairwise(first_rows)] + [MAX_PERIOD]
+        by_name = np.argsort(np.array(names), kind="stable")
+        periods, orders, ranks, gains = [], [], [], []
+        for (_, weights), length in zip(stretches, lengths, strict=True):
+            written = _shares(names, weights)
+            shares = [written[source] for source in by_name]
+            period = math.lcm(*(share.denominator for share in shares))
+            order = by_name[_first_rows(shares, period, min(period, length))]
+            given = np.eye(num_sources, dtype=np.int64)[order]
+            periods.append(period)
+            orders.append(order)
+            ranks.append((np.cumsum(given, axis=0) - given)[range(len(order)), order])
+            gains.append(given.sum(axis=0))
+        self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
+        self._first_row = np.array(first_rows, np.int64)
+        self._period = np.array(periods, np.int64)
+        # Per stretch: where its period stands in the tables, how many rows each source
+        # gives in one, and how many each gave before the stretch.
+        self._entry = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
+        self._gain = np.array(gains)
+        self._before = np.zeros_like(self._gain)
+        for stretch in range(1, len(stretches)):
+            self._before[stretch] = self._counts(stretch - 1, lengths[stretch - 1])
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
@@ -61,152 +73,64 @@ class Mixture:
             int64 [n], which source gives the row, an index into `names`.
             int64 [n], how many rows that source gave before it.
         """
-        segment, cycle, entry = self._find(numbers)
+        stretch = np.searchsorted(self._first_row, numbers, "right") - 1
+        offset = numbers - self._first_row[stretch]
+        cycle, position = np.divmod(offset, self._period[stretch])
+        entry = self._entry[stretch] + position
         source = self._source[entry]
-        return source, self._rank[entry] + cycle * self._gain[segment, source]
+        before = self._before[stretch, source] + cycle * self._gain[stretch, source]
+        return source, before + self._rank[entry]
 
     def counts(self, num_rows: int) -> np.ndarray:
         """Count what each source gives of the first num_rows rows: int64 [names]."""
-        segment, cycle, entry = self._find(np.int64(num_rows))
-        part = self._source[self._entry[segment] : entry]
-        given = np.bincount(part, minlength=self._num_sources)
-        return self._counts[segment] + cycle * self._gain[segment] + given
+        stretch = int(np.searchsorted(self._first_row, num_rows, "right")) - 1
+        return self._counts(stretch, num_rows - int(self._first_row[stretch]))
 
-    def _find(self, numbers: np.ndarray | np.int64):
-        """Give the segment, the cycle in it and the table's entry for each row."""
-        segment = np.searchsorted(self._first_row, numbers, "right") - 1
-        offset = numbers - self._first_row[segment]
-        cycle, position = np.divmod(offset, self._period[segment])
-        return segment, cycle, self._entry[segment] + position
-
-
-class _Segment(NamedTuple):
-    """Rows from first_row on that repeat the simulated rows [entry, entry + period)."""
-
-    first_row: int
-    entry: int
-    period: int  # _NEVER where nothing repeats
-    counts: list[int]  # rows of each source before the segment
-    gain: list[int]  # rows of each source in one period
+    def _counts(self, stretch: int, num_rows: int) -> np.ndarray:
+        """Count the rows of each source up to so many rows into a stretch."""
+        cycles, rest = divmod(num_rows, int(self._period[stretch]))
+        entry = self._entry[stretch]
+        given = np.bincount(
+            self._source[entry : entry + rest], minlength=self._gain.shape[1]
+        )
+        return self._before[stretch] + cycles * self._gain[stretch] + given
 
 
-class _Order:
-    """The rows simulated so far, and the segments of rows for which they stand.
+def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]:
+    """Compute which source gives each of a stretch's first rows.
 
     A source may give its next row once it is due more than 0 of a row, should do so
     from 1/(2k-2) on, and must do so before it is due more than 1 - 1/(2k-2). Of those
-    that should, the one that must first is first: then none is late, says the theorem,
-    of deadlines by the weights that lie ahead, and not by the present ones alone.
+    that should, the one that must first is first: then none is late, says the theorem.
+    After a period all have given exactly their shares, and the order repeats.
     """
+    # Counted in units that make shares and bounds whole numbers.
+    margins = max(1, 2 * len(shares) - 2)
+    one = math.lcm(margins, period)
+    margin = one // margins
+    units = [int(share * one) for share in shares]
+    counts = [0] * len(shares)
 
-    def __init__(self, names: Sequence[str], stretches: _Stretches):
-        num_sources = len(names)
-        exact = [_normalised(names, weights) for _, weights in stretches]
-        self._periods = [math.lcm(*(w.denominator for w in row)) for row in exact]
-        # Shares are counted in units that make weights and bounds whole numbers.
-        margins = max(1, 2 * num_sources - 2)
-        self._one = math.lcm(margins, *self._periods)
-        self._margin = self._one // margins
-        self._weights = [[int(weight * self._one) for weight in row] for row in exact]
-        self._starts = [first for first, _ in stretches]
-        self._ends = [*self._starts[1:], _NEVER]
-        self._shares = [[0] * num_sources]  # of each source, before each stretch
-        for stretch, (start, end) in enumerate(pairwise(self._starts)):
-            pairs = zip(self._shares[-1], self._weights[stretch], strict=True)
-            self._shares.append([share + (end - start) * w for share, w in pairs])
-        self._by_name = sorted(range(num_sources), key=names.__getitem__)
-        self._counts = [0] * num_sources
-        self.source: list[int] = []
-        self.rank: list[int] = []
-        self.segments: list[_Segment] = []
-        for stretch in range(len(stretches)):
-            self._simulate(stretch)
+    def window(source: int) -> tuple[int, int, int]:
+        """Return the rows from which a source may, should and must give its next."""
+        given, unit = counts[source] * one, units[source]
+        may, should, must = given + 1, given + margin, given + one - margin + 1
+        return (may - 1) // unit, (should - 1) // unit, (must - 1) // unit
 
-    def _simulate(self, stretch: int) -> None:
-        """Add a stretch: the way into a cycle, the cycle, the way out of it."""
-        row, end = self._starts[stretch], self._ends[stretch]
-        period = self._periods[stretch]
-        # Up to here all deadlines that matter lie within the stretch, so that the order
-        # follows from what is owed alone. That is the same after a period, but for
-        # whole rows; as these are few, it soon is the same altogether.
-        steady_until = end - period - 1
-        seen: dict[tuple[int, ...], _Segment] = {}
-        self.segments.append(self._here(row))
-        while row < end:
-            here = self._here(row)
-            same = seen.setdefault(self._owed(row, stretch), here)
-            cycle = row - same.first_row
-            if cycle and cycle <= steady_until - row:
-                gain = [b - a for a, b in zip(same.counts, here.counts, strict=True)]
-                self.segments.append(same._replace(period=cycle, gain=gain))
-                if end == _NEVER:
-                    return
-                times = (steady_until - row) // cycle
-                row += times * cycle
-                for source, more in enumerate(gain):
-                    self._counts[source] += times * more
-                self.segments.append(self._here(row))
-            stop = min(row + period, end)
-            self._give(range(row, stop), stretch)
-            row = stop
-
-    def _here(self, row: int) -> _Segment:
-        counts = self._counts
-        return _Segment(row, len(self.source), _NEVER, [*counts], [0] * len(counts))
-
-    def _owed(self, row: int, stretch: int) -> tuple[int, ...]:
-        passed = row - self._starts[stretch]
-        state = self._shares[stretch], self._weights[stretch], self._counts
-        return tuple(
-            share + passed * weight - count * self._one
-            for share, weight, count in zip(*state, strict=True)
-        )
-
-    def _give(self, rows: range, stretch: int) -> None:
-        weights = self._weights[stretch]
-        windows = [self._window(source, stretch) for source in range(len(weights))]
-
-        def urgency(source: int) -> tuple[bool, bool, int]:
-            _, should, must = windows[source]
-            # A source dropped for good waits while another can run ahead in its place:
-            # that gives a row early, which makes none late.
-            dropped = must == _NEVER and not weights[source]
-            return dropped, should > row, must
-
-        for row in rows:
-            able = [source for source in self._by_name if windows[source][0] <= row]
-            source = min(able, key=urgency)
-            self.source.append(source)
-            self.rank.append(self._counts[source])
-            self._counts[source] += 1
-            windows[source] = self._window(source, stretch)
-
-    def _window(self, source: int, stretch: int) -> tuple[int, int, int]:
-        """Give the rows from which a source may, should and must give its next row."""
-        given = self._counts[source] * self._one
-        must = given + self._one - self._margin + 1
-        levels = given + 1, given + self._margin, must
-        first, second, third = (self._reached(source, x, stretch) for x in levels)
-        return first, second, third
-
-    def _reached(self, source: int, level: int, stretch: int) -> int:
-        """Find the row whose weight lifts the share to a level.
-
-        It lies in this stretch or a later one, or is the row before this stretch where
-        the share is there already.
-        """
-        for at in range(stretch, len(self._starts)):
-            missing = level - self._shares[at][source]
-            if missing <= 0:
-                return self._starts[at] - 1
-            weight = self._weights[at][source]
-            row = self._starts[at] - 1 - (-missing // weight) if weight else _NEVER
-            if row < self._ends[at]:
-                return row
-        return _NEVER
+    windows = {source: window(source) for source, unit in enumerate(units) if unit}
+    order = []
+    for row in range(num_rows):
+        able = [source for source, (may, _, _) in windows.items() if may <= row]
+        source = min(able, key=lambda s: (windows[s][1] > row, windows[s][2]))
+        order.append(source)
+        counts[source] += 1
+        windows[source] = window(source)
+    return order
 
 
-def _check(names: Sequence[str], stretches: _Stretches) -> None:
+def _check(
+    names: Sequence[str], stretches: Sequence[tuple[int, Mapping[str, float]]]
+) -> None:
     starts = [first for first, _ in stretches]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):
         raise ValueError(
@@ -224,14 +148,14 @@ def _check(names: Sequence[str], stretches: _Stretches) -> None:
             raise ValueError(f"{place} need one above 0: some source must give a row")
 
 
-def _normalised(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
-    """Give each source's part of a row, exactly."""
-    written = [Fraction(str(weights.get(name, 0))) for name in names]
-    exact = [weight / sum(written) for weight in written]
-    period = math.lcm(*(weight.denominator for weight in exact))
+def _shares(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
+    """Return each source's share of a row, exactly."""
+    exact = [Fraction(str(weights.get(name, 0))) for name in names]
+    shares = [weight / sum(exact) for weight in exact]
+    period = math.lcm(*(share.denominator for share in shares))
     if period > MAX_PERIOD:
         raise ValueError(
             f"the weights {dict(weights)} repeat only after {period} rows, but at most "
             f"{MAX_PERIOD} can be tabled: round them to fewer digits"
         )
-    return exact
+    return shares

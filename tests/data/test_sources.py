@@ -130,13 +130,18 @@ def test_real_processes_see_them_too(stores, expected):
         assert digest(Batch(*np.concatenate(parts, axis=1))) == expected[step]
 
 
-def test_each_source_gives_its_share(stores, sources):
+def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
     order = Order(sources, mixture(stores), 7)
     which = np.concatenate([order.find(s, np.arange(B))[0] for s in range(STEPS)])
     given = np.cumsum(which[:, None] == np.arange(3), axis=0)
-    early = np.array(list(WEIGHTS.values()))
-    weights = np.where(np.arange(STEPS * B)[:, None] < 60 * B, early, [0, 0.5, 0.5])
-    assert np.abs(given - np.cumsum(weights, axis=0)).max() < 1
+    for first, last, weights in (
+        (0, 60, [0.61, 0.23, 0.16]),
+        (60, STEPS, [0, 0.5, 0.5]),
+    ):
+        count = np.arange(1, (last - first) * B + 1)[:, None]
+        before = given[first * B - 1] if first else 0
+        since = given[first * B : last * B] - before
+        assert np.abs(since - count * weights).max() < 1
     used = order.epochs(STEPS)
     for name, rows, count in zip(order.names, order.rows, given[-1], strict=True):
         assert used[name] == count / len(rows)
