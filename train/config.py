@@ -76,7 +76,8 @@ class RuntimeConfig:
     platform: Platform = Platform.auto
     cpu_devices: int | None = None  # null: the CPU's cores, up to two
     deterministic: bool = False  # GPU: reproducible to the bit, slower
-    compilation_cache: str | None = None  # folder; null: ~/.cache/longhaul/xla
+    # A folder; null: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/longhaul/xla.
+    compilation_cache: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def set_up(config: RuntimeConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-    cache = config.compilation_cache or cache_dir() / "xla"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    jax.config.update("jax_compilation_cache_dir", str(named or cache_dir() / "xla"))
 
 
 def cores() -> int:

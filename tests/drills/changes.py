@@ -14,7 +14,7 @@ from tests.fleet import Fleet
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@drill(23)
+@drill(23, promise="other mesh")
 def mesh_changed(ground: Ground) -> str:
     """From one device to fsdp=2 at step 20, to data=2 x tensor=2 at step 30 -> the
     losses of one device, to 1e-5 in float32."""

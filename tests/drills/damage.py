@@ -36,7 +36,7 @@ def falls_back(run: Run, damaged: list[int]) -> None:
     expect("set aside", run.aside(), sorted(damaged))
 
 
-@drill(9, fast=True)
+@drill(9, promise="flipped bit")
 def one_bit_of_each_file_flipped(ground: Ground) -> str:
     """One bit is flipped in another file of each of the newest steps, until each file
     was one -> every step is set aside, loudly; the start takes the newest whole one,

@@ -61,7 +61,7 @@ def alarms(fleet: Fleet) -> list[str]:
     return [line for line in lines if "was not saved" in line or "failed:" in line]
 
 
-@drill(12)
+@drill(12, promise="full disk")
 def disk_full(ground: Ground) -> str:
     """The disk of the run is filled up to the last byte until the run ends, and for a
     start that finds it so; then, in the midst of a save, until an alarm -> an alarm of

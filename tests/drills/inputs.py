@@ -39,7 +39,7 @@ def updates_that_are_not_finite(ground: Ground) -> str:
     return f"3; left out: steps {steps}; finite: steps {run.sealed()}"
 
 
-@drill(19)
+@drill(19, promise="bad batch")
 def a_spike_and_going_back_before_it(ground: Ground) -> str:
     """Steps 1.2 sigma above the last 4 are spikes, and one is one too many -> it stops
     with 3 and names the batch; each time run.rewind_to goes back two steps and

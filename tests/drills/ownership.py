@@ -17,7 +17,7 @@ from tests.fleet import free_port
 _OWNED = 75
 
 
-@drill(26, fast=True)
+@drill(26, promise="two owners")
 def several_starts_at_once(ground: Ground) -> str:
     """Two starts at once; the one that trains is stopped for a while (SIGSTOP), for a
     third start to find it; SIGKILL to it, and a fourth -> the second and third end with

@@ -38,7 +38,7 @@ def goes_on(run: Run, step: int, *more: str, **how: Any) -> None:
     assert f"from step {step}\n" in fleet.said(), fleet.said()[-2000:]
 
 
-@drill(4, fast=True)
+@drill(4, promise="SIGTERM")
 def sigterm_to_one_process(ground: Ground) -> str:
     """SIGTERM between two steps -> that step saved and sealed, exit 42 within 15 s; the
     next start goes on from it to the bits of an undisturbed run."""
@@ -80,7 +80,7 @@ def sigterm_in_every_phase(ground: Ground) -> str:
         *(("eval", delay_s) for delay_s in (0.0, 0.05, 0.1)),
     ):
         # Nothing was compiled before in an empty folder.
-        empty = {"XDG_CACHE_HOME": f"{ground.place}/{delay_s}"}
+        empty = {"JAX_COMPILATION_CACHE_DIR": f"{ground.place}/{delay_s}"}
         fleet = run.start(environment=empty if phase == "compile" else {})
         _await_phase(run, fleet, phase)
         time.sleep(delay_s)

@@ -33,7 +33,7 @@ def one_of_two_stopped(ground: Ground) -> str:
     return f"process 0: 134 after {took:.1f} s, process 1: {codes[1]}; bits equal"
 
 
-@drill(16)
+@drill(16, promise="hang")
 def one_of_two_stuck_in_python(ground: Ground) -> str:
     """Process 1 of two sleeps for ever after step 7 (LONGHAUL_DRILL), watchdog at 30 s
     -> both end with 134, the stacks of both are on disk, process 1 is named as behind;
@@ -52,7 +52,7 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
     return f"134 twice, process 1 named, {len(stacks)} stacks; bits equal"
 
 
-@drill(17)
+@drill(17, promise="lost process")
 def process_0_of_two_killed(ground: Ground) -> str:
     """SIGKILL to process 0 of two; at once a start on the same port -> the other ends
     with 134 within 5 s; the next start goes on to the same bits."""
@@ -103,7 +103,7 @@ def a_process_never_arrives(ground: Ground) -> str:
     return "134 twice, process 1 named by both, nothing written"
 
 
-@drill(30, fast=True)
+@drill(30, promise="third crash")
 def one_step_crashes_every_time(ground: Ground) -> str:
     """An exception after step 7 in three starts (LONGHAUL_DRILL) -> 1, 1, then 70 and
     the command that shows the batch, which works; without the fault it goes on."""
