@@ -32,9 +32,15 @@ def _shortened(count: float, units: Sequence[str]) -> tuple[str, str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration in its two leading units: `12 ms`, `3.2 s`, `1 h 02 min`."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms" if seconds > 0 else "0 s"
+    """Return a duration in its two leading units: `12 ms`, `3.2 s`, `1 h 02 min`.
+
+    What takes time is not rounded to zero: `300 µs`.
+    """
+    if seconds <= 0:
+        return "0 s"
+    for unit, scale in (("ms", 1e3), ("µs", 1e6), ("ns", 1e9)):
+        if 0.9995 <= seconds * scale < 999.5:
+            return f"{seconds * scale:.0f} {unit}"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if round(seconds) < 60:

@@ -1,12 +1,29 @@
-"""A page of HTML, taken apart."""
+"""A page as a browser shows it: its scripts run by node, its HTML taken apart."""
 
+import json
+import shutil
+import subprocess
 from html.parser import HTMLParser
+
+import pytest
+
+# As much of a browser as a page needs to be drawn; what is drawn later is in parts.
+_BROWSER = """
+const parts = {};
+const document = {
+  body: {}, querySelectorAll: () => [], querySelector: () => ({click() {}}),
+  getElementById: id => parts[id] ??= {value: 0},
+};
+document.getElementById("data").textContent = require("fs").readFileSync(0);
+"""
+_DRAWN = """
+console.log(JSON.stringify([document.title, document.body.innerHTML,
+  parts.spec?.textContent, parts.grids?.innerHTML]));
+"""
 
 
 class Page(HTMLParser):
-    """Collects text, scripts and resources, and checks that tags are balanced."""
-
-    VOID = ("meta",)
+    """Collects text and scripts, and checks that tags are balanced."""
 
     def __init__(self, html: str):
         super().__init__()
@@ -18,7 +35,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in self.VOID:
+        if tag != "meta":
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -31,5 +48,33 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "script":
             self.scripts.append(data)
-        elif "style" not in self.open:
-            self.text += data + "\n"
+        elif "style" not in self.open and data.strip():
+            self.text += data.strip() + "\n"
+
+
+def data_of(html: str) -> dict:
+    """Return the data of a page."""
+    data, *_ = Page(html).scripts
+    return json.loads(data)
+
+
+def run_scripts(html: str, after: str) -> str:
+    """Run the scripts of a page, then one more; return what that prints."""
+    data, *scripts = Page(html).scripts
+    return run_node("".join([_BROWSER, *scripts, after]), data)
+
+
+def run_node(script: str, given: str = "") -> str:
+    """Run a script with something to read; return what it prints."""
+    node = shutil.which("node") or pytest.skip("needs node")
+    run = [node, "-e", script]
+    ended = subprocess.run(run, input=given, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def drawn(html: str) -> Page:
+    """Return the page once it is drawn."""
+    title, body, *parts = json.loads(run_scripts(html, _DRAWN))
+    assert title in Page(body).text
+    return Page(body + "".join(filter(None, parts)))

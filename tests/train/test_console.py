@@ -170,6 +170,8 @@ def test_format_flops(flops, text):
     ("seconds", "text"),
     [
         (0, "0 s"),
+        (3e-4, "300 µs"),
+        (2e-9, "2 ns"),
         (0.0123, "12 ms"),
         (0.9999, "1.0 s"),
         (9.96, "10 s"),

@@ -62,13 +62,15 @@ def main(config: PlanConfig) -> int:
             describe_array(program, config.plan.array)
     outlook = (compile_and_read if compiler else estimate)(program)
     plan = _as_json(config, program, target, outlook, room)
+    if config.target is not None:
+        plan |= _for_page(program, outlook, room)
     if config.json:
         print(json.dumps(plan))
     else:
         _print(program, outlook, room if config.target else None)
     if config.target is None:
         return FINISHED
-    _write(config, program, target, outlook, room, plan)
+    _write(config, plan)
     return FINISHED if outlook.ledger.fits(room) else DOES_NOT_FIT
 
 
@@ -164,36 +166,27 @@ def _as_json(
     }
 
 
-def _write(
-    config: PlanConfig,
-    program: "Program",
-    target: Target | None,
-    outlook: "Outlook",
-    room: "Room",
-    plan: dict[str, Any],
-) -> None:
+def _for_page(program: "Program", outlook: "Outlook", room: "Room") -> dict[str, Any]:
+    """Return what the page shows beside the figures."""
+    from train.plan.advice import said
+    from train.plan.page import page_data
+
+    advice, prediction = outlook.advise(program, room), outlook.prediction
+    summary = said(prediction, advice) if prediction and advice else []
+    return page_data(program, outlook.module, summary, sys.argv[1:])
+
+
+def _write(config: PlanConfig, plan: dict[str, Any]) -> None:
     """Leave plan.json and plan.html in a folder."""
     from train.identity import of_training, run_name
-    from train.plan.advice import said
-    from train.plan.page import write_picture
+    from train.plan.page import TEMPLATE
+    from train.run.page import write_page
     from train.run.storage import run_folder, write_whole
 
     name = run_name(of_training(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target}")
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
-    advice, prediction = outlook.advise(program, room), outlook.prediction
-    write_picture(
-        folder / "plan.html",
-        program,
-        outlook.ledger,
-        room,
-        outlook.execution,
-        outlook.module,
-        target,
-        rows=said(prediction, advice) if prediction and advice else [],
-        command=sys.argv[1:],
-    )
+    write_page(folder / "plan.html", TEMPLATE, plan)
     print(f"picture     {folder}/plan.html", file=sys.stderr)
 
 

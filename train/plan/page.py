@@ -1,169 +1,154 @@
 """The picture of a plan: `plan.html`, one file that needs no network.
 
-Memory against what there is, one layer on the clock, where arrays lie, and what the
-step computes and sends; each figure with how it is known.
+Drawn by `plan.html` beside this file from what `plan.json` holds: the plan's figures,
+and with them one layer on the clock and where arrays lie.
 """
 
 import shlex
+from collections import defaultdict
 from collections.abc import Sequence
-from html import escape
+from dataclasses import asdict, replace
 from pathlib import Path
-
-from etils import epath
+from typing import Any
 
 from train.cli.schema import to_yaml
-from train.hardware.targets import Target
-from train.plan import lanes, layout_grid, memory_bar
+from train.hardware.chips import chip_of
+from train.plan.array_layout import layout_data
 from train.plan.compiled.hlo import Module
-from train.plan.cost import StepCost
-from train.plan.execution_tables import execution_sections
-from train.plan.layer_schedule import layer_timelines
-from train.plan.memory import Ledger, Room
-from train.plan.rates import Rates, rates_of
+from train.plan.layer_schedule import (
+    ATTENTION,
+    COMPUTE,
+    COPIES,
+    PRODUCT,
+    WAIT,
+    Span,
+    Timeline,
+    layer_timelines,
+)
+from train.plan.rates import rates_of
 from train.program import Program
-from train.run.html import figures, page, table, write_page
-from train.units import format_bytes, format_count, format_flops
 
-_PARTS = (memory_bar, lanes, layout_grid)
+TEMPLATE = Path(__file__).with_name("plan.html")
+_PIXELS = 1000  # as if a timeline were drawn this wide
+_LONGEST = 8
 
 
-def write_picture(
-    path: epath.Path | Path,
+def page_data(
     program: Program,
-    ledger: Ledger,
-    room: Room,
-    executed: StepCost | None,
     module: Module | None,
-    target: Target | None,
-    rows: Sequence[tuple[str, str]] = (),
-    command: Sequence[str] = (),
-    rates: Rates | None = None,
-) -> None:
-    """Write the picture of a plan atomically.
+    summary: Sequence[tuple[str, str]],
+    command: Sequence[str],
+) -> dict[str, Any]:
+    """Return what the page shows beside the plan's figures, as plain values.
 
     Args:
-        path: of the HTML file, local or remote.
         program: on the devices in question.
-        ledger: of its memory.
-        room: of a device.
-        executed: what its step does; None: that is not known.
-        module: the compiled step; None: nothing was compiled.
-        target: the machine; None: this one.
-        rows: further figures: name, and value with how it is known.
+        module: its compiled step; None: nothing was compiled.
+        summary: names and sentences: what the step's speed is predicted to be.
         command: the arguments that make this plan.
-        rates: of a device; default: what programs get of what its vendor states.
     """
-    count = program.num_params
-    machine = target.name if target else "this machine"
-    title = f"Plan: {format_count(count)} parameters on {machine}"
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        _command(command),
-        _figures(program, ledger, room, target),
-        _rows(rows),
-        memory_bar.memory_section(ledger, room),
-        _clock(program, module, target, rates),
-        layout_grid.layout_section(program),
-        execution_sections(executed),
-        _config(program),
-    ]
-    text = page(
-        title,
-        "\n".join(filter(None, body)),
-        light="\n".join(part.LIGHT for part in _PARTS),
-        dark="\n".join(part.DARK for part in _PARTS),
-        style="\n".join([_STYLE, *(part.STYLE for part in _PARTS)]),
-        js=lanes.SCRIPT + layout_grid.SCRIPT,
-    )
-    write_page(path, text)
+    data = program.config.data
+    return {
+        "rows": data.batch_size,
+        "sequence_length": data.sequence_length,
+        "summary": summary,
+        "command": shlex.join(["python", "-m", "train.plan", *command]),
+        "config": to_yaml(program.config),
+        "layers": layers_data(program, module),
+        "layout": layout_data(program),
+    }
 
 
-def _command(arguments: Sequence[str]) -> str:
-    if not arguments:
-        return ""
-    line = shlex.join(["python", "-m", "train.plan", *arguments])
-    return f'<pre class="command">{escape(line)}</pre>'
+def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
+    """Return the timelines of a layer and the rates they are computed from.
 
-
-def _figures(
-    program: Program, ledger: Ledger, room: Room, target: Target | None
-) -> str:
-    answer = {True: "yes", False: "no", None: "not known"}[ledger.fits(room)]
-    note, needed = "not compiled", ledger.needed
-    if needed:
-        spare = room.available - needed.bytes
-        amount = format_bytes(abs(spare))
-        note = f"{amount} {'to spare' if spare >= 0 else 'too much'}, {needed.how}"
-    sizes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
-    rows, length = program.config.data.batch_size, program.config.data.sequence_length
-    flops = format_flops(program.flops_per_step)
-    return figures(
-        [
-            ("Fits", answer, escape(note)),
-            ("Devices", f"{program.mesh.size:,}", escape(_machine(program, target))),
-            ("Mesh", " x ".join(sizes) or "one device", "computed"),
-            ("Tokens a step", f"{program.tokens_per_step:,}", f"{rows:,} x {length:,}"),
-            ("Model FLOPs a step", flops, "computed: 6 N + 12 L C T a token"),
-        ]
-    )
-
-
-def _machine(program: Program, target: Target | None) -> str:
-    devices = program.mesh.devices.flat
-    hosts = len({device.process_index for device in devices})
-    counted = [f"{hosts:,} hosts"] if hosts > 1 else []
-    if target and target.platform == "tpu" and target.slices > 1:
-        counted.append(f"{target.slices:,} slices")
-    return ", ".join([devices[0].device_kind, *counted])
-
-
-def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    cells = table([], rows, num_texts=2)
-    return (
-        f'<section class="prose"><h2>Prediction</h2>{cells}</section>' if rows else ""
-    )
-
-
-def _clock(
-    program: Program, module: Module | None, target: Target | None, rates: Rates | None
-) -> str:
-    def section(body: str) -> str:
-        return f"<section><h2>One layer on the clock</h2>{body}</section>"
-
-    def missing(why: str) -> str:
-        return section(f'<p class="hint">{escape(why)}</p>')
-
+    Returns:
+        missing: why there are none; "" if there are.
+        flops, memory: a second, of products and to and from main memory.
+        passes: `pass_data` of each.
+    """
+    chip = chip_of(program.mesh.devices.flat[0].device_kind)
     if module is None:
-        return missing("There is no compiled step whose schedule could be shown.")
+        return {"missing": "There is no compiled step whose schedule could be shown."}
+    if chip is None:
+        why = "what this machine does in a second is not known"
+        return {"missing": f"Not drawn: {why}."}
     try:
-        if rates is None:
-            if target is None:
-                raise ValueError("what this machine does in a second is not known")
-            rates = rates_of(program.mesh, target.chip)
+        rates = rates_of(program.mesh, chip)
         timelines = layer_timelines(module, program.mesh, rates)
     except ValueError as error:
-        return missing(f"Not drawn: {error}.")
-    if not timelines:
-        return missing("The compiled step has no loop over layers.")
-    model = (
-        "One trip of the compiled step's loop over layers, in XLA's order. Computed "
-        f"from {rates.flops / 1e12:,.0f} TFLOP/s, {rates.memory / 1e9:,.0f} GB/s of "
-        f"main memory, and the networks' rates: the shortest times that this "
-        "schedule allows. Hover or tap for names, bytes and FLOPs."
-    )
-    return section(f"<p>{model}</p>{lanes.timeline_figures(timelines)}")
+        return {"missing": f"Not drawn: {error}."}
+    return {
+        "missing": "" if timelines else "The compiled step has no loop over layers.",
+        "flops": rates.flops,
+        "memory": rates.memory,
+        "passes": list(map(pass_data, timelines)),
+    }
 
 
-def _config(program: Program) -> str:
-    text = escape(to_yaml(program.config))
-    return f"<details><summary>Config</summary><pre>{text}</pre></details>"
+def pass_data(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline by lanes, spans too short to tell apart merged.
+
+    `longest` are the labels of a lane whose spans together take longest.
+    """
+    lanes, labels = defaultdict(list), defaultdict(list)
+    for span in timeline.spans:
+        lanes[span.lane].append(span)
+        labels[span.label, span.lane].append(span.seconds)
+    order = sorted(lanes, key=lambda lane: (lane != COMPUTE, lane == COPIES, lane))
+    resolution_s = timeline.seconds / _PIXELS
+    longest = sorted(labels.items(), key=lambda item: -sum(item[1]))
+    return {
+        "name": timeline.name,
+        "trips": timeline.trips,
+        "seconds": timeline.seconds,
+        "products": timeline.busy(PRODUCT, ATTENTION),
+        "waits": timeline.busy(WAIT),
+        "lanes": [
+            {
+                "name": lane,
+                "busy": sum(s.seconds for s in lanes[lane] if s.kind != WAIT),
+                "spans": [asdict(span) for span in merge(lanes[lane], resolution_s)],
+            }
+            for lane in order
+        ],
+        "longest": [
+            {"label": label, "lane": lane, "times": len(s), "seconds": sum(s)}
+            for (label, lane), s in longest[:_LONGEST]
+        ],
+    }
 
 
-_STYLE = """.command { margin: -8px 0 24px; white-space: pre-wrap;
-  overflow-wrap: anywhere; color: var(--soft); }
-.figures { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
-.figures dd { font-size: 18px; white-space: normal; overflow-wrap: anywhere; }
-.prose td { white-space: normal; } p { max-width: 75ch; }
-@media (max-width: 700px) { th, td { font-size: 12px; padding: 4px 0 4px 8px; }
-  td:first-child { white-space: normal; } }
-"""
+def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
+    """Join neighbours that nobody could tell apart, and drop what is too small to see.
+
+    Several that are joined bear the name of the longest.
+
+    Args:
+        spans: of one lane, by their starts.
+        resolution_s: the shortest time that shows.
+    """
+    groups, merged = list[list[Span]](), list[Span]()
+    for span in spans:
+        if groups and _alike(groups[-1][-1], span, resolution_s):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    for group in groups:
+        start_s, last = group[0].start_s, group[-1]
+        longest = max(group, key=lambda span: span.seconds)
+        more = [f"and {len(group) - 1} more"] if len(group) > 1 else []
+        detail = ", ".join(filter(None, [longest.detail, *more]))
+        seconds = last.start_s + last.seconds - start_s
+        if seconds >= resolution_s / 4:
+            joined = replace(longest, start_s=start_s, seconds=seconds, detail=detail)
+            merged.append(joined)
+    return merged
+
+
+def _alike(last: Span, span: Span, resolution_s: float) -> bool:
+    if span.start_s - last.start_s - last.seconds > resolution_s:
+        return False
+    longest, same = max(last.seconds, span.seconds), last.kind == span.kind
+    short = longest < (4 if same else 1) * resolution_s
+    return short or (same and last.label == span.label)

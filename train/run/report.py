@@ -1,12 +1,12 @@
 """The picture of a run: `report.html`, one file that needs no network.
 
-Drawn from the metrics, the events and `config.yaml`, whichever are there, so it can be
-written again at any time.
+Drawn by `report.html` beside this file from the metrics, the events and `config.yaml`,
+whichever are there, so it can be written again at any time. A curve has about a
+thousand points, the extremes of every stretch kept, so that the page stays small.
 """
 
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import yaml
 from etils import epath
 
-from train.run.charts import Point, Series, chart, finite
-from train.run.goodput import Goodput, account
-from train.run.html import figures, page, write_page
+from train.errors import meaning
+from train.run.goodput import BUCKETS, Goodput, Start, account
 from train.run.metrics import read_events, read_metrics
-from train.run.timeline import timeline
+from train.run.page import write_page
 from train.units import format_count, format_seconds
 
 Row = dict[str, Any]
+Point = tuple[float, float | None]  # step and value; None if it is not finite
+_TEMPLATE = Path(__file__).with_name("report.html")
 _METRICS = (
     *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
     *("eval/loss", "eval/bits_per_byte"),
@@ -32,35 +33,54 @@ _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at 
     ("Learning rate", (("learning_rate", "learning rate"),), True),
     ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
 )
+_MAX_POINTS = 1000
 
 
 def write_report(run_dir: epath.Path | Path) -> epath.Path:
-    """Write `<run_dir>/report.html` atomically and return its path.
+    """Write `<run_dir>/report.html` atomically and return its path."""
+    report = epath.Path(run_dir) / "report.html"
+    write_page(report, _TEMPLATE, report_data(run_dir))
+    return report
+
+
+def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
+    """Return what a report shows, as plain values.
 
     Missing or empty files, single points and null values leave gaps, not errors.
     """
     run_dir = epath.Path(run_dir)
     path = run_dir / "config.yaml"
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    name, total = _from_config(config)
+    name, num_steps = _from_config(config)
     rows, events = read_metrics(run_dir), read_events(run_dir)
     goodput = account(events)
     series = {key: _series(rows, key) for key in _METRICS}
-    name, restarts = name or run_dir.name, _restarts(events)
-    charts = "".join(chart(series, restarts, *lines) for lines in _CHARTS)
-    body = [f"<h1>{escape(name)}</h1>", _figures(series, goodput, total)]
-    body.append(f'<div class="charts">{charts}</div>')
-    if charts and restarts:
-        body.append(
-            '<p class="hint">Dotted lines: a later start went on from here.</p>'
-        )
-    body.append(timeline(goodput))
-    if config:
-        body.append(f"<details><summary>Config</summary><pre>{escape(config)}</pre>")
-        body.append("</details>")
-    report = run_dir / "report.html"
-    write_page(report, page(name, "\n".join(body), _LIGHT, _DARK, _STYLE, _SCRIPT))
-    return report
+    charts = (_chart(series, *chart) for chart in _CHARTS)
+    return {
+        "name": name or run_dir.name,
+        "figures": _figures(series, goodput, num_steps),
+        "charts": [chart for chart in charts if chart],
+        "restarts": _restarts(events),
+        "goodput": _goodput(goodput),
+        "config": config,
+    }
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Keep the lowest and the highest of each of about 500 stretches, in order."""
+    if len(points) <= _MAX_POINTS:
+        return list(points)
+    kept: list[Point] = [points[0]]
+    size = 2 * len(points) / _MAX_POINTS
+    for i in range(_MAX_POINTS // 2):
+        stretch = points[int(i * size) : int((i + 1) * size)]
+        known = [(y, j, x) for j, (x, y) in enumerate(stretch) if y is not None]
+        if not known:
+            kept.append((stretch[0][0], None))
+            continue
+        ends = sorted({min(known), max(known)}, key=lambda point: point[1])
+        kept.extend((x, y) for y, _, x in ends)
+    return [*kept, points[-1]]
 
 
 def _from_config(text: str) -> tuple[str | None, int | None]:
@@ -84,6 +104,10 @@ def _series(rows: Sequence[Row], key: str) -> list[Point]:
     return [(step, _number(value)) for step, value in points if step is not None]
 
 
+def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y is not None]
+
+
 def _restarts(events: Sequence[Row]) -> list[float]:
     """Return the steps that starts after the first went on from, where recorded."""
     restores = [e for e in events if e.get("event") == "restore"]
@@ -92,88 +116,95 @@ def _restarts(events: Sequence[Row]) -> list[float]:
     ]
 
 
-def _figures(series: Series, goodput: Goodput, total: int | None) -> str:
+def _figures(
+    series: dict[str, list[Point]], goodput: Goodput, num_steps: int | None
+) -> list[tuple[str, str, str]]:
+    """Return the headline figures that are known: title, value and note."""
+    known = {key: _finite(points) for key, points in series.items()}
     items: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
-        of = f"of {total:,}" if total else ""
+        of = f"of {num_steps:,}" if num_steps else ""
         items.append(("Steps", f"{max(steps):,.0f}", of))
-    if tokens := finite(series["tokens"]):
+    if tokens := known["tokens"]:
         items.append(("Tokens", format_count(tokens[-1][1]), ""))
-    if losses := finite(series["loss"]):
+    if losses := known["loss"]:
         bad = len(series["loss"]) - len(losses)
         note = f"{bad:,} not finite" if bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
-    if scores := finite(series["eval/loss"]):
+    if scores := known["eval/loss"]:
         step, best = min(scores, key=lambda point: point[1])
         bits = dict(series["eval/bits_per_byte"]).get(step)
-        note = f"{bits:.4f} bits per byte, " if bits is not None else ""
-        note += f"at step {step:,.0f}"
-        items.append(("Best validation loss", f"{best:.4f}", note))
+        note = "" if bits is None else f"{bits:.4f} bits per byte, "
+        items.append(
+            ("Best validation loss", f"{best:.4f}", f"{note}at step {step:,.0f}")
+        )
     if goodput.wall_s:
-        starts = len(goodput.starts)
+        starts, again = len(goodput.starts), goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
         items.append(("Wall time", format_seconds(goodput.wall_s), note))
-        note = f"{goodput.num_wasted:,} steps done again" if goodput.num_wasted else ""
+        note = f"{again:,} steps done again" if again else ""
         items.append(("Goodput", f"{goodput.fraction:.1%}", note))
-    if speeds := [y for _, y in finite(series["tokens_per_second"])]:
+    if speeds := [y for _, y in known["tokens_per_second"]]:
         items.append(("Tokens per second", format_count(median(speeds)), "median"))
-    if mfus := [y for _, y in finite(series["mfu"])]:
+    if mfus := [y for _, y in known["mfu"]]:
         items.append(("MFU", f"{median(mfus):.1%}", "median"))
-    if not items:
-        return '<p class="hint">Nothing has been logged yet.</p>'
-    return figures(items)
+    return items
 
 
-_LIGHT = """--s0: #2f6fb3; --s1: #d0762b; --step: #2f6fb3;
-  --wasted: #b5546a; --data_wait: #8468b0; --eval: #4f9d78; --save: #d0762b;
-  --check: #8a9a3c; --restore: #4aa3b5; --prepare: #d9a441; --init: #c4b46a;
-  --start: #a58e74; --close: #7d8794; --idle: #d3d7dc; --other: #a3abb5;"""
-_DARK = """--s0: #6ea8e0; --s1: #eb9a55; --step: #5a95d0;
-  --idle: #3d444e; --other: #656e7b;"""
-_STYLE = """.charts { display: grid; gap: 32px 36px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
-figure { margin: 0; min-width: 0; }
-figcaption { display: flex; gap: 16px; align-items: baseline; }
-.key { font-size: 13px; font-weight: 400; } .k0 { margin-left: auto; }
-.key::before { content: ""; display: inline-block; width: 14px; height: 3px;
-  margin-right: 6px; vertical-align: middle; border-radius: 2px; }
-.k0::before { background: var(--s0); } .k1::before { background: var(--s1); }
-.plot { position: relative; height: 220px; margin: 0 10px 26px 48px;
-  touch-action: pan-y; }
-svg { display: block; width: 100%; height: 100%; overflow: visible; }
-path { fill: none; vector-effect: non-scaling-stroke; }
-.grid { stroke: var(--rule); } .line { stroke-width: 1.5; stroke-linejoin: round; }
-.restart { stroke: var(--soft); stroke-dasharray: 3 4; }
-.dots { stroke-width: 6; stroke-linecap: round; }
-.s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); }
-.plot span { position: absolute; font-size: 12px; line-height: 1; white-space: nowrap; }
-.plot .y { right: 100%; margin-right: 8px; transform: translateY(-50%); }
-.plot .x { top: 100%; margin-top: 8px; transform: translateX(-50%); }
-.cursor { position: absolute; display: none; top: 0; bottom: 0; width: 1px;
-  background: var(--soft); pointer-events: none; }
-.starts { display: grid; grid-template-columns: max-content 1fr; gap: 5px 16px;
-  align-items: center; margin-top: 28px; max-height: 480px; overflow-y: auto; }
-.starts span { font-size: 13px; } .starts small { margin-left: 8px; }
-.starts .bar { height: 12px; border-radius: 3px; gap: 0; }"""
-_SCRIPT = """
-for (const plot of document.querySelectorAll(".plot")) {
-  const {left, right, lines} = JSON.parse(plot.nextElementSibling.textContent);
-  const cursor = plot.querySelector(".cursor"), tip = plot.querySelector("output");
-  const show = on => cursor.style.display = tip.style.display = on ? "block" : "none";
-  const nearest = (points, x) => points.reduce(
-    (a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
-  plot.onpointerleave = () => show(false);
-  plot.onpointermove = plot.onpointerdown = event => {
-    const box = plot.getBoundingClientRect();
-    const step = left + (event.clientX - box.left) / box.width * (right - left);
-    const found = lines.map(line => nearest(line.points, step));
-    const at = 100 * (found[0][0] - left) / (right - left);
-    tip.textContent = lines.map((line, i) => `step ${found[i][0].toLocaleString("en")}`
-      + `  ${line.name} ${+found[i][1].toPrecision(5)}`).join("\\n");
-    cursor.style.left = at + "%";
-    tip.style.left = at < 50 ? `calc(${at}% + 10px)` : "auto";
-    tip.style.right = at < 50 ? "auto" : `calc(${100 - at}% + 10px)`;
-    show(true);
-  };
-}
-"""
+def _chart(
+    series: dict[str, list[Point]],
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    from_zero: bool,
+) -> dict[str, Any] | None:
+    """Return one chart: its range and its lines; None if no value is finite.
+
+    A spike a hundred times the rest would flatten all else: the axis ends at three
+    times the 98th percentile when something lies above that, and `cut` is the spike.
+    """
+    drawn = [point for key, _ in lines for point in _finite(series[key])]
+    if not drawn:
+        return None
+    values = sorted(y for _, y in drawn)
+    low, high = (0.0 if from_zero else values[0]), values[-1]
+    limit = 3 * values[int(0.98 * (len(values) - 1))]
+    cut = len(values) >= 50 and 0 < limit < high
+    high = limit if cut else high
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    left, right = min(x for x, _ in drawn), max(x for x, _ in drawn)
+    left = 0 if left < 0.1 * right or left == right else left
+    return {
+        "title": title,
+        "x": (left, max(right, left + 1)),
+        "y": (low if from_zero else low - pad, high + pad),
+        "cut": values[-1] if cut else None,
+        "lines": [{"name": name, "points": thin(series[key])} for key, name in lines],
+    }
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    """Return where the time went, of all starts together and of each."""
+
+    def parts(buckets: dict[str, float]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "title": BUCKETS[name], "seconds": seconds}
+            | {"text": format_seconds(seconds)}
+            for name, seconds in buckets.items()
+            if seconds
+        ]
+
+    def note(start: Start) -> str:
+        steps = "no step"
+        if start.last_step is not None:
+            steps = f"step {start.first_step or 0:,} to {start.last_step:,}"
+        return f"{steps}, {meaning(start.code)}"
+
+    return {
+        "wall_s": goodput.wall_s,
+        "buckets": parts(goodput.buckets),
+        "starts": [
+            {"name": f"Start {start.number}", "note": note(start)}
+            | {"buckets": parts({"idle": start.idle_s, **start.buckets})}
+            for start in goodput.starts
+        ],
+    }

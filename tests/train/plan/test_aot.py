@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.train.pages import data_of, drawn
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, compile_step, out_of_memory
@@ -173,5 +174,8 @@ def test_without_the_compiler_it_is_estimated(tmp_path):
     assert "a device, estimated" in out
     assert "fits        yes" in out
     assert "MFU" in out
-    assert json.loads((tmp_path / "plan.json").read_text())["fits"]
-    assert "no compiled step" in (tmp_path / "plan.html").read_text()
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    html = (tmp_path / "plan.html").read_text()
+    assert saved["fits"]
+    assert data_of(html) == saved
+    assert f"parameters on {saved['target']}" in drawn(html).text

@@ -2,16 +2,15 @@
 
 import json
 import math
-import shutil
-import subprocess
 
 import pytest
 
+from tests.train.pages import run_node
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.array_layout import arrays_of, layout_data
-from train.plan.layout_grid import HELD
+from train.plan.page import TEMPLATE
 from train.program import make_program
 
 MACHINES = [
@@ -113,21 +112,17 @@ def test_199_slices_take_no_more_room_than_one(laid_out):
     assert whole < size("v5e-256", "fsdp") + 100 < 10_000
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 @pytest.mark.parametrize("machine", MACHINES[:2], ids=lambda machine: machine[0])
-def test_the_script_computes_the_same(laid_out, machine):
-    data = layout_data(laid_out(*machine))
-    wanted = [0, 7, 47]
-    script = (
-        f"const layout = {json.dumps(data)};{HELD}"
-        f"console.log(JSON.stringify(layout.arrays.map(array => "
-        f"{wanted}.map(place => held(array, place)))))"
-    )
-    run = ["node", "-e", script]
-    out = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
-    for array, found in zip(data["arrays"], json.loads(out.stdout), strict=True):
+def test_the_page_computes_the_same(laid_out, machine):
+    data, places = layout_data(laid_out(*machine)), [0, 7, 47]
+    template = TEMPLATE.read_text()
+    start, end = (template.index(f"function {n}") for n in ("coordinates", "titleOf"))
+    script = f"""const layout = {json.dumps(data)};{template[start:end]}
+      console.log(JSON.stringify(layout.arrays.map(array =>
+        {places}.map(place => held(array, place)))))"""
+    for array, parts in zip(data["arrays"], json.loads(run_node(script)), strict=True):
         sizes = [data["axes"][axis][1] for dim in array["spec"] for axis in dim]
-        for place, holds in zip(wanted, found, strict=True):
-            assert holds["slice"] == slices(data, array, place)
-            assert holds["count"] == math.prod(sizes)
-            assert 0 <= holds["number"] < holds["count"]
+        for place, part in zip(places, parts, strict=True):
+            assert part["slice"] == slices(data, array, place)
+            assert part["count"] == math.prod(sizes)
+            assert 0 <= part["number"] < part["count"]

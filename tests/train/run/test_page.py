@@ -1,0 +1,61 @@
+"""Every page is written whole, fetches nothing, and writes numbers as the console."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.train.pages import Page, data_of, run_scripts
+from train.run.page import write_page
+from train.units import format_bytes, format_count, format_flops
+
+TEMPLATES = [
+    Path(__file__).parents[3] / "train" / name
+    for name in ("run/report.html", "plan/plan.html")
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(data: dict, template: Path = TEMPLATES[0]) -> str:
+        write_page(tmp_path / "page.html", template, data)
+        assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+        return (tmp_path / "page.html").read_text()
+
+    return write
+
+
+def test_data_comes_back_whatever_stands_in_it(write):
+    data = {"a": "</script><!--<script>'\"&\u2028\ud800", "{{template}}": "{{data}}"}
+    assert data_of(write(data)) == data
+    assert Page(write(data)).tags == Page(write({})).tags
+    with pytest.raises(ValueError, match="JSON"):  # no browser would read it
+        write({"loss": float("nan")})
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+def test_nothing_is_fetched(write, template):
+    html = write({}, template)
+    page = Page(html)
+    assert not {"link", "img", "iframe"} & set(page.tags)
+    assert not {"src", "href"} & {name for name, _ in page.attributes}
+    for fetched in ("http:", "https:", "url(", "@import", "import(", "fetch("):
+        assert fetched not in html
+    colors = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
+    assert colors <= {"--h"} | set(re.findall(r"(--[\w-]+):", html))
+
+
+def test_numbers_are_written_as_the_console_writes_them(tmp_path):
+    (tmp_path / "template").write_text("</head><body></body>")
+    write_page(tmp_path / "page.html", tmp_path / "template", {})
+    seeded = random.Random(0)
+    edges = [1, 1.125, 999.4, 999.5, 1023.99, 1023.996, 1152 * 2**20, 2**50, 1e21]
+    values = edges + [10 ** seeded.uniform(-1, 22) for _ in range(2000)]
+    script = f"""console.log(JSON.stringify({json.dumps(values)}.map(
+      value => [bytes(value), count(value), flops(value), percent(1 / value, 1)])))"""
+    html = (tmp_path / "page.html").read_text()
+    for value, texts in zip(values, json.loads(run_scripts(html, script)), strict=True):
+        expected = [format_bytes(value), format_count(value), format_flops(value)]
+        assert texts == [*expected, f"{1 / value:.1%}"]
