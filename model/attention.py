@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from model.axes import ANYWHERE, AxisRules
 from model.config import Attention
@@ -26,11 +27,13 @@ _SPLASH_LANES = 128  # splash works on blocks of 128 positions
 class KeysValues(NamedTuple):
     """Keys and values seen so far, [B, S, K, H] each, and how many of S are."""
 
-    keys: jax.Array
-    values: jax.Array
-    length: jax.Array
+    keys: Float[Array, "*L B S K H"]
+    values: Float[Array, "*L B S K H"]
+    length: Int[Array, "*L"]
 
-    def append(self, k_BTKH: jax.Array, v_BTKH: jax.Array) -> "KeysValues":
+    def append(
+        self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
+    ) -> "KeysValues":
         """Write T more positions behind the ones that are there."""
         at = (0, self.length, 0, 0)
         return KeysValues(
@@ -77,15 +80,15 @@ def choose(
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None,
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    segment_ids_BT: Int[Array, "B T"] | None,
     *,
     implementation: Attention,
     compute: DTypeLike,
     rules: AxisRules = ANYWHERE,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Attend from each position to itself and those before it in its document.
 
     Args:
@@ -118,23 +121,24 @@ def attention(
 
 
 def cached_attention(
-    q_BTNH: jax.Array,
+    q_BTNH: Float[Array, "B T N H"],
     cache: KeysValues,
     compute: DTypeLike,
     window: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Attend from the newest T positions of a cache to what it holds before them.
 
     With a window each sees itself and the window - 1 before it: as far as a model
     was trained to look.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    behind_TS = (cache.length - T + jnp.arange(T))[:, None] - jnp.arange(S)
+    newest_T = cache.length - T + jnp.arange(T)
+    behind_TS = newest_T[:, None] - jnp.arange(S)[None]
     mask_BTS = ((behind_TS >= 0) & (behind_TS < (window or S)))[None]
     return _xla(q_BTNH, cache.keys, cache.values, mask_BTS, compute)
 
 
-def _mask(T: int, segment_ids_BT: jax.Array | None) -> jax.Array:
+def _mask(T: int, segment_ids_BT: Int[Array, "B T"] | None) -> Bool[Array, "_ T T"]:
     causal_BTS = jnp.tril(jnp.ones((T, T), bool))[None]
     if segment_ids_BT is None:
         return causal_BTS
@@ -142,12 +146,12 @@ def _mask(T: int, segment_ids_BT: jax.Array | None) -> jax.Array:
 
 
 def _xla(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    mask_BTS: jax.Array,
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    mask_BTS: Bool[Array, "_ T S"],
     compute: DTypeLike,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
@@ -160,12 +164,12 @@ def _xla(
 
 
 def _splash(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None,
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    segment_ids_BT: Int[Array, "B T"] | None,
     rules: AxisRules,
-) -> jax.Array:
+) -> Float[Array, "B T N H"]:
     """Run the Pallas kernel on each device's own rows and heads.
 
     XLA cannot partition a Pallas call by itself, hence the shard_map.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues
 from model.config import Init, ModelConfig, Position
@@ -52,7 +53,7 @@ class Table(nnx.Module):
             info=ParamInfo((axis, "embed"), Kind.table, padding=padding),
         )
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
+    def __call__(self, ids: Int[Array, "*dims"]) -> Float[Array, "*dims D"]:
         """Look up [...] ids to [..., D]."""
         with jax.named_scope("embedding"):
             return jnp.take(self.weight[...], ids, axis=0, mode="clip")
@@ -84,12 +85,12 @@ class GPT(nnx.Module):
 
     def features(
         self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array | None,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"],
+        segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
         cache: KeysValues | None = None,
-    ) -> tuple[jax.Array, KeysValues | None]:
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Run all layers.
 
         Args:
@@ -113,7 +114,7 @@ class GPT(nnx.Module):
 
         block, params = nnx.split(self.layers)
 
-        def layer(x_BTD: jax.Array, params_and_cache):
+        def layer(x_BTD: Float[Array, "B T D"], params_and_cache):
             params, cache = params_and_cache
             run = nnx.merge(block, params)
             return run(x_BTD, by, segment_ids_BT, how, cache)
@@ -132,7 +133,7 @@ class GPT(nnx.Module):
         return x_BTD, cache
 
     @property
-    def head_weight(self) -> jax.Array:
+    def head_weight(self) -> Float[Array, "in out"]:
         """The matrix that makes logits: the embedding's [V, D] if tied, else [D, V].
 
         V is `vocab_rows` here.
@@ -140,7 +141,9 @@ class GPT(nnx.Module):
         table = self.embedding if self.head is None else self.head
         return table.weight[...]
 
-    def logits(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
+    def logits(
+        self, x_BTD: Float[Array, "B T D"], how: Execution
+    ) -> Float[Array, "B T V"]:
         """Project features to float32 [B, T, V] logits, soft-capped if configured."""
         logits_BTV = project(x_BTD, self.head_weight, self.config, how)
         return logits_BTV[..., : self.config.vocab_size]
@@ -154,8 +157,11 @@ class GPT(nnx.Module):
 
 
 def project(
-    x_BTD: jax.Array, weight: jax.Array, config: ModelConfig, how: Execution
-) -> jax.Array:
+    x_BTD: Float[Array, "B T D"],
+    weight: Float[Array, "in out"],
+    config: ModelConfig,
+    how: Execution,
+) -> Float[Array, "B T V"]:
     """Make float32 logits [B, T, vocab_rows] with a `head_weight`, padding's too."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
     logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, how.compute_dtype)

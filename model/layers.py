@@ -10,11 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues, attention, cached_attention
 from model.axes import ANYWHERE, AxisRules
 from model.config import Activation, Attention, Init, ModelConfig, Norm
-from model.linear import Linear
+from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
 
 
@@ -42,36 +43,40 @@ class Normalize(nnx.Module):
         zeros = jnp.zeros((size,), dtype)
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Normalize x over its last dim; the dtype stays."""
         with jax.named_scope("norm"):
             y = x.astype(jnp.float32)
             if self.kind is Norm.layernorm:
                 y = y - jnp.mean(y, axis=-1, keepdims=True)
             variance = jnp.mean(y * y, axis=-1, keepdims=True)
-            y = y * jax.lax.rsqrt(variance + self.epsilon) * self.scale[...]
-            return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+            scale = leading(self.scale[...], y.ndim).astype(y.dtype)
+            y = y * jax.lax.rsqrt(variance + self.epsilon) * scale
+            if self.bias is not None:
+                y = y + leading(self.bias[...], y.ndim).astype(y.dtype)
+            return y.astype(x.dtype)
 
 
 class Rotation(NamedTuple):
     """Cosines and sines [B, T, 1, P] of the angles by which positions rotate pairs."""
 
-    cos: jax.Array
-    sin: jax.Array
+    cos: Float[Array, "B T 1 P"]
+    sin: Float[Array, "B T 1 P"]
 
 
-def rotation(positions_BT: jax.Array, config: ModelConfig) -> Rotation:
+def rotation(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotation:
     """Rotate pair i of position p by p theta^(-2i/R), R being 2P.
 
     Source: RoFormer, arXiv:2104.09864, section 3.2.2.
     """
     pairs = config.rotary_dim // 2
     frequencies = config.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    angles = positions_BT[..., None, None] * frequencies
+    positions_BT11 = positions_BT[..., None, None].astype(jnp.float32)
+    angles = positions_BT11 * leading(frequencies, 4)
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BTNH: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:
     """Rotate the first 2P head dims, pair (i, i+P); the others stay."""
     pairs = by.cos.shape[-1]
     x = x_BTNH.astype(jnp.float32)
@@ -121,12 +126,12 @@ class SelfAttention(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: jax.Array,
+        x_BTD: Float[Array, "B T D"],
         by: Rotation | None,
-        segment_ids_BT: jax.Array | None,
+        segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
         cache: KeysValues | None,
-    ) -> tuple[jax.Array, KeysValues | None]:
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Attend; with a cache, also to what came before x, and give the longer one."""
         q_BTNH = self.query(x_BTD, how.compute_dtype)
         k_BTKH = self.key(x_BTD, how.compute_dtype)
@@ -153,7 +158,7 @@ class SelfAttention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Widen to F, bend, narrow to D."""
+    """Project D to F, apply the activation (with a gate, for SwiGLU), project back."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Make the projections."""
@@ -174,7 +179,9 @@ class MLP(nnx.Module):
             "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
         )
 
-    def __call__(self, x_BTD: jax.Array, how: Execution) -> jax.Array:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], how: Execution
+    ) -> Float[Array, "B T D"]:
         """Apply position by position."""
         h_BTF = self.up(x_BTD, how.compute_dtype)
         if self.gate is not None:
@@ -199,12 +206,12 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: jax.Array,
+        x_BTD: Float[Array, "B T D"],
         by: Rotation | None,
-        segment_ids_BT: jax.Array | None,
+        segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
         cache: KeysValues | None,
-    ) -> tuple[jax.Array, KeysValues | None]:
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Run one layer."""
         a_BTD, cache = self.attention(
             self.attention_norm(x_BTD), by, segment_ids_BT, how, cache

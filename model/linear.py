@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from model.params import Kind, ParamInfo
 
 
-def product(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike) -> jax.Array:
+def product(
+    spec: str, a: Float[Array, "..."], b: Float[Array, "..."], compute: DTypeLike
+) -> Float[Array, "..."]:
     """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
 
     Every letter of an operand must stand in the other operand or in the result. The
@@ -61,6 +64,11 @@ def _backward(spec: str, compute: DTypeLike, residuals, dy: jax.Array):
 _product.defvjp(_forward, _backward)
 
 
+def leading(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    """Return x with dims of size 1 in front, `ndim` in all."""
+    return jnp.expand_dims(x, range(ndim - x.ndim))
+
+
 class Linear(nnx.Module):
     """A weight, its einsum, and an optional bias over the output dims."""
 
@@ -101,7 +109,11 @@ class Linear(nnx.Module):
         info = ParamInfo(axes[inputs:], Kind.vector)
         self.bias = nnx.Param(zeros, info=info) if bias else None
 
-    def __call__(self, x: jax.Array, compute: DTypeLike) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "..."], compute: DTypeLike
+    ) -> Float[Array, "..."]:
         """Apply to x [..., input dims]; the result has x's dtype."""
         y = product(self.spec, x, self.weight[...], compute)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        if self.bias is None:
+            return y
+        return y + leading(self.bias[...], y.ndim).astype(y.dtype)

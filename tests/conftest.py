@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from jaxtyping import install_import_hook
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -22,6 +23,18 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="longhaul-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# The shapes and dtypes in the signatures of the mathematics hold at every call.
+install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """No dim and no dtype is promoted silently."""
+    import jax
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(scope="session")

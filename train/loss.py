@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
 from model.axes import ANYWHERE, MeshAxes, mesh_axes
@@ -28,7 +29,7 @@ def loss_sum(
     z_loss: float,
     chunk: int | None,
     head: PartitionSpec,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
     Args:
@@ -78,7 +79,13 @@ class _Tiled(NamedTuple):
     z_loss: float
     head: PartitionSpec
 
-    def __call__(self, x_BTD, weight, targets_BT, gradients: bool):
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        weight: Float[Array, "in out"],
+        targets_BT: Int[Array, "B T"],
+        gradients: bool,
+    ):
         """Sum over all rows: (loss, nats), and the loss' (dx, dweight) or None."""
         rules = self.how.rules
         if not rules.pairs:
@@ -138,7 +145,14 @@ class _Tiled(NamedTuple):
             return sums, None
         return sums, (jnp.moveaxis(dx, 0, 1).reshape(x_BTD.shape), dweight)
 
-    def _tile(self, x_BCD, weight, targets_BC, cut, gradients: bool):
+    def _tile(
+        self,
+        x_BCD: Float[Array, "B C D"],
+        weight: Float[Array, "in out"],
+        targets_BC: Int[Array, "B C"],
+        cut: tuple[str, ...],
+        gradients: bool,
+    ):
         """Give ((loss, nats), dweight) and dx; axes of `cut` share the vocabulary."""
         how = self.how._replace(rules=ANYWHERE)
         logits_BCV, transpose = jax.vjp(
@@ -147,15 +161,17 @@ class _Tiled(NamedTuple):
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
         V, size = logits_BCV.shape[-1], self.config.vocab_size
-        ids_V = jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0)
+        ids_11V = (jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0))[
+            None, None
+        ]
         if size != self.config.vocab_rows:  # what only pads has no probability
-            logits_BCV = jnp.where(ids_V < (size or 0), logits_BCV, -jnp.inf)
+            logits_BCV = jnp.where(ids_11V < (size or 0), logits_BCV, -jnp.inf)
         most_BC = jnp.max(logits_BCV, axis=-1)
         most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
         Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
         log_z_BC = most_BC + jnp.log(jax.lax.psum(Z_BC, cut))
         # A masked sum instead of a gather: no logits travel.
-        is_target_BCV = ids_V == targets_BC[..., None]
+        is_target_BCV = ids_11V == targets_BC[..., None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
         target_BC = jax.lax.psum(target_BC, cut)
         counts = targets_BC >= 0

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
 from model.gpt import GPT, bind
@@ -17,7 +18,7 @@ from train.optimizer import Optimizer
 from train.spikes import is_spike, remember
 from train.state import TrainState
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Float[Array, ""]]
 
 
 def make_train_step(
@@ -37,10 +38,12 @@ def make_train_step(
     """
     microbatches = config.accumulation_steps
 
-    def gradients(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def gradients(params: Any, batch: Batch) -> tuple[Float[Array, ""], Any]:
         num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
 
-        def mean_loss(params: Any, part: Batch) -> tuple[jax.Array, jax.Array]:
+        def mean_loss(
+            params: Any, part: Batch
+        ) -> tuple[Float[Array, ""], Float[Array, ""]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
             loss, nats = loss_sum(bound, part, how, config.z_loss, chunk, head)
             return loss / num_targets, nats / num_targets
@@ -100,10 +103,10 @@ def split(batch: Batch, parts: int) -> Batch:
 
 def make_eval_step(
     model: GPT, how: Execution, config: TrainConfig, head: PartitionSpec
-) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Build `eval_step(params, batch) -> (sum of nats, number of targets)`."""
 
-    def eval_step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def eval_step(params: Any, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
         chunk = config.loss_chunk_tokens
         _, nats = loss_sum(bind(model, params), batch, how, 0.0, chunk, head)
         return nats, jnp.sum(batch.targets >= 0)

@@ -98,10 +98,11 @@ class Tiny:
         logp = jax.nn.log_softmax(model.logits(x, how))
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 
-    def tokens(self, *shape: int) -> np.ndarray:
+    def tokens(self, *shape: int) -> jax.Array:
         """Draw token ids, always the same."""
         size = self.config.vocab_size
-        return np.random.default_rng(0).integers(size, size=shape, dtype=np.int32)
+        rng = np.random.default_rng(0)
+        return jnp.asarray(rng.integers(size, size=shape, dtype=np.int32))
 
 
 MODELS = {name: Tiny(name) for name in TINY}

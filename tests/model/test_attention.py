@@ -16,6 +16,8 @@ from model.attention import (
 )
 from model.config import Attention
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 AUTO, XLA, CUDNN, SPLASH = (
     Attention(name) for name in ("auto", "xla", "cudnn", "splash")
 )

@@ -16,6 +16,8 @@ from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
 from model.layers import Execution
 from model.params import named
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 # ---- Presets
 
 
@@ -104,7 +106,11 @@ def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
     tokens = tiny.tokens(2, 9)
     found = tiny.value_and_grad(tiny.params, tokens)
     loss, grads = jax.tree.map(np.asarray, found)
-    with jax.enable_x64(True):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("allow"),  # the reference's own
+        jax.numpy_dtype_promotion("standard"),
+    ):
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params)
         step = jax.value_and_grad(lambda p: reference_loss(p, tiny.config, tokens))
         quick = {"xla_backend_optimization_level": 0}  # to compile, not to run
@@ -152,7 +158,7 @@ def input_gradients(tiny, segment_ids, positions):
     is the one in the position's input. The head, which may share the table, stays.
     """
     T = positions.shape[1]
-    tokens = np.arange(T, dtype=np.int32)[None]
+    tokens = jnp.arange(T)[None]
     pick = jax.random.normal(jax.random.key(2), (tiny.config.vocab_size,))
 
     def logits(table):
@@ -167,7 +173,7 @@ def input_gradients(tiny, segment_ids, positions):
 
 
 def test_a_position_sees_itself_and_what_came_before(tiny):
-    gradients = input_gradients(tiny, None, np.arange(8)[None])
+    gradients = input_gradients(tiny, None, jnp.arange(8)[None])
     seen = np.tri(8, dtype=bool)
     assert (gradients[~seen] == 0).all()
     assert (gradients[seen] > 1e-5).all()
@@ -176,7 +182,7 @@ def test_a_position_sees_itself_and_what_came_before(tiny):
 def test_a_position_sees_its_own_document_only(tiny):
     documents = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0]])
-    gradients = input_gradients(tiny, documents, positions)
+    gradients = input_gradients(tiny, *map(jnp.asarray, (documents, positions)))
     seen = np.tri(8, dtype=bool) & (documents[0][:, None] == documents[0])
     assert (gradients[~seen] == 0).all()
     assert (gradients[seen] > 1e-5).all()
@@ -378,7 +384,7 @@ def test_a_tied_head_is_the_embedding(tiny):
     assert "head" not in params_of(tied)
     assert num_params(untied.config) - num_params(tied.config) == size
     params = {k: v for k, v in tiny.params.items() if k != "head"}
-    x = np.eye(tiny.config.embed_dim, dtype=np.float32)[None]
+    x = jnp.eye(tiny.config.embed_dim)[None]
     logits = bind(tied, params).logits(x, tiny.how)[0]
     cap = tiny.config.logit_soft_cap
     table = params["embedding"]["weight"].T

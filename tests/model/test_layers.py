@@ -14,6 +14,8 @@ import pytest
 from model.config import Init, ModelConfig, Norm
 from model.layers import Normalize, rotate, rotation, stds
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 CONFIG = ModelConfig(embed_dim=64, num_heads=2)
 
 

@@ -9,6 +9,8 @@ from flax import nnx
 from model.linear import Linear, product
 from model.params import Kind
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 SPECS = {
     "btd,df->btf": ((2, 5, 8), (8, 6)),
     "btd,dnh->btnh": ((2, 5, 8), (8, 3, 4)),
@@ -85,7 +87,8 @@ def test_a_linear_layer_adds_its_bias_over_the_output_dims():
     layer = linear()
     layer.bias[...] = jnp.arange(4 * 32.0).reshape(4, 32)
     x = jax.random.normal(jax.random.key(0), (2, 3, 64))
-    expected = np.einsum("btd,dnh->btnh", x, layer.weight[...]) + layer.bias[...]
+    bias = np.asarray(layer.bias[...])
+    expected = np.einsum("btd,dnh->btnh", x, layer.weight[...]) + bias
     np.testing.assert_allclose(layer(x, jnp.float32), expected, rtol=1e-4, atol=1e-4)
     assert layer(x.astype(jnp.bfloat16), jnp.bfloat16).dtype == jnp.bfloat16
 
@@ -93,8 +96,8 @@ def test_a_linear_layer_adds_its_bias_over_the_output_dims():
 def test_a_linear_layer_says_what_its_parameters_are():
     layer = linear()
     weight, bias = (p.get_metadata("info") for p in (layer.weight, layer.bias))
-    assert weight == (("embed", "heads", "head_dim"), Kind.matrix, 1)
-    assert bias == (("heads", "head_dim"), Kind.vector, 0)
+    assert weight == (("embed", "heads", "head_dim"), Kind.matrix, 1, 0)
+    assert bias == (("heads", "head_dim"), Kind.vector, 0, 0)
     assert layer.bias.shape == (4, 32)
     assert linear(bias=False).bias is None
 
