@@ -73,8 +73,6 @@ def door(folder: Path) -> Door:
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     environment.pop("JAX_NUM_CPU_DEVICES", None)  # runtime.cpu_devices must do
-    # Also what compiles fast is worth keeping for the next process.
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def run(
         path: Path,
@@ -155,49 +153,41 @@ def test_a_run_learns_and_leaves_what_it_promises(straight):
     assert saved(straight) == [15, 20]
 
 
-def test_events_add_up_to_the_wall_time(folder, door):
-    """Of two starts, one of them preempted, as a clock outside sees it."""
-    run, before = folder / "accounted", time.time()
-    assert door(run, at_step=7, number=signal.SIGTERM).returncode == 42
-    result = door(run)
-    assert result.returncode == 0, result.stderr
-    found = account(read_events(run))
-    wall_s = found.starts[-1].ended - before
-    assert [start.code for start in found.starts] == [42, 0]
-    # Within a percent, and what it takes to make a process.
-    assert found.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
-    assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*found.buckets}
-    assert "other" not in found.buckets
-    assert "in 2 starts" in result.stdout
+def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
+    folder, door, straight
+):
+    """By a preemption notice and by a person, who leave a save; by kill -9.
 
-
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder, door, straight):
-    run = folder / "killed"
-    killed = door(run, at_step=12, number=signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(steps(run)) == 12
-    result = door(run)
-    assert result.returncode == 0, result.stderr
-    # The save of step 10 was in flight, or not.
-    assert re.search(r"from step (5|10)\n", result.stdout)
-    assert_same(run, straight)
-
-
-def test_a_run_stopped_twice_goes_on_as_if_nothing_had_happened(folder, door, straight):
-    """By a preemption notice and by a person; each saves where it stands."""
-    run = folder / "stopped"
+    The events of all starts add up to the wall time, as a clock outside sees it.
+    """
+    run, before = folder / "stopped", time.time()
     preempted = door(run, at_step=7, number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
     assert "asked to stop: saved step" in preempted.stderr
     assert saved(run)[-1] == steps(run)[-1]["step"] in range(7, 11)
-    interrupted = door(run, at_step=13, number=signal.SIGINT)
+    interrupted = door(run, at_step=12, number=signal.SIGINT)
     assert interrupted.returncode == 130, interrupted.stderr
-    assert saved(run)[-1] == steps(run)[-1]["step"] in range(13, 17)
+    stopped_at = saved(run)[-1]
+    assert stopped_at == steps(run)[-1]["step"] in range(12, 16)
     assert "Traceback" not in preempted.stderr + interrupted.stderr
     assert not (run / "results.json").exists()
+    killed = door(run, at_step=18, number=signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert steps(run)[-1]["step"] == 18
     result = door(run)
     assert result.returncode == 0, result.stderr
+    # The save of step 15 was in flight, or not.
+    assert re.search(rf"from step ({stopped_at}|15)\n", result.stdout)
     assert_same(run, straight)
+
+    found = account(read_events(run))
+    assert [start.code for start in found.starts] == [42, 130, None, 0]
+    # Within a percent, and what it takes to make a process.
+    wall_s = found.starts[-1].ended - before
+    assert found.wall_s == pytest.approx(wall_s, rel=0.01, abs=1.0)
+    assert {"start", "prepare", "restore", "step", "eval", "save"} <= {*found.buckets}
+    assert "other" not in found.buckets
+    assert "in 4 starts" in result.stdout
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(door, copy):

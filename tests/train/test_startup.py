@@ -39,7 +39,6 @@ def command(folder: Path, run: str, *more: str) -> list[str]:
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(more or {})}
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     return env
 
 
