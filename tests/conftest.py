@@ -27,7 +27,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     if "xla_force_host_platform_device_count" not in flag
 )
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
-import jax  # noqa: F401 from here on settings are those of other processes
+import jax  # here, for what follows is for other processes
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
@@ -44,8 +44,6 @@ install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
 @pytest.fixture
 def strict() -> Iterator[None]:
     """No dim and no dtype is promoted silently."""
-    import jax
-
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
 
