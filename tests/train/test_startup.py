@@ -110,19 +110,6 @@ def test_open_mpi_passes_sigusr1_on(folder, mpirun):
     assert process.returncode == 42
 
 
-def test_open_mpi_ended_by_sigterm_goes_on(folder, mpirun):
-    """It kills after a second, which may be too short for a save, and ends with 1."""
-    run = command(folder, "mpi-term", "train.num_steps=4000")
-    process = start([*mpirun, "2", *run])
-    said = stops(process, folder / "mpi-term", process.terminate)
-    assert "SIGTERM: asked to stop" in said
-    assert process.returncode == 1
-    again = start(command(folder, "mpi-term", "train.num_steps=500"))
-    codes, told = together(again)
-    assert codes == [0], told
-    assert re.search(r"from step [1-9]", told[0])
-
-
 def torchrun(process: int) -> dict[str, str]:
     return {"RANK": f"{process}", "LOCAL_RANK": f"{process}"}
 
