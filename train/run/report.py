@@ -123,7 +123,8 @@ def _figures(
     known = {key: _finite(points) for key, points in series.items()}
     items: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
-        of = f"of {num_steps:,}" if num_steps else ""
+        # A later start may have gone on beyond what the first was to do.
+        of = f"of {num_steps:,}" if num_steps and max(steps) <= num_steps else ""
         items.append(("Steps", f"{max(steps):,.0f}", of))
     if tokens := known["tokens"]:
         items.append(("Tokens", format_count(tokens[-1][1]), ""))

@@ -61,6 +61,11 @@ def test_headline_figures(tmp_path):
     ]
 
 
+def test_steps_beyond_the_first_total_are_of_no_total(tmp_path):
+    html = _write(tmp_path, [_row(3)], [], "train:\n  num_steps: 2\n")
+    assert data_of(html)["figures"][0] == ["Steps", "3", ""]
+
+
 def test_where_the_time_went_adds_up(tmp_path):
     goodput = data_of(_write(tmp_path, [], EVENTS))["goodput"]
     seconds = {part["title"]: part["seconds"] for part in goodput["buckets"]}
