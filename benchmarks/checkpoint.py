@@ -91,7 +91,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
     dd = read_with_dd(last)
     dropped = drop_caches()
     began = time.perf_counter()
-    restored = jax.block_until_ready(checkpoints.restore(program.state))
+    restored = jax.block_until_ready(checkpoints.saved.restore(program.state))
     seconds = time.perf_counter() - began
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, restored)
     assert all(jax.tree.leaves(same))

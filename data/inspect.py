@@ -50,7 +50,7 @@ def main(config: InspectConfig) -> int:
         packing=config.packing,
     )
     if config.run.dir:
-        from train.run.directory import read_run
+        from train.run.starts import read_run
 
         run = read_run(config.run.dir, config.step)
         data, seed = run.data, run.seed

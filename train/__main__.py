@@ -11,7 +11,7 @@ _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 def main(config: Config) -> int:
     """Train."""
-    from train.loop import train  # JAX and all: not for --help or a typing mistake
+    from train.start import train  # JAX and all: not for --help or a typing mistake
 
     return train(config, _TYPED)
 

@@ -96,7 +96,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the last figures on the screen and stop drawing."""
+        """Stop drawing; the last figures stay on the screen."""
         if self._bar:
             self._bar.stop()
         elif self._held:
@@ -121,6 +121,11 @@ class Progress:
             self._first = (step, now)
         done, spent_s = step - self._first[0], now - self._first[1]
         return (self._num_steps - step) * spent_s / done if done > 0 else None
+
+
+def printable(text: str) -> str:
+    """Escape, as `repr` would, what could steer a terminal; newlines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def print_table(

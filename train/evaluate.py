@@ -11,9 +11,9 @@ def main(asked: EvaluateConfig) -> int:
     import jax
 
     from train.evaluation import evaluate
-    from train.load_run import load_trained
+    from train.load_run import load_run
 
-    program, sources, step, params = load_trained(asked, asked.batch_size)
+    program, sources, step, params = load_run(asked, asked.batch_size)
     with jax.set_mesh(program.mesh):
         score = evaluate(program, params, sources, asked.num_batches)
     print(json.dumps({"step": step, **score._asdict()}))

@@ -10,7 +10,7 @@ from data.batches import Batch
 
 
 def local_rows(like: Batch) -> list[slice]:
-    """Give the slices of a global batch's rows that this process' devices hold.
+    """Return the slices of a global batch's rows that this process' devices hold.
 
     Args:
         like: `jax.ShapeDtypeStruct` fields with their sharding.
@@ -29,10 +29,10 @@ def place(batch: Batch, like: Batch) -> Batch:
         like: `jax.ShapeDtypeStruct` fields [B, T] with their sharding; a field that is
             None is left out.
     """
-    starts, at = {}, 0
+    starts, num_rows = {}, 0
     for rows in local_rows(like):
-        starts[rows.start] = at
-        at += rows.stop - rows.start
+        starts[rows.start] = num_rows
+        num_rows += rows.stop - rows.start
 
     def array(shape: jax.ShapeDtypeStruct | None, field: np.ndarray):
         if shape is None or shape.sharding.is_fully_addressable:
@@ -57,7 +57,7 @@ class Feed:
         like: Batch,
         phase: Callable[[str], None] = lambda name: None,
     ):
-        """Take host batches from an iterator, to lie as `like` says.
+        """Start the transfer of the first batch.
 
         Args:
             batches: of the host.
@@ -81,7 +81,7 @@ class Feed:
         return self
 
     def __next__(self) -> Batch:
-        """Give a batch and start the transfer of the one after it."""
+        """Return a batch and start the transfer of the one after it."""
         batch = self._next
         if batch is None:
             raise StopIteration

@@ -1,19 +1,25 @@
 """A run's own model, brought back from its checkpoints: for commands on a run."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from data.sources import Sources, open_sources
-from train.config import Config, EvaluateConfig, SampleConfig
+from train.config import Config, EvaluateConfig, MeshConfig, SampleConfig
+from train.errors import ConfigError
 from train.identity import run_dir
 from train.program import Program, make_program
-from train.run.checkpoint import Checkpoints
-from train.run.directory import check_data, read_run
+from train.run.restore import SavedSteps
+from train.run.starts import check_data, read_run
 from train.run.storage import run_folder
 from train.runtime import set_up
 
+log = logging.getLogger(__name__)
 
-def load_trained(
+
+def load_run(
     asked: EvaluateConfig | SampleConfig, batch_size: int | None = None
 ) -> tuple[Program, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
@@ -34,16 +40,42 @@ def load_trained(
     if directory is None and asked.run.name:
         directory = run_dir(Config(run=asked.run))
     config = read_run(directory)
-    config = replace(config, runtime=asked.runtime)
-    if batch_size is not None:
-        data = replace(config.data, batch_size=batch_size)
-        train = replace(config.train, accumulation_steps=1)
-        config = replace(config, data=data, train=train)
+    data = replace(config.data, batch_size=batch_size or config.data.batch_size)
+    train = replace(config.train, accumulation_steps=1)
+    config = replace(config, runtime=asked.runtime, data=data, train=train)
     set_up(config.runtime)
     sources = open_sources(config.data)
     path = run_folder(directory or "")
     check_data(path, sources)
-    program = make_program(config)
-    checkpoints = Checkpoints(path / "checkpoints", config.checkpoint, read_only=True)
-    step, params = checkpoints.restore_params(program.state, asked.step)
+    program = make_program_here(config)
+    saved = SavedSteps(path / "checkpoints")
+    step, params = saved.restore_params(program.state, asked.step)
     return program, sources, step, params
+
+
+def make_program_here(config: Config) -> Program:
+    """Lay a run's program out on the devices of this machine.
+
+    On the run's own mesh if that fits them; else its parameters are sharded over as
+    many of them as divide the batch.
+
+    Raises:
+        ConfigError: if it fits on no number of them.
+    """
+    devices, batch_size = jax.devices(), config.data.batch_size
+    try:
+        return make_program(config)
+    except ConfigError as error:
+        wrong = error
+    params, activations = config.mesh.params, config.mesh.activations
+    mesh = MeshConfig(fsdp=-1, params=params, activations=activations)
+    here = replace(config, mesh=mesh)
+    for count in range(len(devices), 0, -1):
+        try:
+            if batch_size % count == 0:
+                program = make_program(here, devices[:count])
+                log.info("the run's mesh is not for these devices: fsdp %d", count)
+                return program
+        except ConfigError as error:
+            wrong = error
+    raise wrong

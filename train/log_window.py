@@ -27,7 +27,7 @@ _NAMED = 8  # updates left out that one note names; events.jsonl names all
 log = logging.getLogger(__name__)
 
 
-class Window:
+class LogWindow:
     """Collects device metrics unread, and reads them all at once when it closes."""
 
     def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
@@ -47,12 +47,12 @@ class Window:
         self._waited = self._feed.seconds_waited
 
     def add(self, metrics: Metrics) -> None:
-        """Take the metrics of a step that was dispatched."""
+        """Keep the metrics of a step that was dispatched, unread."""
         self._metrics.append(metrics)
 
     @contextmanager
     def pause(self, event: str) -> Iterator[None]:
-        """Leave what the body does out of the step time; record it as an event."""
+        """Exclude what the body does from the step time; record it as an event."""
         if len(self._metrics) > self._lapped_steps:
             self._lap()
         began = time.monotonic()
@@ -132,7 +132,7 @@ class Window:
             progress.note(f"updates left out: {', '.join(named[:_NAMED])}{more}")
 
     def _warn(self, waiting: float, progress: Progress) -> None:
-        """Say once that the data is late, and what to do."""
+        """Note once that the data is late, and what to do."""
         if self._warned is False and waiting > _MUCH_WAITING:
             self._warned = True
             progress.note(
@@ -146,7 +146,7 @@ class Profiler:
     """Traces the steps asked for into `<run_dir>/profile`."""
 
     def __init__(self, steps: list[int], folder: str):
-        """Take `profile.steps`: [first, last], or nothing."""
+        """Set the steps to trace: `profile.steps`, [first, last] or nothing."""
         self._first, self._last = steps or (None, None)
         self._folder = epath.Path(folder)
 

@@ -47,12 +47,14 @@ class Prepared:
             Exit: if the processes are not equal.
         """
         self.config = config
-        cluster.together(self._settle)
-        cluster.together(self._find_devices)
+        cluster.agree(self._settle)
+        cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            chosen = cluster.tell(lambda: asdict(choose(self.config, jax.devices())))
+            chosen = cluster.broadcast(
+                lambda: asdict(choose(self.config, jax.devices()))
+            )
             self.config = Layout(**chosen).applied(self.config)
-        cluster.together(self._lay_out)
+        cluster.agree(self._lay_out)
 
     def _settle(self) -> Mapping[str, str]:
         encoding = encoding_of(self.config.data)
@@ -81,21 +83,21 @@ class Prepared:
 
 
 def _about_program(config: Config) -> dict[str, str]:
-    """Give the hashes of config and code, and the libraries' versions."""
+    """Return the hashes of config and code, and the libraries' versions."""
     same = replace(config, distributed=DistributedConfig())  # the process' own number
     text = json.dumps(asdict(same), sort_keys=True, default=str)
-    found = {"config": _short(text.encode()), "code": code_version()}
-    return found | {"Python": platform.python_version()} | versions()
+    program = {"config": _short(text.encode()), "code": code_version()}
+    return program | {"Python": platform.python_version()} | versions()
 
 
 def _about_devices() -> dict[str, str]:
-    """Give kinds and number of this process' devices."""
+    """Return kinds and number of this process' devices."""
     kinds = Counter(device.device_kind for device in jax.local_devices())
     return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
 
 
 def _about_data(sources: Sources) -> dict[str, str]:
-    """Give the fingerprint of each source."""
+    """Return the fingerprint of each source."""
     return {f"data {name}": str(at) for name, at in sources.fingerprints.items()}
 
 

@@ -13,6 +13,7 @@ from data.token_store.store import compression_bits_per_byte
 from data.tokenizer import decode, encode
 from model.config import Position
 from train.config import Config, Schedule
+from train.console import printable
 from train.errors import ConfigError, Mistake
 from train.evaluation import Score
 from train.generate import Sampling, generate
@@ -21,7 +22,7 @@ from train.run.goodput import account
 from train.run.metrics import read_events
 from train.units import format_bytes
 
-_COMPRESSED_BYTES = 2**24  # of validation text; xz would take hours over a large one
+_COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one
 _SAMPLE_TOKENS = 400
 _PLAIN = Sampling()
 
@@ -66,17 +67,31 @@ def sample_text(
     return [prompt + decode(encoding, np.asarray(row)) for row in out]
 
 
-def results(program: Program, params: Any, sources: Sources, step: int, score: Score):
-    """Gather what the end of a run leaves behind, as JSON."""
+def results(
+    program: Program, params: Any, sources: Sources, step: int, score: Score
+) -> dict[str, Any]:
+    """Gather what the end of a run leaves behind, as JSON.
+
+    `validation_bytes` is the text that was scored, `compressed_bytes` as much of it,
+    from its beginning on, as was compressed for comparison.
+    """
     model = program.config.model
     learned = model.position is Position.learned
     room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
-    text = sources.text("validation", _COMPRESSED_BYTES)
+    num_tokens = sources.num_tokens("validation")
+    scored_bytes = num_bytes = sources.num_bytes("validation")
+    if program.config.eval.final_num_batches >= 0:
+        share = min(1.0, (score.num_targets + 1) / num_tokens)
+        scored_bytes = max(1, round(share * num_bytes))
+    text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
     return {
         "step": step,
         "eval/loss": score.loss,
         "eval/bits_per_byte": score.bits_per_byte,
-        "validation_bytes": len(text),
+        "scored_tokens": score.num_targets,
+        "validation_tokens": num_tokens,
+        "validation_bytes": scored_bytes,
+        "compressed_bytes": len(text),
         "compressed": compression_bits_per_byte(text),  # bits per byte
         "sample": sample_text(
             program, params, sources, "", min(_SAMPLE_TOKENS, room - 1)
@@ -85,10 +100,10 @@ def results(program: Program, params: Any, sources: Sources, step: int, score: S
 
 
 def print_results(
-    found: dict[str, Any], command: str, config: Config, run_dir: epath.Path
+    values: dict[str, Any], command: str, config: Config, run_dir: epath.Path
 ) -> None:
     """Print results, goodput, and how to go on, at a rate that is not 0."""
-    step, schedule = found["step"], config.schedule
+    step, schedule = values["step"], config.schedule
     more = [f"train.num_steps={2 * step}"]
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
@@ -99,22 +114,33 @@ def print_results(
             f"run.allow_change=[{key}]",
             *more,
         ]
-    others = ", ".join(f"{k} -9 {v:.3f}" for k, v in found["compressed"].items())
     print()
     print(f"finished    {step:,} steps")
-    print(f"validation  {found['eval/loss']:.4f} nats a token, ", end="")
-    print(f"{found['eval/bits_per_byte']:.3f} bits per byte")
-    size = format_bytes(found["validation_bytes"])
-    print(f"            the same {size} in bits per byte: {others}")
+    print(f"validation  {values['eval/loss']:.4f} nats a token, ", end="")
+    print(f"{values['eval/bits_per_byte']:.3f} bits per byte")
+    print(f"            {_compared(values)}")
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")
-    print("\n".join(f"  | {line}" for line in found["sample"].split("\n")))
+    print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
     print(f"to go on    {_changed(command, more)}", flush=True)
 
 
+def _compared(values: dict[str, Any]) -> str:
+    """Set beside the score what compressors make of the same text, or say of which."""
+    others = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
+    scored, total = values.get("scored_tokens"), values.get("validation_tokens")
+    size = values["validation_bytes"]
+    text = f"the same {format_bytes(size)}"
+    if scored is not None and total is not None and scored < 0.99 * total:
+        text = f"of its first {scored:,} of {total:,} tokens; {text}"
+    if values.get("compressed_bytes", size) < size:
+        text = f"the first {format_bytes(values['compressed_bytes'])} of it"
+    return f"{text} in bits per byte: {others}"
+
+
 def _changed(command: str, overrides: list[str]) -> str:
-    """Give a command line other values of some keys."""
+    """Return a command line with other values of some keys."""
     keys = {override.partition("=")[0] for override in overrides}
     kept = [w for w in shlex.split(command) if w.partition("=")[0] not in keys]
     return shlex.join([*kept, *overrides])

@@ -8,11 +8,12 @@ def main(asked: SampleConfig) -> int:
     """Print prompt and continuation, samples separated by a line of dashes."""
     import jax
 
+    from train.console import printable
     from train.generate import Sampling
-    from train.load_run import load_trained
+    from train.load_run import load_run
     from train.results import sample_text
 
-    program, sources, _, params = load_trained(asked)
+    program, sources, _, params = load_run(asked)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     with jax.set_mesh(program.mesh):
         texts = sample_text(
@@ -25,7 +26,7 @@ def main(asked: SampleConfig) -> int:
             asked.seed,
             asked.num_samples,
         )
-    print(f"\n{'-' * 72}\n".join(texts))
+    print(f"\n{'-' * 72}\n".join(map(printable, texts)))
     return 0
 
 

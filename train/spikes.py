@@ -30,7 +30,7 @@ def no_steps(window: int) -> Recent:
 
 
 def is_spike(recent: Recent, now: jax.Array, sigma: float) -> jax.Array:
-    """Say whether a step lies more than sigma standard deviations above the mean.
+    """Return whether a step lies more than sigma standard deviations above the mean.
 
     Args:
         recent: at least half full, else nothing is a spike.
@@ -38,13 +38,13 @@ def is_spike(recent: Recent, now: jax.Array, sigma: float) -> jax.Array:
         sigma: `train.skip_sigma`.
     """
     window = recent.values.shape[1]
-    known = jnp.arange(window) < recent.num_accepted
-    mean = jnp.mean(recent.values, 1, where=known)
-    limit = mean + sigma * jnp.std(recent.values, 1, where=known)
+    filled = jnp.arange(window) < recent.num_accepted
+    mean = jnp.mean(recent.values, 1, where=filled)
+    limit = mean + sigma * jnp.std(recent.values, 1, where=filled)
     return jnp.any(now > limit) & (2 * recent.num_accepted >= window)
 
 
 def remember(recent: Recent, now: jax.Array) -> Recent:
-    """Put a step in the place of the oldest."""
+    """Replace the oldest step by this one."""
     place = recent.num_accepted % recent.values.shape[1]
     return Recent(recent.values.at[:, place].set(now), recent.num_accepted + 1)

@@ -43,16 +43,16 @@ def initial_state(
 def abstract_state(
     model: ModelConfig, optimizer: Optimizer, train: TrainConfig
 ) -> TrainState:
-    """Give the shapes and dtypes of the state, without memory."""
+    """Return the shapes and dtypes of the state; no memory is allocated."""
     return jax.eval_shape(lambda: initial_state(model, optimizer, train, 0))
 
 
 def as_saved(state: TrainState) -> dict[str, Any]:
-    """Give what a checkpoint holds by name: a field that is None leaves no trace."""
+    """Return what a checkpoint holds by name: a field that is None leaves no trace."""
     return {k: v for k, v in state._asdict().items() if v is not None}
 
 
 def best_params(state: TrainState) -> Any:
-    """Take the average of weights where one is kept, else the weights."""
+    """Return the average of weights where one is kept, else the weights."""
     average = state.optimizer.average
     return state.params if average is None else average

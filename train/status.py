@@ -21,6 +21,7 @@ from train.run.goodput import BUCKETS, Goodput, Start, account
 from train.run.jsonl import newest_rows
 from train.run.lease import read_owner
 from train.run.metrics import read_events
+from train.run.starts import newest_start, read_results
 from train.run.storage import run_folder
 from train.units import format_seconds
 
@@ -58,8 +59,8 @@ class Status:
     goodput: Goodput
 
 
-def look(folder: epath.Path) -> Status:
-    """Look at a run, live or not; nothing is written.
+def read_status(folder: epath.Path) -> Status:
+    """Read how far a run is, live or not; nothing is written.
 
     Raises:
         ConfigError: if there is no run in the folder.
@@ -67,7 +68,7 @@ def look(folder: epath.Path) -> Status:
     if not (folder / "config.yaml").exists():
         rule = f"must name the directory of a run; there is no {folder}/config.yaml"
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
-    events, start = read_events(folder), _last_start(folder)
+    events, start = read_events(folder), newest_start(folder)
     goodput, silent_s = account(events), None
     num_steps = start.get("changes", {}).get("train.num_steps")
     if num_steps is None:
@@ -94,21 +95,12 @@ def look(folder: epath.Path) -> Status:
 
 def main(asked: StatusConfig) -> int:
     """Print the status of a run."""
-    status = look(run_folder(run_dir(Config(run=asked.run))))
+    status = read_status(run_folder(run_dir(Config(run=asked.run))))
     if asked.json:
         print(json.dumps(_plain(status)))
     else:
         _print(status)
     return 0
-
-
-def _last_start(folder: epath.Path) -> dict[str, Any]:
-    starts = folder / "starts"
-    files = list(starts.iterdir()) if starts.exists() else []
-    numbers = [int(file.stem) for file in files if file.stem.isdigit()]
-    if not numbers:
-        return {}
-    return yaml.safe_load((starts / f"{max(numbers)}.yaml").read_text())
 
 
 def _live_owner(
@@ -117,7 +109,7 @@ def _live_owner(
     silent_s: float | None,
     events: Sequence[Mapping[str, Any]],
 ) -> str | None:
-    """Name who is at the run: its process, if that can be asked, or its logs tell."""
+    """Return who is at the run: as its process tells, or else its logs."""
     owner = read_owner(os.fspath(folder))
     alive = owner is not None and owner.alive()
     if alive is None:
@@ -140,8 +132,7 @@ def _seems_alive(
 def _state(
     folder: epath.Path, goodput: Goodput, owner: str | None, num_steps: int
 ) -> str:
-    results = folder / "results.json"
-    if results.exists() and json.loads(results.read_text())["step"] >= num_steps:
+    if read_results(folder).get("step", -1) >= num_steps:
         return "finished"
     if owner:
         return "running"

@@ -14,15 +14,15 @@ import jax
 from train.distributed.processes import join
 from train.cli.command import compose, configure_logging
 from train.errors import Exit
-from train.distributed.preemption import SAVE, Requests
+from train.distributed.preemption import SAVE, Preemption
 
 configure_logging()
 config = compose(sys.argv[1:]).distributed
-requests = Requests()
+preemption = Preemption()
 """
 JOIN = """
-cluster = join(config, requests.hold)
-first = cluster.first
+cluster = join(config, preemption.hold)
+first = cluster.is_leader
 """
 END = """
 sys.stdout.flush(); sys.stderr.flush()
@@ -52,7 +52,7 @@ def initialize(*args, **kwargs):
 
 jax.distributed.initialize = initialize
 """
-    connected = "requests.connect(cluster); time.sleep(60)\n"
+    connected = "preemption.connect(cluster); time.sleep(60)\n"
     codes, said = run(tmp_path, signalled, JOIN, connected)
     assert codes == [42, 42], said
 
@@ -60,8 +60,8 @@ jax.distributed.initialize = initialize
 def test_one_that_does_not_answer_a_request_is_named(tmp_path):
     code = """
 if first:
-    requests.connect(cluster)
-    requests.ask(SAVE)
+    preemption.connect(cluster)
+    preemption.request(SAVE)
 time.sleep(60)
 """
     codes, said = run(tmp_path, JOIN, code)
@@ -75,9 +75,9 @@ def test_the_end_waits_for_a_request_that_is_being_settled(tmp_path):
 if first:
     cluster.set("request/0", SAVE)
 cluster.wait("asked", 30)
-requests.connect(cluster)
-requests.close()
-print("listens", requests._listener.is_alive(), file=sys.stderr)
+preemption.connect(cluster)
+preemption.close()
+print("listens", preemption._listener.is_alive(), file=sys.stderr)
 cluster.wait("closed", 30)
 """
     codes, said = run(tmp_path, JOIN, code)
@@ -88,7 +88,7 @@ cluster.wait("closed", 30)
 def test_what_was_gathered_is_not_kept(tmp_path):
     code = """
 from jax._src.distributed import global_state
-found = [cluster.any("wrong" if first else None) for _ in range(3)]
+found = [cluster.first_error("wrong" if first else None) for _ in range(3)]
 cluster.wait("said", 30)
 left = [key for key, _ in global_state.client.key_value_dir_get("longhaul")]
 print(found, sorted(left), file=sys.stderr)
@@ -96,7 +96,7 @@ cluster.wait("closed", 30)
 """
     codes, said = run(tmp_path, JOIN, code)
     assert codes == [0, 0], said
-    left = [f"longhaul/tell/{number}" for number in (1, 3, 5)]
+    left = [f"longhaul/broadcast/{number}" for number in (1, 3, 5)]
     assert f"{['wrong'] * 3} {left}" in said[0], said
 
 
@@ -104,7 +104,7 @@ def test_all_end_when_one_has_nothing_to_say(tmp_path):
     code = """
 if cluster.process < 2:
     try:
-        cluster.any(None)
+        cluster.first_error(None)
     except Exit as error:
         print("code", error.code, error, file=sys.stderr)
 cluster.wait("closed", 30)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from train import console as progress
-from train.console import Progress, print_table
+from train.console import Progress, print_table, printable
 from train.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -184,3 +184,10 @@ def test_format_flops(flops, text):
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_what_could_steer_a_terminal_is_escaped():
+    text = "def f():\n\tpass  # é 日本 \x1b[31m\r\x07\x9b\u202e\0"
+    assert printable(text) == (
+        "def f():\n\tpass  # é 日本 \\x1b[31m\\r\\x07\\x9b\\u202e\\x00"
+    )

@@ -19,9 +19,9 @@ LAYERS = """
 generate describe
     distributed
     run
-    results load_run log_window | plan
+    results load_run log_window loop | plan
     preflight
-    loop
+    start
 """
 COMMANDS = {
     *("train.__main__", "train.plan.__main__", "train.evaluate", "train.sample"),

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from train.log_window import Window
+from train.log_window import LogWindow
 from train.step import Metrics
 
 
 def test_late_data_is_said_once_and_not_of_the_first_window():
-    window = object.__new__(Window)
+    window = object.__new__(LogWindow)
     data = SimpleNamespace(prefetch=2)
     window._program = SimpleNamespace(config=SimpleNamespace(data=data))
     window._warned = None
@@ -26,7 +26,7 @@ def test_late_data_is_said_once_and_not_of_the_first_window():
 
 def test_updates_left_out_are_recorded_with_their_batches_and_why():
     """Two batches were left out of the data before these; eleven steps in a row."""
-    window = object.__new__(Window)
+    window = object.__new__(LogWindow)
     events, notes = [], []
 
     def record(event: str, **fields: object) -> None:
@@ -82,7 +82,7 @@ def window():
         events=Events(), log=lambda *args: logged.append(args), logged=logged
     )
     order = SimpleNamespace(batch_number=lambda step: step)
-    return Window(program, run, order, SimpleNamespace(seconds_waited=0.5))
+    return LogWindow(program, run, order, SimpleNamespace(seconds_waited=0.5))
 
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0}

@@ -20,10 +20,10 @@ import yaml
 
 from tests.fleet import REPOSITORY
 from train.program import make_program
-from train.run.checkpoint import Checkpoints
-from train.run.directory import read_run
 from train.run.goodput import account
 from train.run.metrics import read_events
+from train.run.restore import SavedSteps
+from train.run.starts import read_run
 
 # The door, with a hand that sends the process a signal as soon as a step is logged.
 STOPPED = """
@@ -128,8 +128,8 @@ def saved(run: Path) -> list[int]:
 def state_of(run: Path, step: int):
     config = read_run(str(run))
     program = make_program(config, jax.devices()[:2])
-    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, read_only=True)
-    return jax.device_get(checkpoints.restore(program.state, step))
+    saved = SavedSteps(run / "checkpoints")
+    return jax.device_get(saved.restore(program.state, step))
 
 
 def assert_same(run: Path, straight: Path) -> None:

@@ -1,14 +1,17 @@
-"""The line that says how to go on."""
+"""What a finished run has to show, and the line that says how to go on."""
 
 import shlex
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from etils import epath
 
-from train import results as summary
+import train.results
 from train.cli.command import compose
+from train.evaluation import Score
 from train.identity import run_dir
-from train.results import print_results
+from train.results import print_results, results
 
 FOUND = {
     **{"step": 30, "eval/loss": 1.0, "eval/bits_per_byte": 1.0, "sample": "x"},
@@ -26,8 +29,8 @@ FOUND = {
     ],
 )
 def test_it_means_the_same_run_and_each_key_once(typed, monkeypatch, capsys):
-    monkeypatch.setattr(summary, "read_events", lambda path: [])
-    monkeypatch.setattr(summary, "account", lambda events: "")
+    monkeypatch.setattr(train.results, "read_events", lambda path: [])
+    monkeypatch.setattr(train.results, "account", lambda events: "")
     config = compose(typed)
     command = shlex.join(["python", "-m", "train", *typed])
     print_results(FOUND, command, config, epath.Path(run_dir(config)))
@@ -39,3 +42,53 @@ def test_it_means_the_same_run_and_each_key_once(typed, monkeypatch, capsys):
     assert run_dir(after) == run_dir(config)
     assert after.train.num_steps == 60
     assert after.schedule.final_fraction != 0 or after.schedule.name == "constant"
+
+
+TEXT = b"".join(b"line %d of a text that compresses well\n" % n for n in range(1000))
+
+
+def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
+    """Give the results of a run that scored so much of a text of 10,001 tokens."""
+    monkeypatch.setattr(train.results, "sample_text", lambda *args: ["\x1b[2Jx"])
+    program: Any = SimpleNamespace(
+        config=compose([f"eval.final_num_batches={num_batches}"])
+    )
+    sources: Any = SimpleNamespace(
+        num_tokens=lambda split: 10_001,
+        num_bytes=lambda split: len(TEXT),
+        text=lambda split, limit: TEXT[:limit],
+    )
+    return results(program, {}, sources, 30, Score(1.0, 1.5, num_targets))
+
+
+def shown(values: dict[str, Any], monkeypatch, capsys) -> str:
+    monkeypatch.setattr(train.results, "read_events", lambda path: [])
+    monkeypatch.setattr(train.results, "account", lambda events: "")
+    print_results(values, "python -m train", compose([]), epath.Path("runs/x"))
+    return capsys.readouterr().out
+
+
+def test_compressors_get_no_more_text_than_was_scored(monkeypatch, capsys):
+    values = left_by(monkeypatch, 2, 499)
+    assert values["validation_bytes"] == round(500 / 10_001 * len(TEXT))
+    assert values["compressed_bytes"] == values["validation_bytes"]
+    out = shown(values, monkeypatch, capsys)
+    assert "of its first 499 of 10,001 tokens; the same 1." in out
+    everything = left_by(monkeypatch, -1, 10_000)
+    assert everything["validation_bytes"] == len(TEXT)
+    assert "            the same " in shown(everything, monkeypatch, capsys)
+
+
+def test_a_part_that_was_compressed_is_called_one(monkeypatch, capsys):
+    monkeypatch.setattr(train.results, "_COMPRESSED_BYTES", 2048)
+    out = shown(left_by(monkeypatch, -1, 10_000), monkeypatch, capsys)
+    assert "the first 2.00 KiB of it in bits per byte" in out
+
+
+def test_a_sample_does_not_steer_the_terminal(monkeypatch, capsys):
+    out = shown(left_by(monkeypatch, -1, 10_000), monkeypatch, capsys)
+    assert r"  | \x1b[2Jx" in out
+
+
+def test_results_of_an_earlier_version_are_shown(monkeypatch, capsys):
+    assert "the same 1 B in bits per byte" in shown(FOUND, monkeypatch, capsys)

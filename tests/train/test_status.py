@@ -13,7 +13,7 @@ from etils import epath
 from tests.fleet import REPOSITORY
 from train.run.liveness import Owner
 from train.run.metrics import EventLog, MetricsLog, read_metrics
-from train.status import look
+from train.status import read_status
 
 OWNER = Owner.current()
 
@@ -85,7 +85,7 @@ def status(folder: Any, *more: str) -> subprocess.CompletedProcess[str]:
 def test_the_state_of_a_run(tmp_path, silent_s, code, state):
     owner = OWNER if state == "running" else None
     write_run(tmp_path, silent_s=silent_s, code=code, owner=owner)
-    found = look(epath.Path(tmp_path))
+    found = read_status(epath.Path(tmp_path))
     assert found.state == state
     assert found.owner == (owner and str(owner))
     assert (found.step, found.num_steps, found.loss) == (60, 100, 40.0)
@@ -102,16 +102,18 @@ def test_the_state_of_a_run(tmp_path, silent_s, code, state):
 def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
     write_run(tmp_path, code=0)
     (tmp_path / "results.json").write_text('{"step": 100}')
-    assert look(epath.Path(tmp_path)).state == "finished"
+    assert read_status(epath.Path(tmp_path)).state == "finished"
     (tmp_path / "starts" / "3.yaml").write_text("changes: {train.num_steps: 200}\n")
-    assert look(epath.Path(tmp_path)).state == "stopped: finished"
+    assert read_status(epath.Path(tmp_path)).state == "stopped: finished"
 
 
 @pytest.mark.parametrize(("silent_s", "alive"), [(1.0, True), (9000.0, False)])
 def test_of_an_owner_elsewhere_the_logs_tell(tmp_path, silent_s, alive):
     elsewhere = replace(OWNER, machine="another", host="far")
     write_run(tmp_path, silent_s=silent_s, owner=elsewhere)
-    assert look(epath.Path(tmp_path)).owner == (str(elsewhere) if alive else None)
+    assert read_status(epath.Path(tmp_path)).owner == (
+        str(elsewhere) if alive else None
+    )
 
 
 def test_a_long_lap_is_no_silence(tmp_path):
@@ -123,7 +125,7 @@ def test_a_long_lap_is_no_silence(tmp_path):
     (tmp_path / "starts" / "1.yaml").write_text("host: a\n")
     log = EventLog(tmp_path, began=(now := time.monotonic()) - 5000)
     log.lap("compile", until=now - 2000)
-    assert look(epath.Path(tmp_path)).state == "running"
+    assert read_status(epath.Path(tmp_path)).state == "running"
 
 
 def test_a_run_that_recorded_nothing(tmp_path):
@@ -177,7 +179,7 @@ def test_it_does_not_wait_for_jax():
 def test_a_run_in_a_store_through_an_outage(server):
     run = "s3://bucket/runs/far"
     write_run(run, owner=OWNER)
-    found = look(epath.Path(run))
+    found = read_status(epath.Path(run))
     assert (found.state, found.step, found.loss) == ("running", 60, 40.0)
     result = status(run, "json=true")
     assert result.returncode == 0, result.stderr

@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def find_place(config: DistributedConfig) -> Place | None:
-    """Say which process this is, among how many; None if it is alone.
+    """Return which process this is, among how many; None if it is alone.
 
     Raises:
         ConfigError: keys and variables are not enough, or contradict each other.
@@ -54,11 +54,11 @@ def find_place(config: DistributedConfig) -> Place | None:
         return None
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     processes, process, local = config.num_processes, config.process_id, None
-    if told := _launcher():
-        address = told.address if address is None else address
-        processes = told.processes if processes is None else processes
-        process = told.process if process is None else process
-        local = told.local_process
+    if place := _launcher():
+        address = place.address if address is None else address
+        processes = place.processes if processes is None else processes
+        process = place.process if process is None else process
+        local = place.local_process
     elif None in (address, processes, process) and not _not_in_a_step():
         address, processes, process, local = _ask_jax(
             address, processes, process, config.init_timeout_s
@@ -102,7 +102,7 @@ def _launcher() -> Place | None:
 def _ask_jax(
     address: str | None, processes: int | None, process: int | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, int | None]:
-    """Let JAX fill in what is not known yet, and the number on this host.
+    """Ask JAX for what is not known yet, and for the number on this host.
 
     JAX would give each process under Slurm or Open MPI one GPU, and so leave the
     others of the host idle where there is one process a host.
@@ -125,7 +125,7 @@ def _ask_jax(
 
 
 def _not_in_a_step() -> bool:
-    """Say, loudly, whether this is the shell or the script of a larger Slurm job."""
+    """Return, and warn, if this is the shell or the script of a larger Slurm job."""
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1":
         return False
@@ -161,13 +161,13 @@ def _refuse_one_of_several() -> None:
 
 
 def _several_here(*variables: str) -> bool:
-    """Say whether a host has several of the processes: `4`, `2(x3)`, `2,1`."""
-    said = next((os.environ[name] for name in variables if name in os.environ), "1")
-    return any(part.split("(")[0] != "1" for part in said.split(","))
+    """Return whether a host has several of the processes: `4`, `2(x3)`, `2,1`."""
+    counts = next((os.environ[name] for name in variables if name in os.environ), "1")
+    return any(part.split("(")[0] != "1" for part in counts.split(","))
 
 
 def _one_device_each() -> bool:
-    """Say whether it is for us to give each process of a host a device of its own."""
+    """Return whether each process of a host must be given a device of its own here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     given = len(visible.split(",")) == 1 and visible  # srun --gpus-per-task and others
     return not given and "JAX_LOCAL_DEVICE_IDS" not in os.environ

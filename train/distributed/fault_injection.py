@@ -17,8 +17,8 @@ from train.program import Program
 from train.state import TrainState
 
 
-class Drill:
-    """The fault that the environment asks for, if it does."""
+class FaultInjection:
+    """Injects the fault that the environment asks for, if it does."""
 
     def __init__(self, process: int):
         """Read the variable."""
@@ -26,7 +26,7 @@ class Drill:
         self._kind, *self._rest = os.environ.get("LONGHAUL_DRILL", "").split(":")
 
     def after(self, step: int, state: TrainState, program: Program) -> TrainState:
-        """Do it, if its step has come."""
+        """Inject it, if its step has come."""
         match self._kind, self._rest:
             case "stuck", [process, at] if (process, at) == (self._process, f"{step}"):
                 time.sleep(10**6)

@@ -1,4 +1,4 @@
-"""Requests that all processes act on together: to stop, to save.
+"""Preemption: requests to stop, or to save, that all processes act on together.
 
 A preemption notice (SIGTERM, or a scheduler's SIGUSR1 or SIGUSR2) or Ctrl-C may reach
 any one process, at any time. While there is no step to save, all leave at once. Else
@@ -49,16 +49,16 @@ class Crash(NamedTuple):
     known: bool  # an error with a message for people
 
 
-class Requests:
-    """What was asked for, and after which step it is due."""
+class Preemption:
+    """The requests that were made, and after which step each is due."""
 
     def __init__(self) -> None:
         """Take over the signals; until `connect` this process acts for itself."""
         # Called with the exit code, in another thread, before this process leaves in
         # the midst of something.
-        self.last_words: Callable[[int], None] = lambda code: None
-        # On process 0: takes what ended one of them, gives the exit code of all.
-        self.judge: Callable[[Crash], int] = lambda crash: crash.code
+        self.before_exit: Callable[[int], None] = lambda code: None
+        # On process 0: from what ended one of them to the exit code of all.
+        self.judge_crash: Callable[[Crash], int] = lambda crash: crash.code
         self._cluster = Cluster()
         self._passed, self._round = _BEFORE, 0
         self._due: dict[int, str] = {}
@@ -78,7 +78,7 @@ class Requests:
         threading.Thread(target=self._hear, args=(reading,), daemon=True).start()
 
     def hold(self) -> None:
-        """Let what is asked for wait for `connect`: the others count on this one."""
+        """Keep requests until `connect`: the others count on this process."""
         with self._told:
             self._held = True
 
@@ -91,13 +91,13 @@ class Requests:
         with self._told:
             self._held = False
         if self._heard is not None:
-            self.ask(str(self._heard))
+            self.request(str(self._heard))
 
     def close(self) -> None:
         """Listen no more; all processes come here, or none (`crashed`)."""
         if self._listener:
             # A thread that waits in C++ would abort the interpreter at its end.
-            self.ask(_END)
+            self.request(_END)
             self._listener.join(_PATIENCE_S)
 
     def __enter__(self) -> Self:
@@ -111,8 +111,8 @@ class Requests:
     ) -> None:
         self.close()
 
-    def passed(self, step: int) -> str | int | None:
-        """Say that a step is done; give what is due right after it.
+    def step_done(self, step: int) -> str | int | None:
+        """Note that a step is done; return what is due right after it.
 
         Returns:
             An exit code, SAVE, or None.
@@ -124,25 +124,25 @@ class Requests:
 
     @property
     def step(self) -> int:
-        """The last step that was said to be done; -1 before the first."""
+        """The last step that was done; -1 before the first."""
         return self._passed
 
-    def finished(self) -> None:
-        """Say that the last step is done and saved; leaves if that was asked for."""
+    def training_done(self) -> None:
+        """Note that the last step is saved; leaves if a stop was requested."""
         with self._told:
             self._passed = _AFTER
         if self._stop is not None:
             self._leave(self._stop)
 
-    def ask(self, request: str) -> None:
-        """Ask all processes, from any one and from any thread.
+    def request(self, request: str) -> None:
+        """Make a request to all processes, from any one and from any thread.
 
         Args:
             request: SAVE, or an exit code.
         """
         if self._cluster.processes == 1:
             with self._told:
-                self._note(request, _agree([self._passed]))
+                self._note(request, _due_step([self._passed]))
             return
         while not self._cluster.set(f"request/{self._round}", request):
             current = self._round
@@ -154,9 +154,9 @@ class Requests:
     def crashed(self, crash: Crash) -> None:
         """End all processes because of what happened on this one. Does not return."""
         if self._cluster.processes == 1:
-            self._leave(self.judge(crash))
+            self._leave(self.judge_crash(crash))
         try:
-            self.ask(json.dumps(crash._asdict()))
+            self.request(json.dumps(crash._asdict()))
         except jax.errors.JaxRuntimeError:
             log.error("process 0 is gone")
             os._exit(ABORTED)
@@ -176,7 +176,7 @@ class Requests:
                 name = signal.Signals(received[0]).name
                 log.warning("%s: asked to stop", name)
                 if not held:
-                    self.ask(str(code))
+                    self.request(str(code))
 
     def _listen(self) -> None:
         """Settle the requests of all processes, one after the other."""
@@ -203,12 +203,12 @@ class Requests:
         with self._told:
             where = cluster.gather(f"{key}/passed", str(self._passed))
             if request.startswith("{"):  # a crash; and all are still here
-                if cluster.first:
-                    code = self.judge(Crash(**json.loads(request)))
+                if cluster.is_leader:
+                    code = self.judge_crash(Crash(**json.loads(request)))
                     cluster.set(f"{key}/code", str(code))
                 self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
-            if cluster.first:
-                cluster.set(f"{key}/step", str(_agree([int(w) for w in where])))
+            if cluster.is_leader:
+                cluster.set(f"{key}/step", str(_due_step([int(w) for w in where])))
             # Process 0 waits as long for the others.
             step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
             self._note(request, int(step))
@@ -230,22 +230,22 @@ class Requests:
         self.leaving = True
         self._cluster.wait("leave", _PATIENCE_S)
         try:
-            self.last_words(code)
+            self.before_exit(code)
         finally:
             try:
                 sys.stdout.flush()  # to a pipe that may be broken
                 sys.stderr.flush()
             finally:
-                if self._cluster.processes > 1 and self._cluster.first:
+                if self._cluster.processes > 1 and self._cluster.is_leader:
                     time.sleep(0.5)  # JAX aborts the others when process 0 is gone
                 os._exit(code)
 
 
-def _agree(passed: list[int]) -> int:
-    """Give the step after which a request is due, or _LEAVE.
+def _due_step(passed: list[int]) -> int:
+    """Return the step after which a request is due, or _LEAVE.
 
     Some may be through with the last step while others are about to be: these will
-    meet the request when they have saved it (`finished`).
+    meet the request when they have saved it (`training_done`).
     """
     if _BEFORE in passed or min(passed) == _AFTER:
         return _LEAVE

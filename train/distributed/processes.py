@@ -1,6 +1,6 @@
-"""The processes of a run: finding each other, and saying what all must know.
+"""The processes of a run: they find each other, and agree on what all must know.
 
-Before JAX connects the processes, process 0 calls the roll, so that one which never
+Before JAX connects the processes they meet at a rendezvous, so that one which never
 arrives is named: JAX's own time-out aborts without a word of who is missing. Afterwards
 small messages go through the key-value store of JAX's coordination service: they wait
 for no device, and any thread may send them.
@@ -24,7 +24,7 @@ from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.1
 from data.errors import DataError
 from train.config import DistributedConfig
 from train.distributed.detection import find_place
-from train.distributed.rendezvous import answer, call, numbered
+from train.distributed.rendezvous import await_processes, join_processes, numbered
 from train.errors import ABORTED, WRONG_CONFIG, WRONG_DATA, ConfigError, Exit
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ class Cluster:
     _rounds: itertools.count = field(default_factory=itertools.count)
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that talks and writes."""
+    def is_leader(self) -> bool:
+        """Whether this is process 0, which talks and writes."""
         return self.process == 0
 
     def set(self, key: str, value: str) -> bool:
-        """Tell all; False if the key is taken."""
+        """Set a key that all can read; False if it is taken."""
         try:
             global_state.client.key_value_set(f"{_PREFIX}/{key}", value)  # type: ignore
         except jax.errors.JaxRuntimeError as error:
@@ -85,18 +85,18 @@ class Cluster:
         return True
 
     def gather(self, key: str, value: str) -> list[str]:
-        """Give process 0 everybody's value, in order; the others nothing.
+        """Return everybody's value on process 0, in order; [] on the others.
 
         Raises:
             Exit: some did not answer in time; they are named.
         """
         self.set(f"{key}/{self.process}", value)
-        found, late = list[str](), list[int]()
+        values, late = list[str](), list[int]()
         deadline = time.monotonic() + self.timeout_s
-        for process in range(self.processes) if self.first else ():
+        for process in range(self.processes) if self.is_leader else ():
             try:
                 left_s = max(0.001, deadline - time.monotonic())
-                found.append(self.get(f"{key}/{process}", left_s))
+                values.append(self.get(f"{key}/{process}", left_s))
             except TimeoutError:
                 late.append(process)
         if late:
@@ -105,61 +105,61 @@ class Cluster:
                 f"no answer from {numbered(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        if self.first:  # thousands of values a save would fill its memory in a month
+        if self.is_leader:  # whose memory thousands of values a save would fill
             global_state.client.key_value_delete(f"{_PREFIX}/{key}/")  # type: ignore
-        return found
+        return values
 
-    def tell(self, value: Callable[[], Any]) -> Any:
-        """Give everybody what process 0 finds; only it looks.
+    def broadcast(self, value: Callable[[], Any]) -> Any:
+        """Return on all processes what a function returns on process 0.
 
         Args:
-            value: gives something that fits in JSON; called on process 0 only.
+            value: returns something that fits in JSON; called on process 0 only.
 
         Raises:
             Exit: on the others, with its code, when it failed on process 0.
         """
         if self.processes == 1:
             return value()
-        key = f"tell/{next(self._rounds)}"
-        if not self.first:
+        key = f"broadcast/{next(self._rounds)}"
+        if not self.is_leader:
             try:  # process 0 may have to wait for others itself
-                told = json.loads(self.get(key, 2 * self.timeout_s))
+                answer = json.loads(self.get(key, 2 * self.timeout_s))
             except TimeoutError:
                 wrong = f"process {self.process}: process 0 has said nothing for "
                 wrong += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
                 raise Exit(ABORTED, wrong) from None
-            if "code" in told:
-                raise Exit(told["code"], "")  # process 0 says why
-            return told["value"]
+            if "code" in answer:
+                raise Exit(answer["code"], "")  # process 0 says why
+            return answer["value"]
         try:
-            found = value()
+            result = value()
         except BaseException as error:
             self.set(key, json.dumps({"code": exit_code(error)}))
             raise
-        self.set(key, json.dumps({"value": found}))
-        return found
+        self.set(key, json.dumps({"value": result}))
+        return result
 
-    def alone(self, action: Callable[[], T]) -> T | None:
-        """Act on process 0 only; the others go on if it succeeds.
+    def on_leader(self, action: Callable[[], T]) -> T | None:
+        """Run a function on process 0 only; the others wait until it has succeeded.
 
         Raises:
             Exit: on the others, with its code, when it failed on process 0.
         """
         done: list[T] = []
-        self.tell(lambda: done.append(action()))
+        self.broadcast(lambda: done.append(action()))
         return done[0] if done else None
 
-    def any(self, wrong: str | None) -> str | None:
-        """Give all what one of them found wrong, if one did."""
+    def first_error(self, error: str | None) -> str | None:
+        """Return on all processes the first one's error; None if there is none."""
         if self.processes == 1:
-            return wrong
-        return self._judge(wrong or "", lambda all_: next(filter(None, all_), None))
+            return error
+        return self._reduce(error or "", lambda all_: next(filter(None, all_), None))
 
-    def together(self, facts: Callable[[], Mapping[str, str]]) -> None:
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Go on only if all processes can, and if their facts are the same.
 
         Args:
-            facts: does this process' part; gives what must be the same everywhere.
+            facts: does this process' part; returns what must be the same everywhere.
 
         Raises:
             Exit: on all processes; process 0's message says who failed or differs.
@@ -173,7 +173,7 @@ class Cluster:
             mine = {"facts": {**facts(), "host": socket.gethostname()}}
         except Exception as error:
             failure = error
-            mine = {"code": exit_code(error), "error": _said(error)}
+            mine = {"code": exit_code(error), "error": _message(error)}
 
         def verdict(given: list[str]) -> None:
             if failure is not None:
@@ -186,18 +186,18 @@ class Cluster:
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
-        self._judge(json.dumps(mine), verdict)
+        self._reduce(json.dumps(mine), verdict)
 
-    def _judge(self, mine: str, verdict: Callable[[list[str]], T]) -> T:
-        """Give everybody what process 0 finds in the values of all."""
-        key = f"judge/{next(self._rounds)}"
-        if not self.first:
+    def _reduce(self, mine: str, verdict: Callable[[list[str]], T]) -> T:
+        """Return on all processes what process 0 makes of the values of all."""
+        key = f"reduce/{next(self._rounds)}"
+        if not self.is_leader:
             self.gather(key, mine)
-        return self.tell(lambda: verdict(self.gather(key, mine)))
+        return self.broadcast(lambda: verdict(self.gather(key, mine)))
 
 
 def exit_code(error: BaseException) -> int:
-    """Give the code that an error ends the program with."""
+    """Return the code that an error ends the program with."""
     if isinstance(error, Exit):
         return error.code
     if isinstance(error, ConfigError):
@@ -205,24 +205,24 @@ def exit_code(error: BaseException) -> int:
     return WRONG_DATA if isinstance(error, DataError) else 1
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     expected = isinstance(error, Exit | ConfigError | DataError)
     return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
 def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Say of each fact that differs who has what, the many before the few."""
+    """Return lines of who has what of each fact that differs, the many first."""
     lines = []
     for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
         holders: dict[str, list[int]] = {}
         for process, fact in enumerate(facts):
             holders.setdefault(fact.get(name, "nothing"), []).append(process)
         if len(holders) > 1:
-            said = sorted(holders.items(), key=lambda item: -len(item[1]))
+            most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
             lines.append(f"  {name}:")
             lines += [
                 f"    {value} on {numbered(who)} (host {facts[who[0]]['host']})"
-                for value, who in said
+                for value, who in most_first
             ]
     return lines
 
@@ -246,9 +246,9 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
         return Cluster()
     address, processes, process, local_process = place
     if process == 0:
-        call(address, processes, config.init_timeout_s)
+        await_processes(address, processes, config.init_timeout_s)
     else:
-        answer(address, process, processes, config.init_timeout_s)
+        join_processes(address, process, processes, config.init_timeout_s)
     all_here()
     # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
     os.environ["TTY_COMPATIBLE"] = "0"
@@ -264,12 +264,12 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
         heartbeat_timeout_seconds=config.heartbeat_timeout_s,
     )
     if process:
-        _speak_up_only(process)
+        _log_warnings_only(process)
     return Cluster(process, processes, config.barrier_timeout_s)
 
 
-def _speak_up_only(process: int) -> None:
-    """Let this process say only what is wrong, and who it is."""
+def _log_warnings_only(process: int) -> None:
+    """Leave only warnings of this process, each with its number and host."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the program)
     who = f"process {process} on {socket.gethostname()}"
     form = f"%(asctime)s %(levelname)s [{who}] %(message)s"

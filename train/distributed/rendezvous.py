@@ -1,4 +1,4 @@
-"""The roll of a run's processes, called before JAX connects them.
+"""The rendezvous of a run's processes, before JAX connects them.
 
 Process 0 listens where JAX's coordinator will listen right after, so no second port
 is needed. Each process says its number, and is told that it was heard. When all are
@@ -28,7 +28,7 @@ _HEARD = {"heard": True}
 Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
 
 
-def call(address: str, processes: int, timeout_s: float) -> None:
+def await_processes(address: str, processes: int, timeout_s: float) -> None:
     """Wait for all others, as process 0, and let them go on.
 
     Raises:
@@ -50,7 +50,9 @@ def call(address: str, processes: int, timeout_s: float) -> None:
                 _tell(connection, verdict)
 
 
-def answer(address: str, process: int, processes: int, timeout_s: float) -> None:
+def join_processes(
+    address: str, process: int, processes: int, timeout_s: float
+) -> None:
     """Report to process 0, and wait for the others.
 
     Raises:
@@ -89,7 +91,7 @@ def answer(address: str, process: int, processes: int, timeout_s: float) -> None
 
 
 def numbered(processes: Iterable[int]) -> str:
-    """Name processes: `process 3`, `processes 3, 5, 6`, the first ten of many."""
+    """Format numbers: `process 3`, `processes 3, 5, 6`, the first ten of many."""
     who = sorted(processes)
     more = f" and {len(who) - 10} more" if len(who) > 10 else ""
     return f"process{'es' * (len(who) > 1)} {', '.join(map(str, who[:10]))}{more}"
@@ -165,14 +167,14 @@ def _await_all(
 def _hear(
     connection: socket.socket, host: str, arrived: Arrived, processes: int
 ) -> bool:
-    """Take note of a process that says hello; False if it is none of ours.
+    """Register a process that says hello; False if it is none of ours.
 
     Raises:
         Exit: it cannot be, or it had been heard before and has left.
     """
     try:
-        said = connection.recv(1024)  # a hello is small enough not to come in parts
-        hello = json.loads(said)
+        # A hello is small enough not to come in parts.
+        hello = json.loads(connection.recv(1024))
         who, total = int(hello["process"]), int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
         for who, (other, _) in arrived.items():

@@ -73,14 +73,14 @@ def make_checksums(state: Any, mesh: Mesh):
 
 
 def copied(state: Any) -> dict[str, NamedSharding]:
-    """Give the shardings of the arrays of which devices hold copies, by name."""
+    """Return the shardings of the arrays of which devices hold copies, by name."""
     return {
         name: leaf.sharding for name, leaf in named(state) if _copy_axes(leaf.sharding)
     }
 
 
 def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
-    """Name the devices that differ from most of their copies.
+    """Return the devices that differ from most of their copies.
 
     Where none are most, as of two copies, all are named, and none as certain.
 
@@ -90,7 +90,7 @@ def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
         mesh: as there.
     """
     numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
-    found = []
+    findings = []
     for sums, (name, sharding) in zip(
         np.asarray(checksums), copied(state).items(), strict=True
     ):
@@ -103,18 +103,18 @@ def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
             most = values[counts == counts.max()]
             certain = len(most) == 1
             wrong = group[sums[group] != most[0]] if certain else group
-            found += [_finding(name, mesh, number, certain) for number in wrong]
-    return found
+            findings += [_finding(name, mesh, number, certain) for number in wrong]
+    return findings
 
 
 def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
-    at = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
+    indices = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
     place = {
         axis: i
-        for (axis, size), i in zip(mesh.shape.items(), at, strict=True)
+        for (axis, size), i in zip(mesh.shape.items(), indices, strict=True)
         if size > 1
     }
-    device: Any = mesh.devices[tuple(at)]
+    device: Any = mesh.devices[tuple(indices)]
     return Finding(array, device.id, device.process_index, place, certain)
 
 
@@ -143,7 +143,7 @@ def flip(state: Any, array: str, device: int) -> Any:
 
 
 def _copy_axes(sharding: NamedSharding) -> list[int]:
-    """Number the mesh axes, longer than 1, along which devices hold copies."""
+    """Return the numbers of the mesh axes along which devices hold copies."""
     entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
     splitting = {axis for entry in entries for axis in entry}
     sizes = sharding.mesh.shape.items()

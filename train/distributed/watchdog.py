@@ -29,7 +29,7 @@ from typing import BinaryIO
 from etils import epath
 
 from train.config import WatchdogConfig
-from train.distributed import watchdog_process as watcher
+from train.distributed import watchdog_process
 
 _RECENT = 20  # paces that tell what a step takes at present
 _STDERR = 2
@@ -52,7 +52,7 @@ class Watchdog:
 
         Args:
             config: what each phase may take; not enabled, all of this does nothing.
-            folder: the run's; reports and stacks go to `stacks` in it.
+            folder: the run's, absolute; reports and stacks go to `stacks` in it.
             process: the number of this one.
             processes: how many the run has.
         """
@@ -69,7 +69,7 @@ class Watchdog:
         }
         self._beats = self._step = 0
         self._paces = deque[float](maxlen=_RECENT)
-        self._page: bytearray | mmap.mmap = bytearray(watcher.LAYOUT.size)
+        self._page: bytearray | mmap.mmap = bytearray(watchdog_process.LAYOUT.size)
         self._memory: BinaryIO | None = None
         if config.enabled:
             self._memory = _shared_memory()
@@ -77,11 +77,10 @@ class Watchdog:
         self.phase("init")
         if self._memory:
             _dump_stacks_to(self._memory)
-            where = str(folder) if "://" in str(folder) else Path(folder).absolute()
-            self._child = _start(self._memory, process, processes, f"{where}/stacks")
+            self._child = _start(self._memory, process, processes, f"{folder}/stacks")
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Enter a phase, one of `watcher.PHASES`: its time begins now.
+        """Enter a phase, one of `watchdog_process.PHASES`: its time begins now.
 
         Args:
             name: `data`, waiting for a batch, and `log`, what follows a step, may
@@ -89,31 +88,31 @@ class Watchdog:
             step: completed updates, if another number than before.
         """
         self._phase = name
-        self._number = watcher.PHASES.index(name)
+        self._number = watchdog_process.PHASES.index(name)
         self.beat(step)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Be in a phase for the length of the block, then in the one before."""
+        """Enter a phase for the length of the block, then the one before again."""
         before = self._phase
         self.phase(name)
         yield
         self.phase(before)
 
     def beat(self, step: int | None = None) -> None:
-        """Say that there was progress: the time of the phase begins anew.
+        """Note progress: the time of the phase begins anew.
 
         A write to memory, without a system call: cheap enough for each step.
         """
         self._beats += 1
         self._step = self._step if step is None else step
         allowed = self._allowed[self._phase]
-        watcher.LAYOUT.pack_into(
+        watchdog_process.LAYOUT.pack_into(
             self._page, 0, self._beats, self._number, self._step, allowed
         )
 
     def pace(self, seconds_per_log_interval: float) -> None:
-        """Let steps have a multiple of what they take at present, if that is more."""
+        """Allow steps a multiple of what they take at present, if that is more."""
         self._paces.append(seconds_per_log_interval)
         usual = self._config.step_timeout_factor * statistics.median(self._paces)
         allowed = max(self._config.step_timeout_s, usual)
@@ -125,7 +124,7 @@ class Watchdog:
         if self._memory and not self._memory.closed:
             self._child.kill()
             self._child.wait()
-            faulthandler.unregister(watcher.DUMP)
+            faulthandler.unregister(watchdog_process.DUMP)
             faulthandler.enable(_STDERR)
             self._memory.close()
 
@@ -157,16 +156,16 @@ def _dump_stacks_to(file: BinaryIO) -> None:
         # handle, SIGKILL too; faulthandler calls this handler last. Exit code 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc._exit)
-    # With the first process of a container all others die, the watcher too.
-    watcher_dies = 1 in (os.getpid(), os.getppid())
-    faulthandler.enable(_STDERR if watcher_dies else file)
-    faulthandler.register(watcher.DUMP, file)
+    # With the first process of a container all others die, the watchdog's too.
+    all_die = 1 in (os.getpid(), os.getppid())
+    faulthandler.enable(_STDERR if all_die else file)
+    faulthandler.register(watchdog_process.DUMP, file)
 
 
 def _start(
     memory: BinaryIO, process: int, processes: int, folder: str
 ) -> subprocess.Popen[bytes]:
-    program = str(Path(watcher.__file__))
+    program = str(Path(watchdog_process.__file__))
     numbers = (os.getpid(), memory.fileno(), process, processes)
     return subprocess.Popen(
         # -P: modules beside the program must not hide those of other packages.

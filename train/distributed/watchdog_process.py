@@ -1,6 +1,6 @@
 """The process beside a trainer that ends it when it makes no progress.
 
-    python watcher.py PID MEMORY PROCESS PROCESSES FOLDER
+    python watchdog_process.py PID MEMORY PROCESS PROCESSES FOLDER
 
 It imports the standard library alone until there is something to write, and shares
 nothing with the trainer but a piece of memory: what holds the trainer up (the lock of
@@ -86,10 +86,10 @@ def watch(trainer: Trainer) -> Stall | None:
         # A longer tick means that this process was stopped: with it, the machine.
         now = time.monotonic()
         silent, last = silent + min(now - last, 1.0), now
-        found = LAYOUT.unpack_from(page)  # if half written, a sign of life all the same
-        _, phase, step, allowed = found
-        if found != seen:
-            seen, silent = found, 0.0
+        # If half written, a sign of life all the same.
+        _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
+        if beat != seen:
+            seen, silent = beat, 0.0
         elif silent > allowed:
             host = socket.gethostname()
             return Stall(trainer.process, host, PHASES[phase], step, silent, allowed)
@@ -98,7 +98,7 @@ def watch(trainer: Trainer) -> Stall | None:
 
 
 def report(trainer: Trainer, stall: Stall, began: float) -> str:
-    """Leave stall and stacks in the folder, and say who is behind."""
+    """Write stall and stacks to the folder, and return who is behind."""
     files = _open(trainer.folder)
     mine = f"{trainer.folder}/process{stall.process}.json"
     files.pipe_file(mine, json.dumps(stall._asdict()).encode())
@@ -115,13 +115,13 @@ def report(trainer: Trainer, stall: Stall, began: float) -> str:
         return files.cat_file(path) if fresh else b""
 
     with ThreadPoolExecutor(32) as threads:
-        found = threads.map(read, files.ls(trainer.folder, detail=False))
-    stalls = [Stall(**json.loads(text)) for text in found if text]
+        reports = threads.map(read, files.ls(trainer.folder, detail=False))
+    stalls = [Stall(**json.loads(text)) for text in reports if text]
     return f"; behind: {behind(stalls, trainer.processes)}. Stacks: {stacks}"
 
 
 def behind(stalls: list[Stall], processes: int) -> str:
-    """Name the processes that the others wait for."""
+    """Return the names of the processes that the others wait for."""
     places = {stall: (stall.step, PHASES.index(stall.phase)) for stall in stalls}
     first = min(places.values())
     last = [
@@ -184,7 +184,7 @@ def _open(folder: str) -> Any:
 
 
 def _stacks(trainer: Trainer) -> bytes:
-    """Give what the trainer's `faulthandler` has written."""
+    """Return what the trainer's `faulthandler` has written."""
     size = os.fstat(trainer.memory).st_size
     return os.pread(trainer.memory, size, mmap.PAGESIZE)
 

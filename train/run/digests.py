@@ -13,7 +13,7 @@ from typing import Any
 
 from etils import epath
 
-from train.run.storage import in_object_store, is_committed, names_in
+from train.run.storage import in_object_store, is_committed, names_in, write_whole
 
 SEAL = "digests.json"
 _BLOCK = 2**22
@@ -33,38 +33,34 @@ def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     """
     names = sorted(_files(step))[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda n: _digest(step / n), names)
-        return dict(zip(names, found, strict=True))
+        hashed = pool.map(lambda name: _digest(step / name), names)
+        return dict(zip(names, hashed, strict=True))
 
 
-def write_seal(step: epath.Path, found: Mapping[str, Any]) -> None:
-    """Leave the digests of all files beside them.
+def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
+    """Write the digests of all files beside them.
 
     Raises:
         OSError: also if the step is not there any more.
     """
-    text = json.dumps(found, indent=1)
+    text = json.dumps(hashed, indent=1)
     if in_object_store(step):
         (step / SEAL).write_text(text)
         if not is_committed(step):  # it has made way, for all but the seal
             (step / SEAL).unlink(missing_ok=True)
             raise FileNotFoundError(step)
         return
-    partial = step.parent / f".{step.name}.{SEAL}"
-    try:
-        partial.write_text(text)
-        partial.replace(step / SEAL)
-    finally:
-        partial.unlink(missing_ok=True)
+    # Beside the step: in it a file that is left behind would count as damage.
+    write_whole(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 
 def is_sealed(step: epath.Path) -> bool:
-    """Say whether a step was hashed; not whether it is still what it was."""
+    """Return whether a step was hashed; not whether it is still what it was."""
     return (step / SEAL).exists()
 
 
 def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
-    """Say what is wrong with a step; None if it is what was written.
+    """Return what is wrong with a step; None if it is what was written.
 
     Args:
         step: its folder.
@@ -77,8 +73,8 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
         expected = json.loads((step / SEAL).read_text())
         if missing := expected.keys() ^ set(_files(step)):
             return f"{sorted(missing)[0]} is missing, or there and not of the step"
-        for name, found in digests(step, part, parts).items():
-            if found != expected[name]:
+        for name, digest in digests(step, part, parts).items():
+            if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
     except (unreadable, ValueError, AttributeError, TypeError) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
@@ -86,7 +82,7 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def size(step: epath.Path) -> int:
-    """Count the bytes of a step."""
+    """Return the number of bytes of a step."""
     return sum((step / name).stat().length for name in _files(step))
 
 
@@ -103,7 +99,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _digest(path: epath.Path) -> list[object]:
-    """Give a file's size and SHA-256."""
+    """Return a file's size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -94,7 +94,7 @@ class Goodput:
         return round(sum(start.num_wasted for start in self.starts))
 
     def __str__(self) -> str:
-        """Say it in two lines, the largest buckets first."""
+        """Format it as two lines, the largest buckets first."""
         starts = f"{len(self.starts)} start{'s' * (len(self.starts) != 1)}"
         again = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
         shares = sorted(self.buckets.items(), key=lambda item: -item[1])

@@ -65,7 +65,7 @@ class Lease(AbstractContextManager["Lease"]):
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
-        """Leave the run to the next start."""
+        """Release the run for the next start."""
         self.close()
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class Lease(AbstractContextManager["Lease"]):
             self._beat()
 
     def _beat(self) -> None:
-        """Say that this process lives; find out whether it still owns the run."""
+        """Renew the lease; find out whether this process still owns the run."""
         began = time.monotonic()
         with self._lock:
             if self._ended.is_set():
@@ -131,9 +131,9 @@ class Lease(AbstractContextManager["Lease"]):
             if new is not None:
                 self._version = new
                 return
-            found, version = _read(self._storage)
-            if found is None or found.token != self._owner.token:
-                by = f"taken over by {found}" if found else "removed"
+            owner, version = _read(self._storage)
+            if owner is None or owner.token != self._owner.token:
+                by = f"taken over by {owner}" if owner else "removed"
                 raise Exit(
                     OWNED,
                     f"{self._storage}: the lease of this process was {by}, after it "
@@ -170,7 +170,7 @@ def take_lease(
 
 
 def read_owner(folder: str) -> Owner | None:
-    """Say who owns a run directory, dead or alive; None if nobody does.
+    """Return the owner of a run directory, dead or alive; None if there is none.
 
     Raises:
         DataError: if the store cannot be read.

@@ -140,7 +140,7 @@ class EventLog:
         self._append(time.time(), event, 0.0, **fields)
 
     def end(self, code: int) -> None:
-        """Say with what exit code this start ends: its last line, written by `close`.
+        """Note the exit code of this start: its last line, written by `close`.
 
         A start without it was killed.
         """

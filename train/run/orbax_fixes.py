@@ -1,37 +1,81 @@
-"""Orbax on s3://, which it does not know: addressed as it addresses gs://.
+"""Orbax, opened with our settings, and what it does not do yet.
 
-TensorStore, with which Orbax reads and writes arrays, has a driver for both. All else
-goes through fsspec. So several processes save and restore as they do under gs://, and a
-step counts once `commit_success.txt` is there: nothing is renamed.
+- s3://, which it does not know, is addressed as it addresses gs://. TensorStore, with
+  which Orbax reads and writes arrays, has a driver for both; all else goes through
+  fsspec. So several processes save and restore as they do under gs://, and a step
+  counts once `commit_success.txt` is there: nothing is renamed.
+- A failed save is an exception that `run/checkpoint.py` is given and tells in a line.
+  Orbax logs it too, seven times over, with tracebacks; and what is left to do is
+  reported to an event loop that Orbax has closed: a thousand lines in all, left out.
+
+Source: orbax-checkpoint 0.12.8, tensorstore 0.1.80.
 """
 
 import functools
+import logging
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from data.token_store.storage import Storage
+from train.config import CheckpointConfig
+from train.run.storage import in_object_store
+
+_policies = ocp.training.preservation_policies
 
 
-def orbax_context(directory: epath.Path) -> ocp.Context:
-    """Give Orbax's settings for a folder of checkpoints."""
+def open_orbax(
+    directory: epath.Path, keep: CheckpointConfig | None = None
+) -> ocp.training.Checkpointer:
+    """Open a folder of checkpoints.
+
+    Args:
+        directory: made if missing.
+        keep: which steps to keep when others are saved; None: only to read.
+    """
+    quiet_failed_saves()
     context = ocp.Context()
     if os.fspath(directory).startswith("s3://"):
         _bring_s3_to_orbax()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-    return context
+    if keep is None:
+        return ocp.training.Checkpointer(
+            directory, context=context, cleanup_tmp_directories=False
+        )
+    preserved: list[Any] = [_policies.LatestN(keep.keep_latest)]
+    if keep.keep_every_steps:
+        preserved.append(_policies.EveryNSteps(keep.keep_every_steps))
+    return ocp.training.Checkpointer(
+        directory,
+        context=context,
+        preservation_policy=cast(Any, _policies.AnyPreservationPolicy(preserved)),
+        cleanup_tmp_directories=not in_object_store(directory),
+    )
+
+
+@functools.cache
+def quiet_failed_saves() -> None:
+    """Drop what Orbax and its event loop log of a save that failed."""
+    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 @functools.cache
 def _bring_s3_to_orbax() -> None:
     """Have Orbax address s3:// as it addresses gs://.
 
-    Source: orbax-checkpoint 0.12.8; can go with
-    https://github.com/google/orbax/pull/2739.
+    Source: can go with https://github.com/google/orbax/pull/2739.
     """
     build = tensorstore_utils.build_kvstore_tspec
     tensorstore_utils.build_kvstore_tspec = _with_s3(build)

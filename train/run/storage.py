@@ -23,7 +23,7 @@ _COMMITTED = "commit_success.txt"
 
 
 def run_folder(directory: str) -> epath.Path:
-    """Name a run's folder, a local one from the root on.
+    """Return a run's folder, a local one as an absolute path.
 
     Raises:
         ConfigError: a store that is not known, or whose library is not installed.
@@ -47,20 +47,38 @@ def run_folder(directory: str) -> epath.Path:
     return epath.Path(directory.rstrip("/"))
 
 
-def in_object_store(path: epath.Path) -> bool:
-    """Say whether a path is in an object store, not on a disk."""
+def in_object_store(path: epath.Path | Path | str) -> bool:
+    """Return whether a path is in an object store, not on a disk."""
     return "://" in os.fspath(path)
 
 
-def write_whole(file: epath.Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    if in_object_store(file):
-        file.write_text(text)
+def write_whole(
+    file: epath.Path, content: str | bytes, partial: epath.Path | None = None
+) -> None:
+    """Write a file so that it is there whole, also after a power cut, or not at all.
+
+    Args:
+        file: an object, or a local file; its folder is made if missing.
+        content: text is written as UTF-8.
+        partial: what a local one is called until it is whole; default: hidden beside.
+
+    Raises:
+        OSError: it was not written.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    if in_object_store(file):  # the upload of one object is atomic by itself
+        file.write_bytes(content)
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.parent / f".{file.name}.tmp"
-    new.write_text(text)
-    new.replace(file)
+    new = Path(partial or file.parent / f".{file.name}.tmp")
+    new.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with new.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())  # else the new name may hold nothing
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def names_in(folder: epath.Path) -> list[str]:
@@ -98,7 +116,7 @@ def upload(folder: Path, target: epath.Path) -> None:
 
 
 def written_at(step: epath.Path) -> float:
-    """Say when a step was written, in seconds since 1970; folders have no time."""
+    """Return when a step was written (unix seconds); folders there have no time."""
     if not in_object_store(step):
         return step.stat().mtime
     files, _ = fsspec.url_to_fs(os.fspath(step))
@@ -106,7 +124,7 @@ def written_at(step: epath.Path) -> float:
 
 
 def is_committed(step: epath.Path) -> bool:
-    """Say whether a step was written to its end."""
+    """Return whether a step was written to its end."""
     return (step / _COMMITTED).exists()
 
 

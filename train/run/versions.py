@@ -8,14 +8,14 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "long
 
 
 def versions() -> dict[str, str]:
-    """Give the versions of the libraries that decide what a step computes."""
-    found = {}
+    """Return the versions of the libraries that decide what a step computes."""
+    numbers = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            numbers[package] = "not installed"
+    return numbers
 
 
 def code_version() -> str:

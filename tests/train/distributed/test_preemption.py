@@ -1,4 +1,4 @@
-"""Requests: at which step all act on them; signals, at any time."""
+"""Preemption: at which step all act on them; signals, at any time."""
 
 import os
 import signal
@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fleet import REPOSITORY
-from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _agree
+from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 
-# A process in one of its phases, that takes requests.
+# A process in one of its phases, that takes preemption.
 PROGRAM = """
 import hashlib, sys, time
-from train.distributed.preemption import SAVE, Requests
+from train.distributed.preemption import SAVE, Preemption
 
-with Requests() as requests:
-    requests.last_words = lambda code: print("left with", code, flush=True)
+with Preemption() as preemption:
+    preemption.before_exit = lambda code: print("left with", code, flush=True)
     phase, end = sys.argv[1], 10**6
     if phase == "before":
         print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a compiler keeps it
     for step in range(end):
-        found = requests.passed(step)
+        found = preemption.step_done(step)
         if step == 0:
             print("ready", flush=True)
         if phase == "save" and step == 3:
-            requests.ask(SAVE)
+            preemption.request(SAVE)
         if phase == "save" and found == SAVE:
             print("saved", step, flush=True)
         if isinstance(found, int):
@@ -38,7 +38,7 @@ with Requests() as requests:
         if phase == "long" and step:
             time.sleep(60)
         if phase == "after":
-            requests.finished()
+            preemption.training_done()
             time.sleep(60)
         time.sleep(0.01)
 """
@@ -104,14 +104,14 @@ steps = st.integers(0, 3)
 @given(st.lists(steps, min_size=1), st.integers(0, 10**6))
 def test_all_stop_after_the_first_step_that_none_has_passed(ahead, passed):
     where = [passed + n for n in ahead]
-    assert _agree(where) == max(where) + 1
+    assert _due_step(where) == max(where) + 1
 
 
 @given(st.permutations([_BEFORE, 5, 6]))
 def test_where_one_has_not_begun_all_leave(where):
-    assert _agree(list(where)) == _LEAVE
+    assert _due_step(list(where)) == _LEAVE
 
 
 def test_those_through_with_the_last_step_wait_for_the_others():
-    assert _agree([_AFTER, 9, _AFTER]) == 10
-    assert _agree([_AFTER, _AFTER]) == _LEAVE
+    assert _due_step([_AFTER, 9, _AFTER]) == 10
+    assert _due_step([_AFTER, _AFTER]) == _LEAVE

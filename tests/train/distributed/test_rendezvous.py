@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.fleet import REPOSITORY, free_port
-from train.distributed import rendezvous as rollcall
-from train.distributed.rendezvous import answer, call, numbered
+from train.distributed import rendezvous
+from train.distributed.rendezvous import await_processes, join_processes, numbered
 from train.errors import ABORTED, CRASHED, WRONG_CONFIG, Exit
 
 PATIENCE_S = 60
@@ -69,15 +69,15 @@ def ends(*futures: Future) -> list[tuple[int, str]]:
 
 
 def test_all_go_on_when_all_are_there(start, address):
-    others = [start(answer, address, n, 4) for n in (1, 3)]
-    first = start(call, address, 4)
-    others.append(start(answer, address, 2, 4))
+    others = [start(join_processes, address, n, 4) for n in (1, 3)]
+    first = start(await_processes, address, 4)
+    others.append(start(join_processes, address, 2, 4))
     for process in (first, *others):
         process.result(PATIENCE_S)
 
 
 def test_one_that_was_heard_and_leaves_ends_all_at_once(start, address):
-    first = start(call, address, 4)
+    first = start(await_processes, address, 4)
     with heard(address, 1, 4) as other:
         heard(address, 2, 4).close()
         ((code, said),) = ends(first)
@@ -90,7 +90,7 @@ def test_one_that_was_heard_and_leaves_ends_all_at_once(start, address):
 def test_the_others_end_at_once_when_process_0_leaves(start, address):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start(answer, address, 1, 3)
+        other = start(join_processes, address, 1, 3)
         connection, _ = server.accept()
         connection.sendall(b'{"heard": true}\n')
         connection.close()
@@ -102,21 +102,21 @@ def test_the_others_end_at_once_when_process_0_leaves(start, address):
 def test_a_coordinator_of_an_earlier_start_is_not_taken_for_process_0(start, address):
     host, _, port = address.partition(":")
     with socket.create_server((host, int(port))) as server:
-        other = start(answer, address, 1, 2)
+        other = start(join_processes, address, 1, 2)
         connection, _ = server.accept()
         connection.sendall(b"\x00\x00\x12\x04")  # HTTP/2
         connection.close()
-    start(call, address, 2).result(PATIENCE_S)
+    start(await_processes, address, 2).result(PATIENCE_S)
     other.result(PATIENCE_S)
 
 
 def test_strangers_hold_nobody_up(start, address):
-    first = start(call, address, 2)
+    first = start(await_processes, address, 2)
     with connect(address), connect(address) as talking, connect(address) as odd:
         talking.sendall(b"GET / HTTP/1.1\r\n\r\n")
         odd.sendall(b"[]\n")
         assert talking.recv(100) == b""  # not spoken with
-        start(answer, address, 1, 2).result(PATIENCE_S)
+        start(join_processes, address, 1, 2).result(PATIENCE_S)
         first.result(PATIENCE_S)
 
 
@@ -129,9 +129,9 @@ def test_strangers_hold_nobody_up(start, address):
     ],
 )
 def test_one_that_cannot_be_ends_all(start, address, process, total, said):
-    first = start(call, address, 3)
+    first = start(await_processes, address, 3)
     with heard(address, 1, 3) as other:
-        for code, text in ends(first, start(answer, address, process, total)):
+        for code, text in ends(first, start(join_processes, address, process, total)):
             assert code == CRASHED  # it may be left from an earlier start
             assert said in text
         assert said in verdict(other)["wrong"]
@@ -143,8 +143,8 @@ def test_more_processes_than_a_process_may_open_files(address):
     code = (
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard));"
-        "from train.distributed.rendezvous import call;"
-        f"call({address!r}, {processes}, {PATIENCE_S})"
+        "from train.distributed.rendezvous import await_processes;"
+        f"await_processes({address!r}, {processes}, {PATIENCE_S})"
     )
     first = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
     others = [connect(address) for _ in range(1, processes)]
@@ -159,24 +159,24 @@ def test_more_processes_than_a_process_may_open_files(address):
 def test_too_low_a_hard_limit_is_named(monkeypatch, address):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(Exit, match="ulimit -Hn") as error:
-        call(address, 8192, PATIENCE_S)
+        await_processes(address, 8192, PATIENCE_S)
     assert error.value.code == WRONG_CONFIG
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch, address):
-    monkeypatch.setattr(rollcall, "_TAKEN_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_TAKEN_S", 0.0)
     port = int(address.partition(":")[2])
     with (
         socket.create_server(("", port)),
         pytest.raises(Exit, match=f"port {port} of process 0 is taken") as error,
     ):
-        call(address, 2, PATIENCE_S)
+        await_processes(address, 2, PATIENCE_S)
     assert error.value.code == ABORTED
 
 
 def test_a_name_that_does_not_resolve_is_named():
     with pytest.raises(Exit, match=r"at no\.such\.host:1 within .* not known") as error:
-        answer("no.such.host:1", 1, 2, 0)
+        join_processes("no.such.host:1", 1, 2, 0)
     assert error.value.code == ABORTED
 
 

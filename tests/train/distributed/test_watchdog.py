@@ -16,7 +16,7 @@ import pytest
 
 from tests.fleet import REPOSITORY
 from train.config import WatchdogConfig
-from train.distributed import watchdog_process as watcher
+from train.distributed import watchdog_process
 from train.distributed.watchdog import Watchdog
 
 SETUP = """
@@ -303,7 +303,7 @@ def test_signals_for_all_processes_do_not_end_the_watcher(start):
 def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
     start, tmp_path
 ):
-    stale = watcher.Stall(1, "old", "init", 0, 9.0, 1.0)
+    stale = watchdog_process.Stall(1, "old", "init", 0, 9.0, 1.0)
     (tmp_path / "stacks").mkdir()
     for process in (1, 2):
         file = tmp_path / "stacks" / f"process{process}.json"
@@ -332,10 +332,10 @@ def check_that_process_1_is_named(start: Start, folder: object) -> None:
 
 
 def test_who_is_behind():
-    def at(process: int, phase: str, step: int) -> watcher.Stall:
-        return watcher.Stall(process, "h", phase, step, 1.0, 1.0)
+    def at(process: int, phase: str, step: int) -> watchdog_process.Stall:
+        return watchdog_process.Stall(process, "h", phase, step, 1.0, 1.0)
 
-    behind = watcher.behind
+    behind = watchdog_process.behind
     ahead = [at(0, "step", 9), at(2, "step", 9)]
     slow = behind([*ahead, at(1, "step", 8)], 3)
     assert slow == "process 1 on host h (phase step, step 8)"
@@ -378,7 +378,7 @@ def test_the_first_process_of_a_container_ends_too(start, tmp_path):
 
 
 def test_the_watcher_starts_with_the_standard_library_alone():
-    tree = ast.parse(Path(watcher.__file__).read_text())
+    tree = ast.parse(Path(watchdog_process.__file__).read_text())
     for node in tree.body:
         if isinstance(node, ast.Import):
             assert {alias.name for alias in node.names} <= sys.stdlib_module_names
@@ -388,7 +388,7 @@ def test_the_watcher_starts_with_the_standard_library_alone():
 
 def test_the_phases_of_the_watchdog_are_the_watchers(tmp_path):
     watchdog = Watchdog(WatchdogConfig(enabled=False), tmp_path, 0, 1)
-    for phase in watcher.PHASES:
+    for phase in watchdog_process.PHASES:
         watchdog.phase(phase)
     with pytest.raises(ValueError, match="tuple"):
         watchdog.phase("steps")

@@ -25,6 +25,7 @@ from train.mesh import make_mesh
 from train.optimizer import OptimizerState
 from train.run.checkpoint import Checkpoints
 from train.run.digests import SEAL, damage, is_sealed
+from train.run.restore import SavedSteps
 from train.sharding import state_shardings
 from train.state import TrainState
 
@@ -84,8 +85,8 @@ def same(a, b) -> None:
 
 def test_what_was_saved_comes_back_to_the_bit(saved):
     checkpoints = saved(1, 2)
-    same(checkpoints.restore(specs(make_state(0))), make_state(2))
-    same(checkpoints.restore(specs(make_state(0)), 1), make_state(1))
+    same(checkpoints.saved.restore(specs(make_state(0))), make_state(2))
+    same(checkpoints.saved.restore(specs(make_state(0)), 1), make_state(1))
 
 
 def test_the_state_may_be_donated_as_soon_as_save_returns(folder):
@@ -94,14 +95,14 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(folder):
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     checkpoints.wait()
-    same(checkpoints.restore(specs(make_state(0))), make_state(3))
+    same(checkpoints.saved.restore(specs(make_state(0))), make_state(3))
     checkpoints.close()
 
 
 def test_no_checkpoint_is_a_fresh_start(saved):
-    assert saved().restore(specs(make_state(0))) is None
+    assert saved().saved.restore(specs(make_state(0))) is None
     with pytest.raises(DataError, match="no checkpoint yet"):
-        saved().restore_params(specs(make_state(0)))
+        saved().saved.restore_params(specs(make_state(0)))
 
 
 GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
@@ -125,7 +126,7 @@ def test_a_run_that_watches_for_spikes_goes_on_to_the_bit(programs, store, folde
     checkpoints.save(6, state, ABOUT)
     checkpoints.wait()
     expected = jax.device_get(steps(state, 6, 9))
-    restored = checkpoints.restore(program.state)
+    restored = checkpoints.saved.restore(program.state)
     assert int(restored.recent.num_accepted) == 6
     same(jax.device_get(steps(restored, 6, 9)), expected)
     checkpoints.close()
@@ -144,7 +145,7 @@ def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, a
         state = state._replace(recent=jax.tree.map(lambda x: x + 3, state.recent))
     checkpoints.save(0, state, ABOUT)
     checkpoints.wait()
-    restored = checkpoints.restore(new.state)
+    restored = checkpoints.saved.restore(new.state)
     same(restored, state._replace(recent=new.init().recent))
     checkpoints.close()
 
@@ -163,7 +164,7 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(4, state, ABOUT)
     checkpoints.wait()
-    restored = checkpoints.restore(new.state)
+    restored = checkpoints.saved.restore(new.state)
     checkpoints.close()
     same(restored, state)
     assert jax.tree.map(lambda x: x.sharding, restored) == new.shardings
@@ -176,7 +177,7 @@ def test_another_mesh_restores_to_its_own_layout(programs, folder):
 
 def test_the_latest_are_kept_and_every_so_many(saved, folder):
     checkpoints = saved(*range(1, 12), keep_latest=2, keep_every_steps=4)
-    assert checkpoints.steps() == [4, 8, 10, 11]
+    assert checkpoints.saved.steps() == [4, 8, 10, 11]
     steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
     assert sorted(steps) == [4, 8, 10, 11]
 
@@ -184,7 +185,7 @@ def test_the_latest_are_kept_and_every_so_many(saved, folder):
 def test_a_step_is_saved_once(saved):
     checkpoints = saved(1)
     checkpoints.save(1, make_state(5), ABOUT)
-    same(checkpoints.restore(specs(make_state(0))), make_state(1))
+    same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
 
 
 def files_of(step: Path) -> list[Path]:
@@ -238,8 +239,8 @@ def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
 ):
     checkpoints = saved(1, 2)
     harm(Path(folder) / "2")
-    same(checkpoints.restore(specs(make_state(0))), make_state(1))
-    assert checkpoints.steps() == [1]
+    same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
+    assert checkpoints.saved.steps() == [1]
     (aside,) = (folder / "quarantine").iterdir()
     assert aside.name.startswith("2-")
     assert files_of(Path(aside))
@@ -248,7 +249,7 @@ def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
     assert any(f"set aside as {aside}" in m for m in messages)
     checkpoints.save(2, make_state(7), ABOUT)  # the run comes here again
     checkpoints.wait()
-    same(checkpoints.restore(specs(make_state(0))), make_state(7))
+    same(checkpoints.saved.restore(specs(make_state(0))), make_state(7))
 
 
 def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
@@ -257,12 +258,12 @@ def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
     truncate(Path(folder) / "1")
     truncate(Path(folder) / "2")
     with pytest.raises(DataError, match="not starting over"):
-        checkpoints.restore(specs(make_state(0)))
+        checkpoints.saved.restore(specs(make_state(0)))
     assert len(list((folder / "quarantine").iterdir())) == 2
     checkpoints.close()
     again = saved()
     with pytest.raises(DataError, match="quarantine"):
-        again.restore(specs(make_state(0)))
+        again.saved.restore(specs(make_state(0)))
 
 
 def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
@@ -281,7 +282,7 @@ def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
         file.write_bytes(content[:at] if trial % 3 == 0 else damaged)
         if damage(step) is None:
             assert file.name == SEAL, file  # say, a space of the JSON
-            same(checkpoints.restore(specs(make_state(0))), make_state(1))
+            same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
         file.write_bytes(content)
     assert damage(step) is None
 
@@ -304,21 +305,21 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
         patch.setattr(Checkpoints, "_seal", unsealed)
         saved(1)
     assert not is_sealed(folder / "1")
-    same(saved().restore(specs(make_state(0))), make_state(1))
+    same(saved().saved.restore(specs(make_state(0))), make_state(1))
     assert "taken unverified" in caplog.text
     assert damage(folder / "1") is None
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", unsealed)
         saved(2)
     again = saved()
-    same(again.restore(specs(make_state(0))), make_state(1))
-    assert again.steps() == [1]
+    same(again.saved.restore(specs(make_state(0))), make_state(1))
+    assert again.saved.steps() == [1]
     (aside,) = (folder / "quarantine").iterdir()
     assert aside.name.startswith("2-")
     again.save(2, make_state(7), ABOUT)  # the run comes here again
     again.wait()
     assert damage(folder / "2") is None
-    same(saved().restore(specs(make_state(0))), make_state(7))
+    same(saved().saved.restore(specs(make_state(0))), make_state(7))
 
 
 def full(step, part=0, parts=1):
@@ -347,7 +348,7 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
         with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
             checkpoints.save(5, make_state(5), ABOUT)
     again = saved()
-    same(again.restore(specs(make_state(0))), make_state(1))
+    same(again.saved.restore(specs(make_state(0))), make_state(1))
 
 
 def test_a_save_that_succeeds_forgives_the_failed(saved, monkeypatch):
@@ -372,7 +373,7 @@ def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
     assert not (folder / "unsealed" / "2").exists()
     assert checkpoints.save(3, make_state(3), ABOUT) is None
     checkpoints.wait()
-    assert checkpoints.steps() == [1, 3]
+    assert checkpoints.saved.steps() == [1, 3]
 
 
 def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
@@ -386,34 +387,34 @@ def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
         go.set()
         assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
     checkpoints.wait()
-    assert checkpoints.steps() == [2, 4]
+    assert checkpoints.saved.steps() == [2, 4]
 
 
 def test_rewinding_sets_aside_what_is_later(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
-        checkpoints.restore(specs(make_state(0)), at_most=0)
-    same(checkpoints.restore(specs(make_state(0)), at_most=4), make_state(3))
-    assert checkpoints.steps() == [1, 3]
+        checkpoints.saved.restore(specs(make_state(0)), at_most=0)
+    same(checkpoints.saved.restore(specs(make_state(0)), at_most=4), make_state(3))
+    assert checkpoints.saved.steps() == [1, 3]
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
     checkpoints.save(5, make_state(9), ABOUT)
     checkpoints.wait()
-    same(saved().restore(specs(make_state(0))), make_state(9))
+    same(saved().saved.restore(specs(make_state(0))), make_state(9))
 
 
 def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
     checkpoints = saved(1)
     with pytest.raises(Exception, match=r"[Ss]hape") as error:
-        checkpoints.restore(specs(make_state(0, size=32)))
+        checkpoints.saved.restore(specs(make_state(0, size=32)))
     assert "what was written: it does not fit" in error.value.__notes__[0]
-    assert checkpoints.steps() == [1]
+    assert checkpoints.saved.steps() == [1]
     assert not (folder / "quarantine").exists()
 
 
 def test_a_command_on_a_run_moves_nothing(saved, folder):
     saved(1, 2)
     truncate(Path(folder) / "2")
-    reader = Checkpoints(folder, CheckpointConfig(), read_only=True)
+    reader = SavedSteps(folder)
     before = sorted(Path(folder).rglob("*"))
     step, params = reader.restore_params(specs(make_state(0)))
     assert step == 1
@@ -421,7 +422,6 @@ def test_a_command_on_a_run_moves_nothing(saved, folder):
     assert sorted(Path(folder).rglob("*")) == before
     with pytest.raises(DataError):
         reader.restore_params(specs(make_state(0)), 2)
-    reader.close()
 
 
 def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
@@ -430,8 +430,8 @@ def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
     left.mkdir()
     (left / "half").write_text("of it")
     again = saved()
-    assert again.steps() == [1]
-    same(again.restore(specs(make_state(0))), make_state(1))
+    assert again.saved.steps() == [1]
+    same(again.saved.restore(specs(make_state(0))), make_state(1))
     assert not left.exists()
 
 

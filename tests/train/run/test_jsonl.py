@@ -18,8 +18,7 @@ from etils import epath
 from etils.epath import backend
 
 from tests.fleet import REPOSITORY
-from train.run import appenders
-from train.run import jsonl as lines
+from train.run import jsonl
 from train.run.jsonl import newest_rows, open_lines, read_rows
 
 
@@ -229,7 +228,7 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
 
 
 def test_memory_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(appenders, "_MAX_LINES", 10)
+    monkeypatch.setattr(jsonl, "_MAX_LINES", 10)
     log = open_lines(tmp_path, "log")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: 0)
@@ -271,7 +270,7 @@ class Store:
 
         monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda *_: memory)
         monkeypatch.setattr(backend.fsspec_backend, "open", opened)
-        monkeypatch.setattr(appenders.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(jsonl.time, "monotonic", lambda: self.now)
 
     def names(self) -> list[str]:
         return sorted(name.removeprefix(f"{RUN}/") for name in self.objects)
@@ -346,7 +345,7 @@ def test_an_upload_blocks_nobody(store, monkeypatch):
 
 
 def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
-    monkeypatch.setattr(appenders, "_PART_BYTES", 40)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 40)
     log = open_lines(RUN, "log")
     for n in range(10):
         log.append({"n": n})
@@ -369,13 +368,13 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
     store, monkeypatch, last, kills
 ):
     """A kill after so many changes; then the next start ends what this one began."""
-    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
     log = open_lines(RUN, "log")
     for n in range(30):
         log.append({"n": n})
         log.flush()
     log.close()
-    left, unlink, rewrite = kills, type(epath.Path(RUN)).unlink, lines._rewrite
+    left, unlink, rewrite = kills, type(epath.Path(RUN)).unlink, jsonl._rewrite
 
     def counted(change: Any) -> Any:
         def changed(*args: Any) -> None:
@@ -389,7 +388,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
-        patch.setattr(lines, "_rewrite", counted(rewrite))
+        patch.setattr(jsonl, "_rewrite", counted(rewrite))
         try:
             open_lines(RUN, "log", lambda row: row["n"] <= last)
         except KeyboardInterrupt:
@@ -402,7 +401,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
 
 
 def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
-    monkeypatch.setattr(appenders, "_PART_BYTES", 20)
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
     folder = epath.Path(RUN)
     (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
     log = open_lines(RUN, "log", lambda row: row["n"] < 3)

@@ -25,8 +25,9 @@ from train.optimizer import OptimizerState
 from train.program import make_program
 from train.run.checkpoint import Checkpoints
 from train.run.digests import SEAL, damage, digests, is_sealed, write_seal
-from train.run.directory import read_run
 from train.run.metrics import read_metrics
+from train.run.restore import SavedSteps
+from train.run.starts import read_run
 from train.run.storage import names_in, run_folder
 from train.state import TrainState
 
@@ -123,8 +124,8 @@ def spoil(step: epath.Path) -> None:
 
 def test_what_was_saved_comes_back_and_what_made_way_leaves_nothing(opened, folder):
     checkpoints = opened(1, 2, 3, 4, keep_latest=2)
-    same(checkpoints.restore(like()), make_state(4))
-    same(opened().restore(like(), 3), make_state(3))
+    same(checkpoints.saved.restore(like()), make_state(4))
+    same(opened().saved.restore(like(), 3), make_state(3))
     tops = {name.partition("/")[0] for name in names_in(folder)}
     assert tops == {"3", "4"}, "steps that made way, or marks, were left"
     assert all(is_sealed(folder / top) for top in tops)
@@ -134,11 +135,11 @@ def test_a_damaged_step_is_set_aside_whole_and_stays_there(opened, folder):
     checkpoints = opened(1, 2)
     spoil(folder / "2")
     names = names_in(folder / "2")
-    same(checkpoints.restore(like()), make_state(1))
+    same(checkpoints.saved.restore(like()), make_state(1))
     (aside,) = (folder / "quarantine").iterdir()
     assert names_in(aside) == names
     again = opened(2)
-    same(again.restore(like()), make_state(2))
+    same(again.saved.restore(like()), make_state(2))
     assert names_in(aside) == names
 
 
@@ -146,11 +147,10 @@ def test_leftovers_of_dead_saves_are_removed(opened, folder):
     opened(1)
     (folder / "2" / "state" / "d" / "x").write_text("of a save that was killed")
     (folder / "unsealed" / "2").write_text("")
-    reader = Checkpoints(folder, CheckpointConfig(), read_only=True)
+    reader = SavedSteps(folder)
     assert reader.steps() == [1]
     assert (folder / "2").exists(), "one who only reads removed something"
-    reader.close()
-    same(opened().restore(like()), make_state(1))
+    same(opened().saved.restore(like()), make_state(1))
     assert not (folder / "2").exists()
 
 
@@ -166,7 +166,7 @@ def test_a_step_that_was_never_hashed_is_taken_for_want_of_another(opened, folde
     checkpoints = opened(1)
     (folder / "1" / SEAL).unlink()
     (folder / "unsealed" / "1").write_text("")
-    same(checkpoints.restore(like()), make_state(1))
+    same(checkpoints.saved.restore(like()), make_state(1))
     assert is_sealed(folder / "1")
     assert not (folder / "unsealed").exists()
 
@@ -199,7 +199,7 @@ def test_a_save_waits_for_a_server_that_is_away(opened, folder, server):
     back.start()
     checkpoints.wait()
     back.join()
-    same(checkpoints.restore(like()), make_state(2))
+    same(checkpoints.saved.restore(like()), make_state(2))
 
 
 def test_what_holds_no_run_is_refused(monkeypatch):
@@ -254,9 +254,8 @@ def steps_of(run: str) -> list[dict[str, Any]]:
 def end_of(run: str) -> TrainState:
     config = read_run(run)
     folder = run_folder(run) / "checkpoints"
-    checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
     program = make_program(config, jax.devices()[:2])
-    state = checkpoints.restore(program.state)
+    state = SavedSteps(folder).restore(program.state)
     assert state is not None
     return state
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 from absl import logging as orbax_logging
 
-from train.run.orbax_log import say_failures_once
+from train.run.orbax_fixes import quiet_failed_saves
 
 
 def test_tracebacks_of_orbax_are_left_out(caplog):
-    say_failures_once()
+    quiet_failed_saves()
     try:
         raise OSError("no space left")
     except OSError:
@@ -23,8 +23,8 @@ def test_tracebacks_of_orbax_are_left_out(caplog):
 def test_what_is_told_to_a_closed_loop_is_left_out(monkeypatch):
     said = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)
-    say_failures_once.cache_clear()
-    say_failures_once()
+    quiet_failed_saves.cache_clear()
+    quiet_failed_saves()
     for message in ("Event loop is closed", "another"):
         found = SimpleNamespace(exc_value=RuntimeError(message))
         sys.unraisablehook(found)

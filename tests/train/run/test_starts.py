@@ -1,0 +1,103 @@
+"""The starts of a run: what they changed, and which other start may go on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from etils import epath
+
+from data.config import DataConfig, MixtureSource, Source, WeightChange
+from train.cli.schema import to_yaml
+from train.config import Config
+from train.errors import ConfigError
+from train.run.starts import compare_with_run, read_run
+
+
+def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
+    (folder / "starts").mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    events = []
+    for number, (step, changes) in enumerate(starts, 1):
+        text = yaml.safe_dump({"changes": changes, "data_fingerprints": {}})
+        (folder / "starts" / f"{number}.yaml").write_text(text)
+        events.append({"start": number, "event": "restore", "step": step})
+        events.append({"start": number, "event": "idle"})
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(lines)
+
+
+def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
+    sources = {name: MixtureSource(name, 1.0) for name in ("web", "code")}
+    config = Config(data=DataConfig(source=Source.mixture, sources=sources))
+    change = [{"step": 12, "weights": {"web": 1.0}}]
+    other = {"data.sources.code.path": None, "data.sources.code.weight": None}
+    other |= {"data.sources.code.epochs": None, "data.sources.new.path": "new"}
+    write_run(
+        tmp_path,
+        config,
+        (0, {}),
+        (10, {"data.weight_changes": change}),
+        (20, {"train.num_steps": 50, **other}),
+    )
+    run = replace(config.run, dir=str(tmp_path))
+    for step in (0, 9):
+        assert read_run(str(tmp_path), step) == replace(config, run=run)
+    for step in (10, 19):
+        changed = read_run(str(tmp_path), step).data
+        assert changed.weight_changes == [WeightChange(12, {"web": 1.0})]
+        assert changed.sources == sources
+    last = read_run(str(tmp_path))
+    assert last == read_run(str(tmp_path), 20)
+    assert last.train.num_steps == 50
+    assert last.data.sources == {
+        "web": sources["web"],
+        "new": MixtureSource("new", 1.0),
+    }
+
+
+def test_no_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no .*config\.yaml"):
+        read_run(str(tmp_path))
+
+
+def start_with(
+    folder: Path, steps: int, newest: int, results: int | None = None, **run
+):
+    """Compare a start that asks for some steps with a run of 1,600 that came so far."""
+    folder, first = epath.Path(folder), Config()
+    write_run(Path(folder), first, (0, {}))
+    (folder / "checkpoints" / str(newest)).mkdir(parents=True)
+    (folder / "checkpoints" / "quarantine").mkdir()
+    if results:
+        (folder / "results.json").write_text(json.dumps({"step": results}))
+    sources: Any = SimpleNamespace(fingerprints={})
+    train, run = replace(first.train, num_steps=steps), replace(first.run, **run)
+    return compare_with_run(folder, replace(first, train=train, run=run), sources)
+
+
+def test_an_end_that_the_run_has_passed_is_refused_and_changes_nothing(tmp_path):
+    rule = r"train.num_steps = 60\n *is below step 445, .* on its way to 1600"
+    with pytest.raises(ConfigError, match=rule):
+        start_with(tmp_path, 60, newest=445)
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"config.yaml", "1.yaml", "events.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest", "results", "rewind_to", "finished"),
+    [
+        (445, 445, None, None, False),  # only its results are missing
+        (60, 445, None, 50, False),  # goes back before that end
+        (60, 445, 445, None, True),  # has come to its end, whatever is asked for
+        (2000, 1600, 1600, None, False),
+    ],
+)
+def test_an_end_that_can_be_reached_or_was_is_taken(
+    tmp_path, steps, newest, results, rewind_to, finished
+):
+    start = start_with(tmp_path, steps, newest, results, rewind_to=rewind_to)
+    assert (start.finished, start.rewind_to) == (finished, rewind_to)

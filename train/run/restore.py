@@ -1,0 +1,201 @@
+"""Choose the checkpoint to go on from: the newest that is still what was written.
+
+A damaged step is set aside, loudly, never deleted. One that was whole but not yet
+sealed when its process died is taken only if there is no sealed one. If checkpoints
+exist and none is good that is an error: a run never silently starts over.
+"""
+
+import logging
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from data.errors import DataError
+from train.distributed.processes import Cluster
+from train.errors import ConfigError, Mistake
+from train.run.digests import damage, digests, is_sealed, write_seal
+from train.run.orbax_fixes import open_orbax
+from train.run.storage import move
+from train.spikes import Recent
+from train.state import TrainState, as_saved, best_params
+
+log = logging.getLogger(__name__)
+
+_ALONE = Cluster()
+
+
+def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
+    """Return the file whose presence says that a step may still lack its seal."""
+    return directory / "unsealed" / str(step)
+
+
+class SavedSteps:
+    """The steps saved under `<run_dir>/checkpoints`."""
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        orbax: ocp.training.Checkpointer | None = None,
+        cluster: Cluster = _ALONE,
+    ):
+        """Open the folder.
+
+        Args:
+            directory: `<run_dir>/checkpoints`.
+            orbax: of the run's own process; None: only to read, all stays as it is.
+            cluster: the processes that restore together.
+        """
+        self._directory, self._cluster = directory, cluster
+        self._read_only, self._orbax = orbax is None, orbax or open_orbax(directory)
+
+    def steps(self) -> list[int]:
+        """List the steps there are, ascending."""
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def restore(
+        self, like: TrainState, step: int | None = None, at_most: int | None = None
+    ) -> TrainState | None:
+        """Restore the newest step that is what was written, or the one asked for.
+
+        Args:
+            like: `jax.ShapeDtypeStruct` leaves with the shardings to restore to,
+                whatever mesh the step was saved from.
+            step: only this one.
+            at_most: the newest up to this one; later ones are set aside.
+
+        Returns:
+            None if there is no checkpoint at all, nor any that was set aside.
+
+        Raises:
+            DataError: if there are checkpoints and none is good, or not the one asked
+                for.
+            ConfigError: if all are later than at_most.
+        """
+        steps, unsealed = [] if step is None else [step], list[int]()
+        if step is None:
+            steps, unsealed = self._cluster.broadcast(self._list)
+        if at_most is not None:
+            steps, unsealed = self._rewind(steps, unsealed, at_most)
+        for candidate in [s for s in reversed(steps) if s not in unsealed]:
+            wrong = self._damage(candidate)
+            if wrong is None:
+                state = self._load(candidate, like)
+                for other in [] if self._read_only else unsealed:
+                    # Else the run would not save this step when it comes there again.
+                    self._warn("checkpoint of step %d was never hashed", other)
+                    self._set_aside(other)
+                return state
+            self._warn("checkpoint of step %d is damaged: %s", candidate, wrong)
+            self._set_aside(candidate)
+        if unsealed:
+            return self._load_unsealed(unsealed[-1], like)
+        quarantine = self._directory / "quarantine"
+        if steps or (quarantine.exists() and any(quarantine.iterdir())):
+            raise DataError(
+                f"{self._directory}: no checkpoint is what was written (tried "
+                f"{steps}); not starting over. Put one back (what was set aside is in "
+                f"{quarantine}), or take another run.name"
+            )
+        return None
+
+    def restore_params(
+        self, like: TrainState, step: int | None = None
+    ) -> tuple[int, Any]:
+        """Restore what to evaluate: the average of weights if kept, else the weights.
+
+        Returns:
+            The step, and the tree of parameters.
+
+        Raises:
+            DataError: if it cannot be read, or if there is no checkpoint.
+        """
+        state = self.restore(like, step)
+        if state is None:
+            raise DataError(f"{self._directory}: there is no checkpoint yet")
+        return int(state.step), best_params(state)
+
+    def _list(self) -> tuple[list[int], list[int]]:
+        """Return, on process 0, which steps there are, and which were never hashed."""
+        steps = self.steps()
+        return steps, [
+            step
+            for step in steps
+            if not is_sealed(self._directory / str(step))
+            and unsealed_mark(self._directory, step).exists()
+        ]
+
+    def _rewind(
+        self, steps: list[int], unsealed: list[int], at_most: int
+    ) -> tuple[list[int], list[int]]:
+        """Set aside what is later than a step."""
+        if steps and at_most < min(steps):
+            rule = f"must leave a checkpoint to go on from; there are steps {steps}"
+            raise ConfigError([Mistake("run.rewind_to", at_most, rule)])
+        for step in [step for step in steps if step > at_most]:
+            self._set_aside(step)
+        kept = [step for step in steps if step <= at_most]
+        return kept, [step for step in unsealed if step <= at_most]
+
+    def _damage(self, step: int) -> str | None:
+        """Return what is wrong with a step; each process looks at a part of it."""
+        cluster, folder = self._cluster, self._directory / str(step)
+        return cluster.first_error(damage(folder, cluster.process, cluster.processes))
+
+    def _load(self, step: int, like: TrainState) -> TrainState:
+        """Load a step; recent steps of which it holds none, or others, begin empty."""
+        try:
+            saved = self._orbax.metadata(step).metadata.get("recent")
+            where = like.step.sharding
+            recent = saved and jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                Recent(**saved),
+            )
+            wanted = as_saved(like._replace(recent=recent))
+            state = TrainState(**self._orbax.load(step, abstract_state=wanted))
+        except Exception as error:
+            error.add_note(
+                f"The files of the checkpoint of step {step} are what was written: it "
+                f"does not fit this config, or there was no memory, disk or network."
+            )
+            raise
+        if recent == like.recent:
+            return state
+        empty = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
+        )
+        return state._replace(recent=empty)
+
+    def _load_unsealed(self, step: int, like: TrainState) -> TrainState:
+        """Load a step that nothing can verify, and seal it as it is."""
+        self._warn(
+            "checkpoint of step %d was written, but its process died before its "
+            "files were hashed: taken unverified, for want of another",
+            step,
+        )
+        state = self._load(step, like)
+        if not self._read_only and self._cluster.is_leader:
+            folder = self._directory / str(step)
+            write_seal(folder, digests(folder))
+            unsealed_mark(self._directory, step).unlink(missing_ok=True)
+        return state
+
+    def _warn(self, *message: object) -> None:
+        if self._cluster.is_leader:
+            log.error(*message)
+
+    def _set_aside(self, step: int) -> None:
+        """Move a step to the quarantine; a command on a run moves nothing."""
+
+        def set_aside() -> None:
+            target = self._directory / "quarantine" / f"{step}-{int(time.time())}"
+            move(self._directory / str(step), target)
+            unsealed_mark(self._directory, step).unlink(missing_ok=True)
+            log.error("set aside as %s", target)
+
+        if not self._read_only:
+            self._cluster.broadcast(set_aside)
+            self._orbax.reload()

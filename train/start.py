@@ -1,0 +1,170 @@
+"""One start of a run: join, prepare, open, restore, train, leave results, close.
+
+A run looks for its state in this order: the newest checkpoint that verifies, an older
+one, a fresh state if there never was a checkpoint.
+"""
+
+import logging
+
+import jax
+
+from data.batches import Order, batch_number
+from data.errors import DataError
+from train.config import Config
+from train.describe import describe, describe_data
+from train.distributed.preemption import Crash, Preemption
+from train.distributed.processes import Cluster, exit_code, join
+from train.distributed.watchdog import Watchdog
+from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake
+from train.identity import run_dir
+from train.loop import Trainer
+from train.preflight import Prepared
+from train.program import make_program
+from train.results import print_results, results
+from train.run.checkpoint import Checkpoints
+from train.run.directory import RunDir, open_run
+from train.run.starts import read_results
+from train.run.storage import run_folder
+from train.runtime import set_up
+from train.state import best_params
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, command: str) -> int:
+    """Train, or continue the run of that name.
+
+    Args:
+        config: as composed.
+        command: what was typed, for the line that says how to go on.
+
+    Returns:
+        The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
+
+    Raises:
+        ConfigError: if the config does not fit the devices, the data or the run.
+        DataError: if the data or every checkpoint is damaged.
+        Exit: whatever else ends it for a known reason.
+    """
+    with Preemption() as preemption:
+        cluster = join(config.distributed, preemption.hold)
+        preemption.connect(cluster)
+        set_up(config.runtime)
+        folder = run_folder(run_dir(config))
+        place = cluster.process, cluster.processes
+        with Watchdog(config.watchdog, folder, *place) as watchdog:
+            prepared = Prepared(config, cluster)
+            config, sources = prepared.config, prepared.sources
+            with open_run(config, sources, cluster, preemption) as run:
+                code = 0
+                if not run.continuation.finished:
+                    code = _start(prepared, run, cluster, preemption, watchdog)
+        if code == 0 and cluster.is_leader:
+            print_results(read_results(run.path), command, config, run.path)
+        return code
+
+
+def _start(
+    prepared: Prepared,
+    run: RunDir,
+    cluster: Cluster,
+    preemption: Preemption,
+    watchdog: Watchdog,
+) -> int:
+    """Start, or go on; end all processes together if this one fails."""
+    devices_asked, devices_found = prepared.devices_s
+    run.events.lap("start", until=devices_asked)
+    run.events.lap("init", until=devices_found)
+    config, program, sources = run.config, prepared.program, prepared.sources
+    schedule_steps = run.continuation.schedule_steps
+    try:
+        if schedule_steps != config.train.num_steps:
+            program = make_program(config, schedule_steps=schedule_steps)
+        order = Order(sources, config.data, config.seed)
+        describe(program)
+        describe_data(order, config.train.num_steps)
+        folder, settings = run.path / "checkpoints", config.checkpoint
+        checkpoints = Checkpoints(folder, settings, cluster, run.ready_to_save)
+        trainer = Trainer(
+            program, sources, order, run, checkpoints, cluster, preemption, watchdog
+        )
+        run.events.lap("prepare")
+        with jax.set_mesh(program.mesh):
+            code = _train(trainer)
+        with trainer.phase("save"):
+            checkpoints.close()
+    except Exception as error:
+        _crashed(error, run, cluster, preemption)
+        raise
+    run.events.end(code)
+    return code
+
+
+def _train(trainer: Trainer) -> int:
+    """Restore or initialise the state, step to the end, write the results."""
+    program, run, sources = trainer.program, trainer.run, trainer.sources
+    rewind_to = run.continuation.rewind_to
+    trainer.watchdog.phase("restore")
+    state = trainer.checkpoints.saved.restore(program.state, at_most=rewind_to)
+    step = 0 if state is None else int(state.step)
+    run.events.lap("restore", step=step)
+    _check_skips(trainer, step)
+    if rewind_to is not None:
+        run.rewound()
+    with trainer.phase("compile", "prepare"):
+        state = state or program.init()
+        run.start_at(step, sources)
+    print(f"run         {run.path}, from step {step:,}", flush=True)
+    code, state = trainer.train(state)
+    if code:
+        return code
+    with trainer.phase("save"):
+        trainer.checkpoints.wait()  # results say that the run is finished
+    trainer.preemption.training_done()
+    with trainer.phase("eval"):
+        step, batches = int(state.step), program.config.eval.final_num_batches
+        score = trainer.evaluate(step, state, batches)
+    with trainer.phase("eval", "close"):
+        params = best_params(state)
+        run.write_results(results(program, params, sources, step, score))
+    return 0
+
+
+def _check_skips(trainer: Trainer, step: int) -> None:
+    """Refuse to leave out what was trained on before the step to go on from.
+
+    Raises:
+        ConfigError: naming how to.
+    """
+    before = trainer.run.continuation.known_skips
+    left_out = trainer.run.config.data.skip_steps
+    now = trainer.order.batch_number
+    if step and now(step - 1) != batch_number(step - 1, before):
+        rule = (
+            f"leave out batches that the {step} steps so far were trained on; add "
+            f"run.rewind_to=<a step before them>"
+        )
+        raise ConfigError([Mistake("data.skip_steps", left_out, rule)])
+
+
+def _crashed(
+    error: Exception, run: RunDir, cluster: Cluster, preemption: Preemption
+) -> None:
+    """End the other processes too; raise if another start would be of no use."""
+    message = f"{type(error).__name__}: {error}"
+    known = isinstance(error, Exit | ConfigError | DataError)
+    place = cluster.process, exit_code(error), preemption.step
+    crash = Crash(*place, message[:1000], known)
+    if cluster.processes > 1:
+        # Without words of its own process 0 says it.
+        if not preemption.leaving and (str(error) or not known):
+            log.error("%s", message, exc_info=None if known else error)
+        preemption.crashed(crash)
+    if run.judge_crash(crash) == CRASHES_AGAIN:
+        log.error("", exc_info=error)
+        raise Exit(
+            CRASHES_AGAIN,
+            f"crashed after step {crash.step} for the third time, always with this "
+            f"code: another start would do the same. The batch it was at: python -m "
+            f"data.inspect run.dir={run.path} step={crash.step}",
+        ) from None
