@@ -1,4 +1,4 @@
-"""Causal attention inside documents: one door, three kernels.
+"""Causal attention inside documents: one function, three kernels.
 
 `xla` runs anywhere and holds [B, N, T, S] scores. `cudnn` is NVIDIA's fused kernel,
 reached through `jax.nn.dot_product_attention`; documents cost it a [B, 1, T, S] mask
@@ -46,7 +46,7 @@ class KeysValues(NamedTuple):
 def why_not(
     implementation: Attention, platform: str, sequence_length: int, head_dim: int
 ) -> str | None:
-    """Say why a kernel cannot serve, or None where it can."""
+    """Return why a kernel cannot be used here, or None where it can."""
     if implementation is Attention.cudnn:
         if platform not in ("cuda", "gpu"):
             return "cudnn attention needs an NVIDIA GPU"
@@ -65,7 +65,7 @@ def why_not(
 def choose(
     asked: Attention, platform: str, sequence_length: int, head_dim: int
 ) -> Attention:
-    """Settle the kernel: the one asked for, or with `auto` the platform's own.
+    """Choose the kernel: the one asked for, or with `auto` the platform's own.
 
     Raises:
         ValueError: if the kernel cannot serve. `auto` does not silently take a slower

@@ -16,14 +16,14 @@ MeshAxes = str | tuple[str, ...] | None
 
 
 def mesh_axes(entry: MeshAxes) -> tuple[str, ...]:
-    """Give the mesh axes of one dim."""
+    """Return the mesh axes of one dim as a tuple."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def partition_spec(
     table: Mapping[str, MeshAxes], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
-    """Look up the mesh axes of each dim.
+    """Return the PartitionSpec of an array with these logical axes.
 
     Raises:
         ValueError: if a name is missing from the table, or if two dims would lie on
@@ -53,7 +53,7 @@ class AxisRules:
     pairs: tuple[tuple[str, MeshAxes], ...] = ()
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """Give the PartitionSpec of an activation with these logical axes."""
+        """Return the PartitionSpec of an activation with these logical axes."""
         return partition_spec(dict(self.pairs), axes) if self.pairs else PartitionSpec()
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

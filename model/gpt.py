@@ -54,7 +54,7 @@ class Table(nnx.Module):
         )
 
     def __call__(self, ids: Int[Array, "*dims"]) -> Float[Array, "*dims D"]:
-        """Look up [...] ids to [..., D]."""
+        """Return the rows of int32 ids."""
         with jax.named_scope("embedding"):
             return jnp.take(self.weight[...], ids, axis=0, mode="clip")
 
@@ -149,7 +149,7 @@ class GPT(nnx.Module):
         return logits_BTV[..., : self.config.vocab_size]
 
     def empty_cache(self, batch: int, length: int, how: Execution) -> KeysValues:
-        """Make room for `length` positions of `batch` rows."""
+        """Return a cache with room for `length` positions of `batch` rows."""
         config = self.config
         shape = (config.num_layers, batch, length, config.kv_heads, config.head_size)
         zeros = jnp.zeros(shape, how.activation_dtype)
@@ -188,7 +188,7 @@ def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
 
 
 def rematerialized(layer: Callable, policy: str, looped: bool) -> Callable:
-    """Have the backward pass recompute a layer: `none`, all but `dots`, or `full`.
+    """Return the layer, its results recomputed in the backward pass as a policy says.
 
     Args:
         layer: a function of arrays.
@@ -213,12 +213,12 @@ def abstract_gpt(config: ModelConfig) -> GPT:
 
 
 def params_of(model: GPT) -> dict[str, Any]:
-    """Take the parameters out as nested dicts of arrays."""
+    """Return the parameters as nested dicts of arrays."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def bind(model: GPT, params: dict[str, Any]) -> GPT:
-    """Give a model, abstract or not, these parameters; the model stays as it was."""
+    """Return a copy of a model, abstract or not, that holds these parameters."""
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)

@@ -54,23 +54,23 @@ class ParamInfo(NamedTuple):
 
 
 def is_info(node: object) -> bool:
-    """Tell whether a node of a tree of `ParamInfo` is a leaf."""
+    """Return whether a node of a tree of `ParamInfo` is a leaf."""
     return isinstance(node, ParamInfo)
 
 
 def param_infos(model: nnx.Module) -> dict[str, Any]:
-    """Give the tree of `ParamInfo`, shaped like the tree of parameters."""
+    """Return the tree of `ParamInfo`, shaped like the tree of parameters."""
 
     def info(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
-        found: ParamInfo = param.get_metadata("info")
-        if path[0] == STACKED:
-            found = found._replace(axes=("layers", *found.axes))
-        return found
+        own: ParamInfo = param.get_metadata("info")
+        if path[0] != STACKED:
+            return own
+        return own._replace(axes=("layers", *own.axes))
 
     return nnx.to_pure_dict(nnx.map_state(info, nnx.state(model, nnx.Param)))
 
 
 def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator:
-    """Walk a tree as ("layers.mlp.up.weight", leaf) pairs."""
+    """Yield the leaves of a tree as ("layers.mlp.up.weight", leaf) pairs."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
         yield jax.tree_util.keystr(path, simple=True, separator="."), leaf

@@ -53,7 +53,7 @@ def loss_sum(
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:
-    """Settle C: a divisor of T, at most `chunk`."""
+    """Return C, the positions of a tile: a divisor of T, at most `chunk`."""
     most = chunk or (_TILE if V >= _LARGE_VOCAB else T)
     return next(c for c in range(min(most, T), 0, -1) if T % c == 0)
 
@@ -153,7 +153,7 @@ class _Tiled(NamedTuple):
         cut: tuple[str, ...],
         gradients: bool,
     ):
-        """Give ((loss, nats), dweight) and dx; axes of `cut` share the vocabulary."""
+        """Return ((loss, nats), dweight) and dx; axes of `cut` share the vocabulary."""
         how = self.how._replace(rules=ANYWHERE)
         logits_BCV, transpose = jax.vjp(
             lambda x, weight: project(x, weight, self.config, how),
@@ -188,7 +188,7 @@ class _Tiled(NamedTuple):
 
 
 def _wide(entry: MeshAxes) -> tuple[str, ...]:
-    """Give the mesh axes of a dim that are more than one device wide."""
+    """Return the mesh axes of a dim that are more than one device wide."""
     return tuple(axis for axis in mesh_axes(entry) if jax.lax.psum(1, axis) > 1)
 
 

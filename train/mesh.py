@@ -21,7 +21,7 @@ MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")
 
 
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Give every axis its size, -1 replaced by what is left, or 1 if that is no number.
+    """Return the size of every axis, -1 replaced by what is left, or 1 if nothing is.
 
     What these do not divide no mesh of this config divides: rules about them can be
     checked even if they do not multiply to the number of devices.
@@ -33,7 +33,7 @@ def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Give every axis its size, -1 replaced by what is left.
+    """Return the size of every axis, -1 replaced by what is left.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices.
@@ -50,7 +50,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Lay the devices out so that the fast network carries the axes it can.
+    """Return the mesh, laid out so that the fast network carries the axes it can.
 
     With `mesh.dcn` factors the axes cross slices (or, where there are none, processes;
     or else equal blocks of devices, to try a layout on one machine).

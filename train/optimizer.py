@@ -45,13 +45,13 @@ class Optimizer:
         return OptimizerState(self.transform.init(params), average)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
-        """Give AdamW's rate for the update after `step` updates."""
+        """Return AdamW's learning rate for the update after `step` updates."""
         return self.config.learning_rate * self.factor(step)
 
     def update(
         self, grads: Any, norm: jax.Array, state: OptimizerState, params: Any, step: Any
     ) -> tuple[Any, OptimizerState]:
-        """Take a step against the gradient, whose global norm is given."""
+        """Return the parameters and the optimizer's state after one update."""
         if self.config.clip_norm is not None:
             scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -142,7 +142,7 @@ def _muon(
 
 
 def spread(x_LIO: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Give each device whole matrices, as many axes of the mesh as divide the stack.
+    """Spread whole matrices over devices, on as many mesh axes as divide the stack.
 
     Else every device would orthogonalize all of them, or exchange parts at each step.
     """
@@ -179,7 +179,7 @@ def orthogonalize(x_LIO: jax.Array, compute: DTypeLike) -> jax.Array:
 
 
 def factor(config: ScheduleConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Give the schedule as a function of the step, 1 at its peak.
+    """Return the schedule as a function of the step, 1 at its peak.
 
     Linear warm-up, then: `constant`; `cosine` down to the final fraction at num_steps;
     `wsd` level, then linear down over the last `decay_steps` (null: 30 %).

@@ -121,7 +121,7 @@ class Program:
         return per_token * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":
-        """Give the same on the same mesh, with other microbatches or recomputation."""
+        """Return the same program with other microbatches or recomputation."""
         config, how = self.config, self.how._replace(remat=train.remat)
         return replace(self, config=replace(config, train=train), how=how)
 

@@ -57,7 +57,7 @@ def execution(
     rules: AxisRules,
     remat: Remat = Remat.none,
 ) -> Execution:
-    """Settle dtypes and attention kernel for a platform (`cpu`, `gpu`, `tpu`).
+    """Choose dtypes and attention kernel for a platform (`cpu`, `gpu`, `tpu`).
 
     On a CPU only the operands of products are rounded to bfloat16, what passes between
     layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
@@ -84,7 +84,7 @@ def execution(
 
 
 def compiler_options(platform: str) -> dict[str, bool]:
-    """Give XLA's options for the train step on a platform.
+    """Return XLA's options for the train step on a platform.
 
     A CPU's default analysis of live ranges copies every optimizer moment at the start
     of each step; the finer one sees that the old moment is read for the last time
@@ -96,7 +96,7 @@ def compiler_options(platform: str) -> dict[str, bool]:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Say whether this CPU has bfloat16 dot products (AMX or AVX-512 BF16)."""
+    """Return whether this CPU has bfloat16 dot products (AMX or AVX-512 BF16)."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 2)[1].split("\n")[0]
     except (OSError, IndexError):

@@ -24,24 +24,24 @@ def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
 
 
 def activation_rules(config: MeshConfig) -> AxisRules:
-    """Give the rules that the model takes along."""
+    """Return the table of activations in the form that the model takes."""
     return AxisRules(tuple(rule_table(config.activations).items()))
 
 
 def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
-    """Lay the rows [B, T] of a batch over the mesh."""
+    """Return the sharding of a batch's int32 [B, T] fields."""
     return NamedSharding(mesh, rules.spec("batch", "seq"))
 
 
 def num_shards(sizes: Mapping[str, int], entry: MeshAxes) -> int:
-    """Into how many parts a dim with this entry of a PartitionSpec is cut."""
+    """Return into how many parts a dim with this entry of a PartitionSpec is cut."""
     return math.prod(sizes[axis] for axis in mesh_axes(entry))
 
 
 def param_specs(
     params: Any, infos: Any, sizes: Mapping[str, int], table: dict[str, Any]
 ) -> dict[str, Any]:
-    """Map each parameter to its PartitionSpec.
+    """Return the PartitionSpec of each parameter.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`.
@@ -58,11 +58,11 @@ def param_specs(
     def spec(path: Any, param: Any, info: ParamInfo) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
-            found = partition_spec(rules, info.axes)
+            own = partition_spec(rules, info.axes)
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
-        for dim, axis, entry in zip(param.shape, info.axes, found, strict=True):
+        for dim, axis, entry in zip(param.shape, info.axes, own, strict=True):
             shards = num_shards(sizes, entry)
             if dim % shards:
                 rule = (
@@ -71,7 +71,7 @@ def param_specs(
                 )
                 key = f"mesh.params.{axis}"
                 mistakes.setdefault(key, Mistake(key, entry, rule))
-        return found
+        return own
 
     specs = jax.tree_util.tree_map_with_path(spec, params, infos)
     if mistakes:
@@ -82,7 +82,7 @@ def param_specs(
 def state_shardings(
     abstract_state: Any, infos: Any, mesh: Mesh, table: dict[str, Any]
 ) -> Any:
-    """Give every leaf of a train state its `NamedSharding`.
+    """Return the `NamedSharding` of every leaf of a train state.
 
     A leaf of the optimizer whose path ends with a parameter's path and which has its
     shape (a moment, an average) lies where the parameter lies; anything else (step,
