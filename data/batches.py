@@ -16,9 +16,8 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 
 from data import tokenizer
@@ -73,12 +72,18 @@ class Order:
                 f"smaller batch or more text"
             )
         self._mixture = Mixture(self.names, _stretches(config, self.names))
-        self._shuffled = [
-            _shuffled(count, seed, name if len(counts) > 1 else None)
-            for name, count in counts.items()
-        ]
+        self._counts, self._seed = counts, seed
         splits = [store.split("train") for store in sources.stores.values()]
         self.in_memory = all(split.in_memory for split in splits)
+
+    @functools.cached_property
+    def _shuffled(self) -> list[Any]:
+        """The row numbers of each source in the order of training."""
+        several = len(self._counts) > 1
+        return [
+            _shuffled(count, self._seed, name if several else None)
+            for name, count in self._counts.items()
+        ]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Say how often the rows of each source come in the first steps.
@@ -262,8 +267,10 @@ def _stretches(
     ]
 
 
-def _shuffled(count: int, seed: int, name: str | None) -> grain.MapDataset:
+def _shuffled(count: int, seed: int, name: str | None) -> Any:
     """Order the row numbers, epoch after epoch without end, each in its own order."""
+    import grain  # a second: not before the train step compiles
+
     # Grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
     # Source: grain 0.2.18, dataset/transformations/shuffle.py, `_shuffled_index`.
     of_source = "" if name is None else f" of {name}"
@@ -283,6 +290,8 @@ def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
 def _prefetch(
     read: Callable[[int], Batch], steps: range, in_memory: bool, config: DataConfig
 ) -> Iterator[Batch]:
+    import grain
+
     threads = _THREADS_IN_MEMORY if in_memory else _THREADS_ON_DISK
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)

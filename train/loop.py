@@ -8,9 +8,10 @@ train/step.py; what comes before the loop and after it, in train/start.py.
 import functools
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,6 +42,7 @@ class Trainer:
     """What the loop works with, and what it does now and then."""
 
     program: Program
+    compiling: Future[Any]  # the train step
     sources: Sources
     order: Order
     run: RunDir
@@ -61,7 +63,10 @@ class Trainer:
         first, end = int(state.step), config.train.num_steps
         if first >= end:
             return 0, state
-        train_step = self._compile()
+        with self.phase("compile"):
+            train_step = self.compiling.result()
+            # Else who finds it in the cache would be found idle at its first step.
+            self.cluster.wait("compiled", config.watchdog.compile_timeout_s)
         batches = self.order.batches(first, local_rows(program.batch))
         feed = Feed(batches, program.batch, watchdog.phase)
         window = LogWindow(program, run, self.order, feed)
@@ -116,15 +121,6 @@ class Trainer:
         values = {"eval/loss": score.loss, "eval/bits_per_byte": score.bits_per_byte}
         self.run.log(step, values)
         return score
-
-    def _compile(self):
-        """Compile the train step, on all processes before any takes a step."""
-        program, timeout_s = self.program, self.run.config.watchdog.compile_timeout_s
-        with self.phase("compile"):
-            compiled = program.train_step.lower(program.state, program.batch).compile()
-            # Else who finds it in the cache would be found idle at its first step.
-            self.cluster.wait("compiled", timeout_s)
-        return compiled
 
     def _save(
         self, step: int, state: TrainState, last: bool, progress: Progress

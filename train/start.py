@@ -5,6 +5,8 @@ one, a fresh state if there never was a checkpoint.
 """
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -19,7 +21,7 @@ from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake
 from train.identity import run_dir
 from train.loop import Trainer
 from train.preflight import Prepared
-from train.program import make_program
+from train.program import Program, make_program
 from train.results import print_results, results
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
@@ -80,14 +82,14 @@ def _start(
     try:
         if schedule_steps != config.train.num_steps:
             program = make_program(config, schedule_steps=schedule_steps)
+        compiling = _compile(program)
         order = Order(sources, config.data, config.seed)
         describe(program)
         describe_data(order, config.train.num_steps)
         folder, settings = run.path / "checkpoints", config.checkpoint
         checkpoints = Checkpoints(folder, settings, cluster, run.ready_to_save)
-        trainer = Trainer(
-            program, sources, order, run, checkpoints, cluster, preemption, watchdog
-        )
+        ends = cluster, preemption, watchdog
+        trainer = Trainer(program, compiling, sources, order, run, checkpoints, *ends)
         run.events.lap("prepare")
         with jax.set_mesh(program.mesh):
             code = _train(trainer)
@@ -98,6 +100,22 @@ def _start(
         raise
     run.events.end(code)
     return code
+
+
+def _compile(program: Program) -> Future[Any]:
+    """Begin to compile the train step, beside the rest of the start.
+
+    XLA needs neither the state nor the interpreter's lock, and takes longest of all.
+    """
+
+    def compile_step() -> Any:
+        with jax.set_mesh(program.mesh):  # of this thread
+            return program.train_step.lower(program.state, program.batch).compile()
+
+    thread = ThreadPoolExecutor(1, "compile")
+    compiling = thread.submit(compile_step)
+    thread.shutdown(wait=False)
+    return compiling
 
 
 def _train(trainer: Trainer) -> int:

@@ -1,6 +1,7 @@
 """Imports run one way, and say what each package may know."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,3 +137,25 @@ def test_there_are_no_cycles():
 
     for module in sorted(graph):
         visit(module, ())
+
+
+NO_JAX_YET = """
+import importlib, sys
+from contextlib import suppress
+
+for command in {commands}:
+    importlib.import_module(command)
+from train.__main__ import main, run_command
+
+for typed in (["--help"], ["train.num_stepz=1"], ["--cfg", "job"]):
+    sys.argv[1:] = typed
+    with suppress(SystemExit):
+        run_command(main)
+heavy = {{"jax", "flax", "grain", "orbax", "pyarrow", "wandb"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_help_mistakes_and_status_do_not_wait_for_jax():
+    code = NO_JAX_YET.format(commands=sorted(COMMANDS))
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -171,11 +171,6 @@ def test_no_run_is_a_mistake_of_the_command_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_it_does_not_wait_for_jax():
-    code = "import sys, train.status; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
-
-
 def test_a_run_in_a_store_through_an_outage(server):
     run = "s3://bucket/runs/far"
     write_run(run, owner=OWNER)

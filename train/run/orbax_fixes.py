@@ -19,26 +19,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from etils import epath
-from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from data.token_store.storage import Storage
 from train.config import CheckpointConfig
 from train.run.storage import in_object_store
 
-_policies = ocp.training.preservation_policies
 
-
-def open_orbax(
-    directory: epath.Path, keep: CheckpointConfig | None = None
-) -> ocp.training.Checkpointer:
-    """Open a folder of checkpoints.
+def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
+    """Open a folder of checkpoints with an `ocp.training.Checkpointer`.
 
     Args:
         directory: made if missing.
         keep: which steps to keep when others are saved; None: only to read.
     """
+    from orbax.checkpoint import v1 as ocp  # a second: beside the compilation
+
     quiet_failed_saves()
+    policies = ocp.training.preservation_policies
     context = ocp.Context()
     if os.fspath(directory).startswith("s3://"):
         _bring_s3_to_orbax()
@@ -47,13 +44,13 @@ def open_orbax(
         return ocp.training.Checkpointer(
             directory, context=context, cleanup_tmp_directories=False
         )
-    preserved: list[Any] = [_policies.LatestN(keep.keep_latest)]
+    preserved: list[Any] = [policies.LatestN(keep.keep_latest)]
     if keep.keep_every_steps:
-        preserved.append(_policies.EveryNSteps(keep.keep_every_steps))
+        preserved.append(policies.EveryNSteps(keep.keep_every_steps))
     return ocp.training.Checkpointer(
         directory,
         context=context,
-        preservation_policy=cast(Any, _policies.AnyPreservationPolicy(preserved)),
+        preservation_policy=cast(Any, policies.AnyPreservationPolicy(preserved)),
         cleanup_tmp_directories=not in_object_store(directory),
     )
 
@@ -77,6 +74,8 @@ def _bring_s3_to_orbax() -> None:
 
     Source: can go with https://github.com/google/orbax/pull/2739.
     """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
     build = tensorstore_utils.build_kvstore_tspec
     tensorstore_utils.build_kvstore_tspec = _with_s3(build)
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 
 from data.errors import DataError
 from train.distributed.processes import Cluster
@@ -39,7 +38,7 @@ class SavedSteps:
     def __init__(
         self,
         directory: epath.Path,
-        orbax: ocp.training.Checkpointer | None = None,
+        orbax: Any = None,
         cluster: Cluster = _ALONE,
     ):
         """Open the folder.

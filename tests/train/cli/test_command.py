@@ -261,11 +261,6 @@ def test_commands_on_a_run(tmp_path, name: str, right: list[str], wrong: list[st
     assert "run.dir" in result.stderr
 
 
-def test_importing_the_command_does_not_import_jax():
-    code = "import sys, train.cli.command; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
-
-
 def test_hydra_and_omegaconf_stay_where_they_belong():
     for package in ("train", "model", "data"):
         for path in (REPOSITORY / package).rglob("*.py"):
