@@ -20,6 +20,7 @@ from model.config import Init, ModelConfig, Position
 from model.layers import Block, Execution, Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
+from model.parts import part
 
 _HEAD = "btd,dv->btv"
 
@@ -55,7 +56,7 @@ class Table(nnx.Module):
 
     def __call__(self, ids: Int[Array, "*dims"]) -> Float[Array, "*dims D"]:
         """Return the rows of int32 ids."""
-        with jax.named_scope("embedding"):
+        with part("embedding"):
             return jnp.take(self.weight[...], ids, axis=0, mode="clip")
 
 
@@ -175,6 +176,7 @@ def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
     assert config.vocab_size is not None
     std, _ = stds(config, config.embed_dim)
     return Linear(
+        "head",
         _HEAD,
         (config.embed_dim, config.vocab_size),
         ("embed", "vocab"),

@@ -17,6 +17,7 @@ from model.axes import ANYWHERE, AxisRules
 from model.config import Activation, Attention, Init, ModelConfig, Norm
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
+from model.parts import part
 
 
 class Execution(NamedTuple):
@@ -45,7 +46,7 @@ class Normalize(nnx.Module):
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Normalize x over its last dim; the dtype stays."""
-        with jax.named_scope("norm"):
+        with part("norm"):
             y = x.astype(jnp.float32)
             if self.kind is Norm.layernorm:
                 y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -110,12 +111,14 @@ class SelfAttention(nnx.Module):
             "rngs": rngs,
         }
         heads, kv = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = Linear("btd,dnh->btnh", (D, N, H), heads, std=std, **common)
-        self.key = Linear("btd,dkh->btkh", (D, K, H), kv, std=std, **common)
-        self.value = Linear("btd,dkh->btkh", (D, K, H), kv, std=std, **common)
+        self.query = Linear(
+            "query", "btd,dnh->btnh", (D, N, H), heads, std=std, **common
+        )
+        self.key = Linear("key", "btd,dkh->btkh", (D, K, H), kv, std=std, **common)
+        self.value = Linear("value", "btd,dkh->btkh", (D, K, H), kv, std=std, **common)
         out = ("heads", "head_dim", "embed")
         self.output = Linear(
-            "btnh,nhd->btd", (N, H, D), out, std=residual_std, **common
+            "output", "btnh,nhd->btd", (N, H, D), out, std=residual_std, **common
         )
 
         def norm() -> Normalize | None:
@@ -172,11 +175,11 @@ class MLP(nnx.Module):
         }
         self.activation = config.activation
         widen = ("btd,df->btf", (D, F), ("embed", "mlp"))
-        self.up = Linear(*widen, std=std, **common)
+        self.up = Linear("up", *widen, std=std, **common)
         gated = config.activation is Activation.swiglu
-        self.gate = Linear(*widen, std=std, **common) if gated else None
+        self.gate = Linear("gate", *widen, std=std, **common) if gated else None
         self.down = Linear(
-            "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
+            "down", "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
         )
 
     def __call__(
@@ -213,9 +216,11 @@ class Block(nnx.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Run one layer."""
-        a_BTD, cache = self.attention(
-            self.attention_norm(x_BTD), by, segment_ids_BT, how, cache
-        )
+        a_BTD = self.attention_norm(x_BTD)
+        with part("attention"):
+            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache)
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), how)
+        h_BTD = self.mlp_norm(x_BTD)
+        with part("mlp"):
+            x_BTD = x_BTD + self.mlp(h_BTD, how)
         return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.params import Kind, ParamInfo
+from model.parts import part
 
 
 def product(
@@ -74,6 +75,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
+        name: str,
         spec: str,
         shape: tuple[int, ...],
         axes: tuple[str, ...],
@@ -88,6 +90,7 @@ class Linear(nnx.Module):
         """Draw the weight from N(0, std²).
 
         Args:
+            name: in traced programs.
             spec: the einsum, as `product` takes it.
             shape: of the weight.
             axes: its logical axes.
@@ -103,7 +106,7 @@ class Linear(nnx.Module):
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         if padding:
             weight = jnp.pad(weight, [(0, 0)] * (len(shape) - 1) + [(0, padding)])
-        self.spec = spec
+        self.name, self.spec = name, spec
         self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs, padding))
         zeros = jnp.zeros(shape[inputs:], dtype)
         info = ParamInfo(axes[inputs:], Kind.vector)
@@ -113,7 +116,8 @@ class Linear(nnx.Module):
         self, x: Float[Array, "..."], compute: DTypeLike
     ) -> Float[Array, "..."]:
         """Apply to x [..., input dims]; the result has x's dtype."""
-        y = product(self.spec, x, self.weight[...], compute)
-        if self.bias is None:
-            return y
-        return y + leading(self.bias[...], y.ndim).astype(y.dtype)
+        with part(self.name):
+            y = product(self.spec, x, self.weight[...], compute)
+            if self.bias is None:
+                return y
+            return y + leading(self.bias[...], y.ndim).astype(y.dtype)

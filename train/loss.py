@@ -17,6 +17,7 @@ from model.axes import ANYWHERE, MeshAxes, mesh_axes
 from model.config import ModelConfig
 from model.gpt import GPT, project
 from model.layers import Execution
+from model.parts import part
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
@@ -48,7 +49,7 @@ def loss_sum(
     x_BTD, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
     C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
     tiled = _Tiled(C, model.config, how, z_loss, head)
-    with jax.named_scope("loss"):
+    with jax.named_scope("loss"), part("head"):
         return _sums(tiled, x_BTD, model.head_weight, batch.targets)
 
 

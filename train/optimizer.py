@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from model.linear import product
 from model.params import Kind, ParamInfo
+from model.parts import part
 from train.config import Optimizer as Choice
 from train.config import OptimizerConfig, Schedule, ScheduleConfig
 
@@ -122,9 +123,10 @@ def _muon(
         split = first + info.inputs
         shape = update.shape
         fan_in, fan_out = math.prod(shape[first:split]), math.prod(shape[split:])
-        stack = spread(update.reshape(-1, fan_in, fan_out), mesh)
         scale = max(1.0, fan_out / fan_in) ** 0.5
-        return scale * orthogonalize(stack, compute).reshape(shape)
+        with part("muon"):
+            stack = spread(update.reshape(-1, fan_in, fan_out), mesh)
+            return scale * orthogonalize(stack, compute).reshape(shape)
 
     matrices = jax.tree.map(
         lambda info: info if info.kind is Kind.matrix else optax.MaskedNode(),

@@ -80,7 +80,7 @@ def linear(**changed):
         **changed,
     }
     axes = ("embed", "heads", "head_dim")
-    return Linear("btd,dnh->btnh", (64, 4, 32), axes, **settings)
+    return Linear("query", "btd,dnh->btnh", (64, 4, 32), axes, **settings)
 
 
 def test_a_linear_layer_adds_its_bias_over_the_output_dims():

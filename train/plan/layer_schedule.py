@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.plan.compiled.attribution import scope, use_of
+from train.plan.compiled.attribution import part_of, scope
 from train.plan.compiled.collectives import KINDS, Collective, started
 from train.plan.compiled.flops import flops_between, kernel_flops, parts, product_flops
 from train.plan.compiled.hbm_bytes import memory_bytes
@@ -226,5 +226,5 @@ def _sent_label(sent: Collective) -> str:
 
 def _label(instruction: Instruction) -> str:
     name = instruction.op_name
-    said = use_of(name) or name.rpartition("/")[2] or instruction.opcode
+    said = part_of(name) or name.rpartition("/")[2] or instruction.opcode
     return said + (", again" if "rematted_computation" in name else "")

@@ -1,16 +1,15 @@
 """What an instruction of a compiled step is for.
 
-Told from the names of the traced program, which look like
-`jit(train_step)/transpose(jvp(layers))/while/body/.../btd,df->btf/dot_general`: scopes
-and einsums stand in model/ and train/step.py. A gathered parameter is followed back to
-the argument of the step, whose name it then bears.
+Told by the names that the compiler keeps of the traced program, such as
+`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
+part of the model (model/parts.py) inside a scope of the step. An instruction that the
+compiler left without a name is for what its nearest neighbours are for.
 """
 
 import re
 from collections import deque
 from collections.abc import Iterator
 
-from train.plan.compiled.flops import is_kernel
 from train.plan.compiled.hlo import (
     BODY,
     Computation,
@@ -18,79 +17,69 @@ from train.plan.compiled.hlo import (
     Instruction,
     Module,
     index_of,
-    is_kept,
 )
 
-OTHER = "other"
-OUTER = "microbatches"  # the scope around those of layers and loss
-# A weight's letters in an einsum of model/, and what it is.
-_WEIGHTS = {
-    "dnh": "attention.query",
-    "dkh": "attention.key, value",
-    "nhd": "attention.output",
-    "df": "mlp.up, gate",
-    "fd": "mlp.down",
-    "dv": "head",
-    "vd": "head",
-    "lio": "muon",
-    "lij": "muon",
-}
-_SCOPES = ("layers", "loss", "microbatches", "optimizer")
+OTHER, SCALARS = "other", "scalars"
+_PART = re.compile(r"[/(]part\.([\w.]+)")
+_OUTER = "microbatches"  # the scope around those of layers and loss
+_SCOPES = ("layers", "loss", _OUTER, "optimizer")
 _SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
-_PART = re.compile(r"[/(](norm|embedding)(?=[/)])")
-RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
-_SCALARS = 64  # bytes
-_NEAR = 40  # instructions
-_STEPS = 80
+_SCALARS_BYTES = 64
+_NEIGHBOURS = 40  # instructions
 _FUSIONS = ("fusion", "fusion-start")
-_TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
-_ENDS = ("dot", "convolution", "reduce", "scatter", "gather", "iota", "constant")
 
 
 def scope(executed: Executed, instruction: Instruction) -> str:
-    """Say where an instruction stands: "layers forward", "loss backward", or "".
+    """Return where an instruction stands: "layers forward", "loss backward", or "".
 
     Where the loops around it do not tell, its name does: XLA runs the first or the last
     trip of a loop outside of it, and moves what does not change from trip to trip.
     """
     name = instruction.op_name or executed.instruction.op_name
-    names = [name] if name else list(near(executed))
+    names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    found = [_scope(name) for name in (*loops, *names) if not _items(name)]
-    inner = [place for place in found if place and place != OUTER]
-    return next(iter(inner), OUTER if OUTER in found else "")
+    scopes = [_scope(name) for name in (*loops, *names) if not _names(name)]
+    inner = [place for place in scopes if place and place != _OUTER]
+    return next(iter(inner), _OUTER if _OUTER in scopes else "")
 
 
 def _scope(name: str) -> str:
-    found = _SCOPE.findall(name)
-    if not found:
+    matches = _SCOPE.findall(name)
+    if not matches:
         return ""
-    back, forward, what = found[-1]
+    back, forward, what = matches[-1]
     return what + (" backward" if back else " forward" if forward else "")
+
+
+def part_of(name: str) -> str:
+    """Return the part of the model that a name tells, `mlp.up`; "" if it tells none."""
+    return ".".join(_PART.findall(name))
 
 
 def serves(
     module: Module, executed: Executed, inner: Instruction, within: Computation
 ) -> list[tuple[str, int]]:
-    """Say what the operands of a collective are, with their bytes."""
+    """Return what the operands of a collective are for, with their bytes."""
     operands = within.operands(inner)
     own = inner.op_name or executed.instruction.op_name
-    each, uses = _items(own), list[tuple[str, int]]()
-    if len(operands) == 1 and each:  # several arrays put behind each other (GPU)
+    names = _names(own)
+    if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
         arrays = _concatenated(module, operands[0], within)
-        if len(arrays) == len(each):
-            names = [use_of(name) or OTHER for name in each]
-            return [(n, a.num_bytes) for n, a in zip(names, arrays, strict=True)]
-    each = each if len(each) == len(operands) else [""] * len(operands)
-    for operand, name in zip(operands, each, strict=True):
-        if operand.num_bytes <= _SCALARS:
-            uses.append(("scalars", operand.num_bytes))
+        if len(arrays) == len(names):
+            parts = [part_of(name) or OTHER for name in names]
+            return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
+    uses = []
+    for number, operand in enumerate(operands):
+        if operand.num_bytes <= _SCALARS_BYTES:
+            uses.append((SCALARS, operand.num_bytes))
             continue
-        names = list(trail(module, executed, operand, within))
-        arguments = [name for name in names if "params[" in name]
-        candidates = [*arguments, name, *names, own, *near(executed)]
-        use = next(filter(None, map(use_of, candidates)), OTHER)
-        uses.append((use, operand.num_bytes))
+        # The name of several operands is that of one of them.
+        exact = own if len(operands) == 1 and not names else ""
+        exact = names[number] if len(names) == len(operands) else exact
+        made = _producer_names(module, executed, operand, within)
+        candidates = (exact, *made, own, *_user_names(executed))
+        part = next(filter(None, map(part_of, candidates)), OTHER)
+        uses.append((part, operand.num_bytes))
     return uses
 
 
@@ -105,30 +94,17 @@ def _concatenated(
     return _concatenated(module, called.root, called)
 
 
-def _items(name: str) -> list[str]:
+def _names(name: str) -> list[str]:
     """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
     found = re.fullmatch(r"(.*?)\((.*:.*)\)", name)
     return [found[1] + item for item in found[2].split(":")] if found else []
 
 
-def use_of(name: str) -> str:
-    """Say what an instruction is for, by its name alone; "" if that does not tell."""
-    argument = re.search(r"params((?:\[\\?'\w+\\?'\])+)", name)
-    if argument:
-        path = re.findall(r"\w+", argument[1])
-        return ".".join(p for p in path if p not in ("layers", "weight", "scale"))
-    for term in re.findall(r"[a-z]+", "".join(re.findall(r"[a-z,]+->[a-z]+", name))):
-        if term in _WEIGHTS:
-            return _WEIGHTS[term]
-    part = _PART.findall(name)
-    return part[-1] if part else ""
-
-
-def near(executed: Executed) -> Iterator[str]:
-    """Give the names of the instructions that use a result, the nearest first."""
+def _user_names(executed: Executed) -> Iterator[str]:
+    """Return the names of the instructions that use a result, the nearest first."""
     users = executed.computation.users
     queue, seen = deque([executed.instruction]), {executed.instruction.name}
-    while queue and len(seen) < _NEAR:
+    while queue and len(seen) < _NEIGHBOURS:
         for user in users.get(queue.popleft().name, ()):
             if user.name not in seen:
                 seen.add(user.name)
@@ -136,76 +112,41 @@ def near(executed: Executed) -> Iterator[str]:
                 yield user.op_name
 
 
-def trail(
+def _producer_names(
     module: Module,
     executed: Executed,
     instruction: Instruction,
     computation: Computation,
 ) -> Iterator[str]:
-    """Give the names on the way back to what made a value, or to the argument it is.
-
-    Through fusions and loops, and along the largest operand; it ends at an instruction
-    that sums over a dim.
-    """
-    loops, callers = executed.loops, list[tuple[Instruction, Computation]]()
-    if computation is not executed.computation:
-        callers.append((executed.instruction, executed.computation))
-    seen = set[str]()
-    for _ in range(_STEPS):
-        yield instruction.op_name
-        operands, opcode = computation.operands(instruction), instruction.opcode
+    """Return the names of the instructions that make a value, the nearest first."""
+    queue, seen = deque([(instruction, computation)]), set[str]()
+    while queue and len(seen) < _NEIGHBOURS:
+        instruction, computation = queue.popleft()
+        if instruction.name in seen:
+            continue
         seen.add(instruction.name)
-        if opcode == "parameter":
-            if not callers:
-                return
-            fusion, computation = callers.pop()
-            instruction = computation.operands(fusion)[int(instruction.arguments)]
-        elif opcode in _FUSIONS:
-            callers.append((instruction, computation))
-            computation = module.computations[instruction.called[0]]
-            instruction = computation.root
-        elif opcode != "get-tuple-element":
-            if opcode in _ENDS or is_kernel(instruction) or not operands:
-                return
-            if opcode in ("dynamic-update-slice", "dynamic-slice", "slice-start"):
-                instruction = operands[opcode == "dynamic-update-slice"]
-            elif opcode == "recv":
-                instruction = _sent(instruction, computation)
-            else:  # of a sum, not what it was in the iteration before
-                new = [o for o in operands if o.name not in seen] or operands
-                instruction = max(new, key=lambda operand: operand.num_bytes)
-        else:
-            (source,), element = operands, index_of(instruction)
-            if source.opcode in _FUSIONS:
-                callers.append((source, computation))
-                computation = module.computations[source.called[0]]
-                source = computation.root
-            elif source.opcode == "while" or (
-                source.opcode == "parameter" and loops and not callers
-            ):
-                if source.opcode == "while":
-                    loop = module.loops[source.find(BODY)]
-                else:
-                    loop, loops = loops[-1], loops[:-1]
-                if is_kept(module, loop.body, element):
-                    computation = loop.within
-                    (source,) = computation.operands(loop.instruction)
-                else:  # made in the iteration before, or in the last one
-                    loops = (*loops, loop)
-                    computation = module.computations[loop.body]
-                    source = computation.root
-            made = computation.operands(source)
-            if source.opcode not in _TUPLES or len(made) <= element:
-                return
-            instruction = made[element]
+        yield instruction.op_name
+        if instruction.opcode in _FUSIONS:
+            called = module.computations[instruction.called[0]]
+            queue.append((called.root, called))
+        operands = computation.operands(instruction)
+        if instruction.opcode == "get-tuple-element":
+            within = _made_in(module, operands[0])
+            if within and within.root.opcode == "tuple":
+                made = within.operands(within.root)[index_of(instruction)]
+                queue.append((made, within))
+        outer = executed.computation
+        if instruction.opcode == "parameter" and computation is not outer:
+            number = int(instruction.arguments)
+            callers = outer.operands(executed.instruction)
+            queue += [(one, outer) for one in callers[number : number + 1]]
+        queue += [(operand, computation) for operand in operands]
 
 
-def _sent(recv: Instruction, computation: Computation) -> Instruction:
-    """Give what this device sends to get what it receives (TPU slices)."""
-    meeting = recv.find(RENDEZVOUS)
-    (send,) = [
-        i
-        for i in computation.instructions.values()
-        if i.opcode == "send" and i.find(RENDEZVOUS) == meeting
-    ]
-    return computation.operands(send)[0]
+def _made_in(module: Module, instruction: Instruction) -> Computation | None:
+    """Return the computation whose root a loop's or a fusion's results are."""
+    if instruction.opcode == "while":
+        return module.computations[instruction.find(BODY)]
+    if instruction.opcode in _FUSIONS:
+        return module.computations[instruction.called[0]]
+    return None

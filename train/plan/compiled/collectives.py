@@ -14,7 +14,7 @@ from itertools import groupby
 from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
-from train.plan.compiled.attribution import RENDEZVOUS, scope, serves
+from train.plan.compiled.attribution import scope, serves
 from train.plan.compiled.flops import flops_between, parts
 from train.plan.compiled.hlo import (
     BODY,
@@ -33,6 +33,7 @@ KINDS = (
 )
 _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
+_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -265,9 +266,9 @@ def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
     sent = executed.computation.operands(send)[0]
     order = list(executed.computation.instructions.values())
     start = end = order.index(send)
-    meeting, answer = send.find(RENDEZVOUS), ""
+    meeting, answer = send.find(_RENDEZVOUS), ""
     for at, other in enumerate(order):
-        if other.opcode == "recv" and other.find(RENDEZVOUS) == meeting:
+        if other.opcode == "recv" and other.find(_RENDEZVOUS) == meeting:
             answer = other.name
         elif other.opcode == "recv-done" and answer in other.operands:
             end = at

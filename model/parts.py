@@ -1,0 +1,15 @@
+"""Names of the model's parts in traced programs.
+
+A scope `part.mlp.up` stands in the name of each operation made inside of it, and of
+its gradient's, and compilers keep those names: by them a plan tells what a product or a
+collective is for, and a profile shows it. Of nested parts the innermost counts.
+"""
+
+from contextlib import AbstractContextManager
+
+import jax
+
+
+def part(name: str) -> AbstractContextManager:
+    """Name the part of the model that what is traced inside belongs to."""
+    return jax.named_scope(f"part.{name}")
