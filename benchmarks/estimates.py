@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import jax
 
 from train.cli.command import compose
-from train.config import PlanConfig, Remat
+from train.config import Remat
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
-from train.plan.memory import HELD
-from train.plan.plan import Outlook, compile_and_read, estimate
+from train.plan.config import PlanConfig
+from train.plan.plan import Plan, compile_and_read, estimate
 from train.program import Program, make_program, settle
 from train.units import format_bytes
 
@@ -99,24 +99,24 @@ def compare(case: str) -> Compared | None:
     guess = estimate(program)
     took = time.perf_counter() - start
     truth = compile_and_read(program)
-    assert truth.cost, "it was compiled"
-    assert truth.ledger.needed, "or known to need more than there is"
+    assert truth.compilation, "it was compiled"
+    assert truth.memory.needed, "or known to need more than there is"
     print(
-        f"{case}\n    estimated in {took:.2f} s, compiled in {truth.cost.seconds:.0f} s"
+        f"{case}\n    estimated in {took:.2f} s, compiled in "
+        f"{truth.compilation.seconds:.0f} s"
     )
-    if "temporaries" not in truth.ledger.parts:
-        print(f"    out of memory: {format_bytes(truth.ledger.needed.bytes)}")
+    if "temporaries" not in truth.memory.parts:
+        print(f"    out of memory: {format_bytes(truth.memory.needed.bytes)}")
         return None
-    held = sum(guess.ledger.parts[name].bytes for name in HELD)
     ratios = {
-        "arguments": truth.ledger.parts["arguments"].bytes / held,
+        "arguments": truth.memory.parts["arguments"].bytes / guess.memory.held,
         "temporaries": _show("temporaries", guess, truth, _temporaries),
     }
-    if truth.module is None:
+    if truth.text is None:
         print("    its text cannot be had")  # jax 0.10 on some programs for v5p
         return Compared(ratios, 0.0, 0.0)
     ratios |= {
-        "FLOPs": guess.execution.flops.total / truth.execution.flops.total,
+        "FLOPs": guess.cost.flops.total / truth.cost.flops.total,
         "memory": _show("memory", guess, truth, _moved),
         "speed": _speed(guess) / _speed(truth),
         "sent in layers": _in_layers(guess) / max(1.0, _in_layers(truth)),
@@ -127,31 +127,28 @@ def compare(case: str) -> Compared | None:
     return Compared(ratios, _speed(guess), _speed(truth))
 
 
-def _show(
-    name: str, guess: Outlook, truth: Outlook, measure: Callable[[Outlook], int]
-) -> float:
+def _show(name: str, guess: Plan, truth: Plan, measure: Callable[[Plan], int]) -> float:
     estimated, compiled = measure(guess), measure(truth)
     print(f"    {name} {format_bytes(estimated)}, compiled {format_bytes(compiled)}")
     return estimated / compiled
 
 
-def _temporaries(outlook: Outlook) -> int:
-    return outlook.ledger.parts["temporaries"].bytes
+def _temporaries(plan: Plan) -> int:
+    return plan.memory.parts["temporaries"].bytes
 
 
-def _moved(outlook: Outlook) -> int:
-    return outlook.execution.hbm_bytes.total
+def _moved(plan: Plan) -> int:
+    return plan.cost.hbm_bytes.total
 
 
-def _speed(outlook: Outlook) -> float:
-    assert outlook.prediction, "all targets' rates are known"
-    return outlook.prediction.middle.tokens_per_second
+def _speed(plan: Plan) -> float:
+    assert plan.prediction, "all targets' rates are known"
+    return plan.prediction.middle.tokens_per_second
 
 
-def _in_layers(outlook: Outlook) -> float:
-    executed = outlook.execution
-    every = sum(row.payload for row in executed.sent)
-    return every - sum(row.payload for row in executed.outside_layers)
+def _in_layers(plan: Plan) -> float:
+    every = sum(row.payload for row in plan.cost.sent)
+    return every - sum(row.payload for row in plan.cost.outside_layers)
 
 
 def compare_policies(case: str) -> list[Compared]:

@@ -24,13 +24,14 @@ from jax.sharding import Mesh
 from benchmarks.published_rows import ROWS, Row
 from model.config import ModelConfig
 from train.cli.command import compose
-from train.config import PlanConfig, Platform
+from train.config import Platform
 from train.console import print_table
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
+from train.plan.config import PlanConfig
 from train.plan.cost import StepCost
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling

@@ -255,19 +255,6 @@ class Config:
 
 
 @dataclass(frozen=True)
-class PlanConfig(Config):
-    """Keys of `python -m train.plan`: those of training, and its own."""
-
-    target: str | None = None  # a machine to compile for (train/hardware/targets.py)
-    margin: float = 0.05  # part of its memory that must stay free
-    json: bool = False  # print one JSON object, for programs
-    output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
-    search: bool = False  # for the fastest layout that fits
-    search_compiles: int = 4  # how many of the best to compile, at least; 0: none
-    search_minutes: float = 15.0  # after which no more are compiled
-
-
-@dataclass(frozen=True)
 class EvaluateConfig:
     """Keys of `python -m train.evaluate`; the rest is the run's own config.yaml."""
 

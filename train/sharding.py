@@ -124,3 +124,12 @@ def check_batch(
             f"{nearest(batch_size, shards * accumulation)}"
         )
         raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
+
+
+def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Return how many bytes of an array one device holds."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    parts = math.prod(num_shards(sharding.mesh.shape, entry) for entry in sharding.spec)
+    return leaf.size * leaf.dtype.itemsize // parts

@@ -12,8 +12,7 @@ from train.hardware.chips import Chip
 from train.hardware.targets import parse_target
 from train.mesh import make_mesh
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
-from train.plan.prediction import Prediction
-from train.plan.roofline import predict
+from train.plan.roofline import Prediction, predict
 
 # A model that fills every matrix unit.
 FULL = (

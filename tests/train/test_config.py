@@ -23,7 +23,6 @@ from train.config import (
     MeshConfig,
     Optimizer,
     OptimizerConfig,
-    PlanConfig,
     ProfileConfig,
     Remat,
     RunConfig,
@@ -37,6 +36,7 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.identity import Kind, differences, flatten, refused, run_dir, run_name
+from train.plan.config import PlanConfig
 
 
 def keys(config: Any) -> list[str]:

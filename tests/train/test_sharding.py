@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo, named
 from train.errors import ConfigError
+from train.sharding import bytes_per_device
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
@@ -29,6 +30,12 @@ def test_parameters_lie_as_the_table_says(programs):
     # Written out: the heart of FSDP and tensor parallelism in two lines.
     assert specs["layers.mlp.up.weight"] == PartitionSpec(None, "fsdp", "tensor")
     assert specs["layers.mlp.down.weight"] == PartitionSpec(None, "tensor", "fsdp")
+
+
+def test_bytes_per_device_are_those_of_a_shard(programs):
+    for _, leaf in named(programs(*CUBE, devices=8).state):
+        shard = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        assert bytes_per_device(leaf) == shard.size * leaf.dtype.itemsize
 
 
 def test_a_batch_is_spread_over_its_two_axes(programs):

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from train.hardware.achievable import achievable
-from train.hardware.chips import Chip
+from train.hardware.chips import Chip, achievable
 from train.mesh import Device
 
 _RING_OF_2D = 16

@@ -14,30 +14,33 @@ from typing import TYPE_CHECKING, Any
 
 from train.cli.command import run_command
 from train.cli.rules import validate
-from train.config import PlanConfig, Platform
+from train.config import Platform
 from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
+from train.hardware.chips import chip_of
 from train.hardware.targets import CPU, Target, parse_target
+from train.plan.config import PlanConfig
 
 if TYPE_CHECKING:
     from train.mesh import Device
-    from train.plan.memory import Room
-    from train.plan.plan import Outlook
+    from train.plan.plan import Plan
     from train.program import Program
 
 
 def main(config: PlanConfig) -> int:
     """Print layout and cost; with a target, what a step needs and how fast it is."""
-    from train.describe import describe, describe_array
+    from train.describe import describe
     from train.hardware.devices import missing_compiler
-    from train.plan.found import print_found
-    from train.plan.memory import room_of
+    from train.plan.array_layout import describe_array
+    from train.plan.candidates import print_result
+    from train.plan.memory import memory_budget
     from train.plan.plan import compile_and_read, estimate
     from train.plan.search import choose, search
 
     named = config.target not in (None, CPU)
     target = parse_target(config.target) if named and config.target else None
     config, devices, check_vocab = _prepare(config, target)
-    room = room_of(target and target.chip, config.margin, len(devices))
+    chip = target.chip if target else chip_of(devices[0].device_kind)
+    budget = memory_budget(chip, config.margin, len(devices))
     missing = target and missing_compiler(target)
     if missing:
         print(f"estimated, not compiled: {missing}", file=sys.stderr)
@@ -46,32 +49,32 @@ def main(config: PlanConfig) -> int:
     if config.search or config.mesh.planned:
         check_vocab()  # no layout is worth looking for
     if config.search:
-        found = search(config, devices, room, compiles, config.search_minutes)
+        result = search(config, devices, budget, compiles, config.search_minutes)
         if config.json:
-            print(json.dumps(dataclasses.asdict(found)))
+            print(json.dumps(dataclasses.asdict(result)))
         else:
-            print_found(found)
-        return FINISHED if found.best else DOES_NOT_FIT
+            print_result(result)
+        return FINISHED if result.best else DOES_NOT_FIT
     if config.mesh.planned:
-        how = config.margin, compiles, config.search_minutes
-        config = choose(config, devices, *how).applied(config)
+        limits = config.margin, compiles, config.search_minutes
+        config = choose(config, devices, *limits).applied(config)
     program = _lay_out(config, devices, check_vocab)
     if not config.json:
         describe(program)
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
-    outlook = (compile_and_read if compiler else estimate)(program)
-    plan = _as_json(config, program, target, outlook, room)
+    plan = (compile_and_read if compiler else estimate)(program, budget)
+    values = _as_json(config, target, plan)
     if config.target is not None:
-        plan |= _for_page(program, outlook, room)
+        values |= _for_page(plan)
     if config.json:
-        print(json.dumps(plan))
+        print(json.dumps(values))
     else:
-        _print(program, outlook, room if config.target else None)
+        _print(plan, config.target is not None)
     if config.target is None:
         return FINISHED
-    _write(config, plan)
-    return FINISHED if outlook.ledger.fits(room) else DOES_NOT_FIT
+    _write(config, values)
+    return FINISHED if plan.fits else DOES_NOT_FIT
 
 
 def _prepare(
@@ -107,7 +110,7 @@ def _lay_out(
 ) -> "Program":
     """Lay the config out, or list all that does not fit devices, data and model."""
     from model.gpt import abstract_gpt, params_of
-    from train.describe import find_array
+    from train.plan.array_layout import find_array
     from train.program import make_program
 
     array, checks = config.plan.array, [check_vocab]
@@ -117,66 +120,50 @@ def _lay_out(
     return check_all(partial(make_program, config, devices), *checks)[0]
 
 
-def _print(program: "Program", outlook: "Outlook", room: "Room | None") -> None:
+def _print(plan: "Plan", verdict: bool) -> None:
+    """Print the figures; whether they fit, and what to change, for a target only."""
     from train.plan.advice import print_prediction
     from train.plan.cost import print_cost
-    from train.plan.memory import print_ledger
+    from train.plan.memory import print_memory
     from train.plan.scaling import print_weak_scaling
 
-    print_cost(outlook.execution)
-    print_ledger(outlook.ledger, room, outlook.cost)
-    advice = room and outlook.advise(program, room)
-    if outlook.prediction and advice:
-        print_prediction(outlook.prediction, advice)
-    else:
-        print(f"no prediction: {outlook.unpredicted}")
-    if scaled := outlook.scaled(program):
-        print_weak_scaling(scaled)
+    print_cost(plan.cost)
+    print_memory(plan.memory, plan.budget if verdict else None, plan.compilation)
+    if plan.prediction and verdict and plan.advice:
+        print_prediction(plan.prediction, plan.advice)
+    elif plan.unpredicted:
+        print(f"no prediction: {plan.unpredicted}")
+    if plan.scaling:
+        print_weak_scaling(plan.scaling)
 
 
-def _as_json(
-    config: PlanConfig,
-    program: "Program",
-    target: Target | None,
-    outlook: "Outlook",
-    room: "Room",
-) -> dict[str, Any]:
-    """Give all figures as plain values."""
-    from train.describe import array_slices
+def _as_json(config: PlanConfig, target: Target | None, plan: "Plan") -> dict[str, Any]:
+    """Return what was asked, and all figures, as plain values."""
+    from train.plan.array_layout import array_slices
 
     array = config.plan.array
-    devices = program.mesh.devices
     return {
         "target": config.target,
-        "device_kind": devices.flat[0].device_kind,
-        "platform": devices.flat[0].platform,
-        "devices": devices.size,
         "chips": target.num_chips if target else None,
-        "hosts": len({device.process_index for device in devices.flat}),
         "slices": target.slices if target else None,
-        "mesh": dict(program.mesh.shape),
-        "attention": program.how.attention,
-        "num_parameters": program.num_params,
-        "array": array and array_slices(program, array),
-        "tokens_per_step": program.tokens_per_step,
-        "model_flops_per_step": program.flops_per_step,
-        "memory": dataclasses.asdict(room),
-        "fits": outlook.ledger.fits(room),
-        **outlook.as_json(program, room),
+        "array": array and array_slices(plan.program, array),
+        **plan.as_json(),
     }
 
 
-def _for_page(program: "Program", outlook: "Outlook", room: "Room") -> dict[str, Any]:
+def _for_page(plan: "Plan") -> dict[str, Any]:
     """Return what the page shows beside the figures."""
-    from train.plan.advice import said
+    from train.plan.advice import summary
+    from train.plan.compiled.trip_counts import read
     from train.plan.page import page_data
 
-    advice, prediction = outlook.advise(program, room), outlook.prediction
-    summary = said(prediction, advice) if prediction and advice else []
-    return page_data(program, outlook.module, summary, sys.argv[1:])
+    prediction, advice = plan.prediction, plan.advice
+    texts = summary(prediction, advice) if prediction and advice else []
+    module = read(plan.text) if plan.text else None
+    return page_data(plan.program, module, texts, sys.argv[1:])
 
 
-def _write(config: PlanConfig, plan: dict[str, Any]) -> None:
+def _write(config: PlanConfig, values: dict[str, Any]) -> None:
     """Leave plan.json and plan.html in a folder."""
     from train.identity import of_training, run_name
     from train.plan.page import TEMPLATE
@@ -185,13 +172,13 @@ def _write(config: PlanConfig, plan: dict[str, Any]) -> None:
 
     name = run_name(of_training(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target}")
-    write_whole(folder / "plan.json", json.dumps(plan, indent=1) + "\n")
-    write_page(folder / "plan.html", TEMPLATE, plan)
+    write_whole(folder / "plan.json", json.dumps(values, indent=1) + "\n")
+    write_page(folder / "plan.html", TEMPLATE, values)
     print(f"picture     {folder}/plan.html", file=sys.stderr)
 
 
 def mistakes(config: PlanConfig) -> list[Mistake]:
-    """List what is wrong, the target's name too."""
+    """Return what is wrong, the target's name too."""
     found = validate(config)
     if config.target not in (None, CPU):
         try:

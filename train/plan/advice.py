@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from train.config import Config, Remat
 from train.console import print_table
-from train.plan.prediction import Lane, Prediction, Range
+from train.plan.roofline import Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
@@ -45,14 +45,14 @@ def advise(
         mesh: its devices.
         spare_bytes: of a device's memory, if known; None: not known.
     """
-    lane = max(prediction.lanes, key=lambda lane: lane.seconds, default=None)
+    link = max(prediction.links, key=lambda link: link.seconds, default=None)
     busiest = max(prediction.products, prediction.memory)
-    if lane and lane.seconds > busiest:
+    if link and link.seconds > busiest:
         bound = (
-            f"bound by the network: {lane.name} at {lane.bandwidth / 1e9:,.1f} GB/s a "
-            f"device takes {_of(lane.seconds, prediction.step_s)} of the step"
+            f"bound by the network: {link.name} at {link.bandwidth / 1e9:,.1f} GB/s a "
+            f"device takes {_of(link.seconds, prediction.step_s)} of the step"
         )
-        return Advice(bound, *_less_traffic(lane, config, mesh))
+        return Advice(bound, *_less_traffic(link, config, mesh))
     if prediction.memory > prediction.products:
         return _for_memory(prediction, config)
     return _for_products(prediction, config, mesh, spare_bytes)
@@ -71,13 +71,13 @@ def _for_products(
         what += f", {prediction.recomputed:.2f} x what the model needs"
     if prediction.fill < _NARROW:
         what += f"; the model's dims fill {prediction.fill:.0%} of the matrix units"
-    lane = max(prediction.lanes, key=lambda lane: lane.exposed, default=None)
-    exposed = sum(lane.exposed for lane in prediction.lanes)
+    link = max(prediction.links, key=lambda link: link.exposed, default=None)
+    exposed = sum(link.exposed for link in prediction.links)
     waits = exposed > _MUCH_EXPOSED * step.middle
-    if lane and waits:
+    if link and waits:
         what += (
             f"; collectives that nothing is scheduled beside take "
-            f"{_of(exposed, step)}, most of them {lane.name}"
+            f"{_of(exposed, step)}, most of them {link.name}"
         )
     if again:
         less = Remat.dots if remat is Remat.full else Remat.none
@@ -85,8 +85,8 @@ def _for_products(
         if spare is not None:
             room += f" into the {format_bytes(max(0, spare))} that are left"
         return Advice(what, f"recompute less, {room}", f"train.remat={less.value}")
-    if lane and waits:
-        return Advice(what, *_less_traffic(lane, config, mesh))
+    if link and waits:
+        return Advice(what, *_less_traffic(link, config, mesh))
     if prediction.fill < _NARROW:
         return Advice(
             what, "make dims, those of a head first, multiples of a unit's rows"
@@ -116,23 +116,23 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
     )
 
 
-def _less_traffic(lane: Lane, config: Config, mesh: Mesh) -> tuple[str, str]:
+def _less_traffic(link: Link, config: Config, mesh: Mesh) -> tuple[str, str]:
     """Say what makes a network less busy, and what to type for it."""
-    far, dcn = lane.network in ("DCN", "network"), config.mesh.dcn
+    far, dcn = link.network in ("DCN", "network"), config.mesh.dcn
     microbatches = config.train.accumulation_steps
-    if far and "tensor" in lane.axes and dcn.tensor > 1:
+    if far and "tensor" in link.axes and dcn.tensor > 1:
         return (
             "keep tensor inside a slice or node, and let copies cross",
             f"mesh.dcn.tensor=1 mesh.dcn.data={dcn.tensor} mesh.data={dcn.tensor} "
             f"mesh.tensor={mesh.shape['tensor'] // dcn.tensor}",
         )
-    if far and "fsdp" in lane.axes and dcn.fsdp > 1:
+    if far and "fsdp" in link.axes and dcn.fsdp > 1:
         return (
             "shard parameters inside a slice or node only, and let copies cross",
             f"mesh.dcn.fsdp=1 mesh.dcn.data={dcn.fsdp} mesh.data={dcn.fsdp} "
             f"mesh.fsdp={mesh.shape['fsdp'] // dcn.fsdp}",
         )
-    if "tensor" in lane.axes:
+    if "tensor" in link.axes:
         return (
             "cut layers into fewer parts, if the rest fits: activations travel in "
             "every layer",
@@ -164,21 +164,21 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
         ["main memory", format_seconds(prediction.memory), "", f"{how}, at most"],
     ] + [
         [
-            lane.name,
-            format_seconds(lane.seconds),
-            f"{lane.hidden / lane.seconds:.0%}" if lane.seconds else "",
+            link.name,
+            format_seconds(link.seconds),
+            f"{link.hidden / link.seconds:.0%}" if link.seconds else "",
             how,
         ]
-        for lane in prediction.lanes
+        for link in prediction.links
     ]
     headers = ["resource", "busy", "beside products", "what it does is"]
     print_table(rows, headers, "time of a step by resource (computed)")
-    for name, text in said(prediction, advice):
+    for name, text in summary(prediction, advice):
         print(f"{name:<11} {text}")
 
 
-def said(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
-    """Say how fast a step is, what it waits for and what to change: names and texts."""
+def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
+    """Return how fast a step is, what it waits for and what to change, as text."""
     step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
     speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
     typed = f": {advice.override}" if advice.override else ""

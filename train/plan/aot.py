@@ -32,7 +32,7 @@ class OutOfMemory(Exception):
 
 
 @dataclass(frozen=True)
-class Cost:
+class Compilation:
     """What compiling took in this process."""
 
     seconds: float
@@ -58,7 +58,7 @@ def compile_step(program: Program) -> Compiled:
             raise out_of_memory(str(error)) or error from None
 
 
-def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Cost]:
+def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:
     """Compile, and measure what it takes; that it does not fit is a result."""
     start = time.perf_counter()
     try:
@@ -67,7 +67,7 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Cost]:
         result = error
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
-    return result, Cost(time.perf_counter() - start, peak * unit)
+    return result, Compilation(time.perf_counter() - start, peak * unit)
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.axes import mesh_axes
 from model.params import named
-from train.describe import bytes_per_device
+from train.console import print_table
+from train.errors import ConfigError, Mistake
 from train.mesh import Device
 from train.program import Program
+from train.sharding import bytes_per_device
 from train.units import format_bytes
 
 _DRAWN = 320  # chips at a time
@@ -134,3 +137,68 @@ def _column(device: Device) -> tuple[int, int]:
     if _on_grid(device):
         return device.coords[0], device.core_on_chip
     return device.id, 0
+
+
+def describe_array(program: Program, wanted: str) -> None:
+    """Print which device holds which slice of a parameter.
+
+    Raises:
+        ConfigError: if there is no such parameter.
+    """
+    found, sizes = array_slices(program, wanted), program.mesh.shape
+    rows = [
+        [
+            held["device"],
+            " ".join(f"{k}={v}" for k, v in held["position"].items() if sizes[k] > 1),
+            f"[{', '.join(f'{start}:{stop}' for start, stop in held['slice'])}]",
+        ]
+        for held in found["held"]
+    ]
+    shape = "x".join(map(str, found["shape"]))
+    title = f"{wanted} {shape} {found['dtype']}, {tuple(found['spec'])}"
+    print_table(rows, ["device", "mesh position", "holds"], title)
+
+
+def array_slices(program: Program, wanted: str) -> dict[str, Any]:
+    """Return which device holds which slice of a parameter, as plain values.
+
+    Returns:
+        name, shape, dtype and spec; held: of each device its name, its position on the
+        mesh by axis, and where it starts and stops in each dim.
+
+    Raises:
+        ConfigError: if there is no such parameter.
+    """
+    leaf, mesh = find_array(program.state.params, wanted), program.mesh
+    places = {device: index for index, device in np.ndenumerate(mesh.devices)}
+    indices = leaf.sharding.devices_indices_map(leaf.shape)
+    return {
+        "name": wanted,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": list(leaf.sharding.spec),
+        "held": [
+            {
+                "device": str(device),
+                "position": dict(zip(mesh.axis_names, places[device], strict=True)),
+                "slice": [
+                    part.indices(size)[:2]
+                    for part, size in zip(index, leaf.shape, strict=True)
+                ],
+            }
+            for device, index in indices.items()
+        ],
+    }
+
+
+def find_array(params: Any, wanted: str) -> Any:
+    """Find a parameter by its name.
+
+    Raises:
+        ConfigError: if there is none; lists those there are.
+    """
+    arrays = dict(named(params))
+    if wanted not in arrays:
+        rule = "must be one of: " + ", ".join(arrays)
+        raise ConfigError([Mistake("plan.array", wanted, rule)])
+    return arrays[wanted]

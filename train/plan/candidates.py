@@ -1,15 +1,18 @@
-"""The ways to lay a step out on devices."""
+"""The ways to lay a step out on devices, and what a search among them came to."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from train.config import Config, DcnConfig, Remat
+from train.console import print_table
 from train.errors import ConfigError
 from train.mesh import axis_sizes
+from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16
+_SHOWN = 10  # layouts
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Layout:
         )
 
     def applied(self, config: Any) -> Any:
-        """Give a config with this layout."""
+        """Return a config with this layout."""
         mesh = replace(
             config.mesh,
             **{"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
@@ -75,7 +78,7 @@ def layouts(num_devices: int, parts: int) -> list[Layout]:
 
 
 def variants(layout: Layout, batch_size: int) -> Iterator[Layout]:
-    """Give a mesh each way to recompute, and each number of microbatches."""
+    """Return a mesh with each way to recompute, and each number of microbatches."""
     rows = batch_size // (layout.data * layout.fsdp)
     for remat, steps in itertools.product(Remat, _powers_of_two(rows)):
         yield replace(layout, remat=remat.value, accumulation_steps=steps)
@@ -104,3 +107,154 @@ def _divisors(number: int) -> list[int]:
 
 def _powers_of_two(most: int) -> list[int]:
     return [n for n in (2**i for i in range(most.bit_length())) if most % n == 0]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a layout needs and gives; bytes are of one device.
+
+    held: of what is needed, the state and the batch.
+    step_s, tokens_per_second, mfu: the middle of the prediction (plan/roofline.py).
+    how: compiled or estimated.
+    """
+
+    layout: Layout
+    needed: int
+    held: int
+    available: int
+    step_s: float
+    tokens_per_second: float
+    mfu: float
+    how: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device's memory suffices."""
+        return self.needed <= self.available
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left of a device's memory."""
+        return self.available - self.needed
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Meshes that are not possible for one reason: how many, and why the first is not.
+
+    A mesh with several reasons counts for each.
+    """
+
+    meshes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search came to.
+
+    weighed: all layouts by shapes, the fastest that fits first.
+    compiled: those that were compiled, likewise.
+    given: the layout of the config itself, if it is possible.
+    excluded: meshes that are impossible, by the key that says why.
+    """
+
+    weighed: list[Candidate]
+    compiled: list[Candidate]
+    given: Layout | None
+    excluded: dict[str, Excluded]
+    seconds: float
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "SearchResult":
+        """Read what `dataclasses.asdict` gave."""
+
+        def weighed(one: dict[str, Any]) -> Candidate:
+            return Candidate(**{**one, "layout": Layout(**one["layout"])})
+
+        return cls(
+            weighed=[weighed(one) for one in values["weighed"]],
+            compiled=[weighed(one) for one in values["compiled"]],
+            given=values["given"] and Layout(**values["given"]),
+            excluded={k: Excluded(**one) for k, one in values["excluded"].items()},
+            seconds=values["seconds"],
+        )
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits, compiled if any was; None: nothing fits."""
+        known = self.compiled or self.weighed
+        return known[0] if known and known[0].fits else None
+
+    @property
+    def closest(self) -> Candidate:
+        """What needs the least memory; what was compiled stands for its estimate."""
+        done = {one.layout for one in self.compiled}
+        rest = (one for one in self.weighed if one.layout not in done)
+        return min((*self.compiled, *rest), key=lambda one: one.needed)
+
+
+def print_result(result: SearchResult) -> None:
+    """Print the frontier: each layout that no other beats in both speed and memory."""
+    print(
+        f"searched    {len(result.weighed)} layouts by shapes, {len(result.compiled)} "
+        f"compiled, in {result.seconds:.0f} s"
+    )
+    for one in result.excluded.values():
+        meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
+        print(f"excluded    {meshes}, the first since {one.why}")
+    known = {w.layout for w in result.compiled}
+    kept = [w for w in frontier(result.weighed) if w.layout not in known]
+    rows = [*result.compiled, *kept[:_SHOWN]]
+    if result.best is None and result.closest not in rows:
+        rows.append(result.closest)
+    print_table(
+        [
+            [
+                "yes" if w.fits else "no",
+                format_count(w.tokens_per_second),
+                f"{w.mfu:.0%}",
+                format_bytes(w.needed),
+                format_bytes(w.spare) if w.fits else f"-{format_bytes(-w.spare)}",
+                w.how,
+                w.layout.overrides + " (as given)" * (w.layout == result.given),
+            ]
+            for w in rows
+        ],
+        ["fits", "tokens/s", "MFU", "needed", "left", "memory is", "layout"],
+        "layouts, predicted",
+    )
+    best = result.best.layout.overrides if result.best else none_fits(result)
+    print(f"best        {best}")
+
+
+def none_fits(result: SearchResult) -> str:
+    """Return by how much the layout that needs the least does not fit, and what helps.
+
+    A smaller batch is not named: microbatches of a single row were weighed too.
+    """
+    least = result.closest
+    if least.fits:
+        return (
+            "none that was compiled fits, but by the estimate others do; to compile "
+            "more raise search_minutes"
+        )
+    helps = "take more or larger chips, shorter rows (data.sequence_length), or"
+    if least.held > least.available:
+        held = format_bytes(least.held)
+        helps = f"its state and batch alone take {held}: take more or larger chips, or"
+    return (
+        f"none fits; the least is needed by {least.layout.overrides}: "
+        f"{format_bytes(least.needed)} a device, {least.how}, of which there are "
+        f"{format_bytes(least.available)}, so {format_bytes(-least.spare)} too much; "
+        f"{helps} a smaller model"
+    )
+
+
+def frontier(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """Keep the fastest that fits, and each that leaves more memory than all faster."""
+    kept = list[Candidate]()
+    for one in ranked:
+        if one.fits and (not kept or one.needed < kept[-1].needed):
+            kept.append(one)
+    return kept

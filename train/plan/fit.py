@@ -11,7 +11,7 @@ from train.config import Remat
 from train.errors import ConfigError
 from train.plan.advice import Advice
 from train.plan.estimated.step import estimate_memory
-from train.plan.memory import HELD, Ledger, Room
+from train.plan.memory import DeviceMemory, MemoryBudget
 from train.program import Program, make_program
 from train.units import format_bytes
 
@@ -22,24 +22,24 @@ class _Change(NamedTuple):
     program: Program  # what comes of it
 
 
-def make_room(program: Program, ledger: Ledger, room: Room) -> Advice:
-    """Say what a step that does not fit needs less of.
+def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Advice:
+    """Return what makes a step fit that does not.
 
     Args:
         program: of the step.
-        ledger: of its memory, compiled or estimated.
-        room: a device's memory.
+        memory: what it needs, compiled or estimated.
+        budget: what a device has.
     """
-    needed, held = _needed(ledger), _held(ledger)
+    needed, held = _needed(memory), memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
-        f"{format_bytes(needed - room.available)} more than there are; state and batch "
-        f"take {format_bytes(held)}"
+        f"{format_bytes(needed - budget.available)} more than there are; state and "
+        f"batch take {format_bytes(held)}"
     )
     # What the compiler found beyond the estimate is taken to stay.
     beyond = needed - _needed(estimate_memory(program))
     kinds = [_recompute, _cut_batch, _shard]
-    if 2 * held > room.available:
+    if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
     made, typed = list[str](), list[str]()
     for kind in kinds:
@@ -47,7 +47,7 @@ def make_room(program: Program, ledger: Ledger, room: Room) -> Advice:
             (beyond + _needed(estimate_memory(change.program)), change)
             for change in kind(program)
         ]
-        fitting = (pair for pair in sizes if pair[0] <= room.available)
+        fitting = (pair for pair in sizes if pair[0] <= budget.available)
         least = min(sizes, key=lambda pair: pair[0], default=(needed, None))
         size, change = next(fitting, least)
         if change is None or size >= needed:
@@ -55,7 +55,7 @@ def make_room(program: Program, ledger: Ledger, room: Room) -> Advice:
         program, needed = change.program, size
         made.append(f"{change.words} ({format_bytes(needed)} are needed then)")
         typed.append(change.override)
-        if needed <= room.available:
+        if needed <= budget.available:
             done = f"{', and '.join(made)}: that fits, estimated"
             return Advice(what, done, " ".join(typed))
     more = "take more or larger chips, or cut layers into more parts; this finds out"
@@ -102,10 +102,6 @@ def _cut_batch(program: Program) -> list[_Change]:
     return found
 
 
-def _needed(ledger: Ledger) -> int:
-    assert ledger.needed is not None
-    return ledger.needed.bytes
-
-
-def _held(ledger: Ledger) -> int:
-    return sum(ledger.parts[name].bytes for name in HELD)
+def _needed(memory: DeviceMemory) -> int:
+    assert memory.needed is not None
+    return memory.needed.bytes

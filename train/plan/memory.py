@@ -18,11 +18,12 @@ from jax.stages import Compiled
 
 from model.axes import mesh_axes
 from train.console import print_table
-from train.describe import bytes_per_device
 from train.hardware.chips import Chip
-from train.plan.aot import Cost, OutOfMemory
+from train.plan.aot import Compilation, OutOfMemory
+from train.plan.config import MARGIN
 from train.plan.cost import COMPILED
 from train.program import Program
+from train.sharding import bytes_per_device
 from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
@@ -32,7 +33,7 @@ HELD = ("parameters", "optimizer state", "batch")  # from the first step to the 
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory of one device.
 
     total: all of it.
@@ -56,7 +57,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class DeviceMemory:
     """What a step needs.
 
     parts: of one device, by name; not a sum: arguments are the state and the batch,
@@ -73,21 +74,27 @@ class Ledger:
     checkpoint: Figure
     temporaries: dict[str, Figure] = field(default_factory=dict)
 
-    def fits(self, room: Room) -> bool | None:
-        """Say whether the step fits; None: the state does, more is not known."""
+    def fits(self, budget: MemoryBudget) -> bool | None:
+        """Tell whether the step fits; None: the state does, more is not known."""
         if self.needed is not None:
-            return self.needed.bytes <= room.available
-        held = sum(self.parts[name].bytes for name in HELD)
-        return False if held > room.available else None
+            return self.needed.bytes <= budget.available
+        return False if self.held > budget.available else None
+
+    @property
+    def held(self) -> int:
+        """Bytes of one device from the first step to the last: state and batch."""
+        return sum(self.parts[name].bytes for name in HELD)
 
     def as_json(self) -> dict[str, Any]:
-        """Give each figure as {"bytes", "how"}."""
+        """Return each figure as {"bytes", "how"}."""
         figures = dataclasses.asdict(self)
         return {"per_device": figures.pop("parts"), **figures}
 
 
-def room_of(chip: Chip | None, margin: float, num_devices: int = 1) -> Room:
-    """Give the memory of a device; chip None: of one of this machine's virtual ones."""
+def memory_budget(
+    chip: Chip | None, margin: float = MARGIN, num_devices: int = 1
+) -> MemoryBudget:
+    """Return the memory of a device; chip None: of this machine's virtual ones."""
     note = ""
     if chip is None or chip.hbm_bytes is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
@@ -101,20 +108,20 @@ def room_of(chip: Chip | None, margin: float, num_devices: int = 1) -> Room:
             f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
             f"{_FRACTION[0]}=0.92, say, in the environment"
         )
-    return Room(total, program, min(program, int((1 - margin) * total)), note)
+    return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
 
 
 def memory_fraction() -> float:
-    """Give the part of a GPU's memory that JAX takes.
+    """Return the part of a GPU's memory that JAX takes.
 
     Source: docs.jax.dev, GPU memory allocation.
     """
     return float(next(filter(None, map(os.environ.get, _FRACTION)), 0.75))
 
 
-def make_ledger(
+def device_memory(
     program: Program, compiled: Compiled | OutOfMemory | None = None
-) -> Ledger:
+) -> DeviceMemory:
     """Add up what a program's step needs.
 
     Args:
@@ -138,7 +145,7 @@ def make_ledger(
         parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
     saved = jax.tree.leaves(as_saved(state))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
-    return Ledger(
+    return DeviceMemory(
         parts=parts,
         needed=needed,
         host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
@@ -146,8 +153,10 @@ def make_ledger(
     )
 
 
-def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
-    """Print every figure with how it is known, then the verdict if there is a room."""
+def print_memory(
+    memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
+) -> None:
+    """Print every figure with how it is known; the verdict if there is a budget."""
     meanings = {
         "arguments": "state and batch, as they lie in memory",
         "temporaries": "activations, gradients, buffers",
@@ -156,36 +165,37 @@ def print_ledger(ledger: Ledger, room: Room | None, cost: Cost | None) -> None:
     }
     rows = [
         [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
-        for name, figure in ledger.parts.items()
-        if figure.bytes
+        for name, figure in memory.parts.items()
+        if figure.bytes and name not in memory.temporaries
     ] + [
         [f"- {name}", format_bytes(figure.bytes), figure.how, "of the temporaries"]
-        for name, figure in ledger.temporaries.items()
+        for name, figure in memory.temporaries.items()
         if figure.bytes
     ]
     print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
-    if cost:
+    if compilation:
         print(
-            f"compiled    in {format_seconds(cost.seconds)}, this process held "
-            f"{format_bytes(cost.peak_rss_bytes)} at most"
+            f"compiled    in {format_seconds(compilation.seconds)}, this process held "
+            f"{format_bytes(compilation.peak_rss_bytes)} at most"
         )
-    print(f"host        {format_bytes(ledger.host_save.bytes)} at most during a save")
-    print(f"checkpoint  {format_bytes(ledger.checkpoint.bytes)} before compression")
-    if room is None:
+    print(f"host        {format_bytes(memory.host_save.bytes)} at most during a save")
+    print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
+    if budget is None:
         return
     print(
-        f"memory      {format_bytes(room.total)} a device, of which a program has "
-        f"{format_bytes(room.program)}; {format_bytes(room.available)} with the margin"
+        f"memory      {format_bytes(budget.total)} a device, of which a program has "
+        f"{format_bytes(budget.program)}; {format_bytes(budget.available)} with the "
+        "margin"
     )
-    if room.note:
-        print(f"            {room.note}")
-    fits = ledger.fits(room)
-    if ledger.needed is None:
+    if budget.note:
+        print(f"            {budget.note}")
+    fits = memory.fits(budget)
+    if memory.needed is None:
         print("fits        " + ("not known: not compiled" if fits is None else "no"))
         return
-    needed = ledger.needed.bytes
-    spare = room.available - needed
-    print(f"needed      {format_bytes(needed)} a device, {ledger.needed.how}")
+    needed = memory.needed.bytes
+    spare = budget.available - needed
+    print(f"needed      {format_bytes(needed)} a device, {memory.needed.how}")
     print(
         f"fits        yes, {format_bytes(spare)} to spare"
         if fits

@@ -1,10 +1,12 @@
-"""What a program would do on its devices: memory, work, traffic, speed.
+"""What a step would do on its devices: memory, cost, speed, and what to change.
 
-Compiled where the devices' compiler is at hand, else estimated from shapes.
+Compiled where the devices' compiler is at hand, else estimated without one.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,117 +14,154 @@ import jax
 from train.config import Remat
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import NotStated
+from train.mesh import Device
 from train.plan.advice import Advice, advise
-from train.plan.aot import Cost, OutOfMemory, measure_compile
-from train.plan.compiled.hlo import Module
+from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
-from train.plan.compiled.trip_counts import read
 from train.plan.cost import StepCost
-from train.plan.estimated.step import (
-    estimate_items,
-    estimate_memory,
-    estimate_step,
-)
-from train.plan.fit import make_room
-from train.plan.memory import Ledger, Room, make_ledger
-from train.plan.prediction import Prediction
-from train.plan.roofline import predict
+from train.plan.estimated.step import estimate_items, estimate_memory, estimate_step
+from train.plan.fit import make_fit
+from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
+from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, num_slices, weak_scaling
 from train.program import Program
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """Of one step of one device.
+class Plan:
+    """Of one step, its figures of one device. Each part is computed once.
 
-    prediction: None where nobody says how fast the machine is (any CPU).
-    unpredicted: why there is none.
-    module: the compiled program; None: it was not compiled, or found to be too large.
-    cost: of compiling.
+    program: on the devices in question.
+    budget: the memory that a device has.
+    memory: what the step needs of it.
+    cost: what the step computes, moves and sends.
+    text: the compiled program; None: it was not compiled, or found to be too large.
+    compilation: what compiling took.
     """
 
-    ledger: Ledger
-    execution: StepCost
-    prediction: Prediction | None
-    module: Module | None = None
-    cost: Cost | None = None
-    unpredicted: str = ""
+    program: Program
+    budget: MemoryBudget
+    memory: DeviceMemory
+    cost: StepCost
+    text: str | None = None
+    compilation: Compilation | None = None
 
-    def advise(self, program: Program, room: Room) -> Advice | None:
-        """Name the bottleneck of a step, memory if it does not fit, and a remedy."""
-        if self.prediction is None or self.ledger.needed is None:
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device's memory suffices; None: that is not known."""
+        return self.memory.fits(self.budget)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The speed; None where nobody says how fast the machine is (any CPU)."""
+        return self._predicted if isinstance(self._predicted, Prediction) else None
+
+    @property
+    def unpredicted(self) -> str:
+        """Why there is no prediction."""
+        return "" if isinstance(self._predicted, Prediction) else self._predicted
+
+    @cached_property
+    def _predicted(self) -> Prediction | str:
+        program, kind = self.program, self.program.mesh.devices.flat[0].device_kind
+        chip = chip_of(kind)
+        if chip is None:
+            return f"the speed of {kind} is not known"
+        model, tokens = program.config.model, program.tokens_per_step
+        try:
+            return predict(self.cost, program.mesh, chip, model, tokens)
+        except NotStated as error:
+            return str(error)
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The bottleneck of a step, memory if it does not fit, and a remedy."""
+        if self.prediction is None or self.memory.needed is None:
             return None
-        spare = room.available - self.ledger.needed.bytes
+        spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
-            return make_room(program, self.ledger, room)
-        advice = advise(self.prediction, program.config, program.mesh, spare)
+            return make_fit(self.program, self.memory, self.budget)
+        config, mesh = self.program.config, self.program.mesh
+        advice = advise(self.prediction, config, mesh, spare)
         key, _, remat = advice.override.partition("=")
-        if key == "train.remat" and not _fits_with(program, remat, room):
+        if key != "train.remat":
+            return advice
+        train = replace(config.train, remat=Remat(remat))
+        other = estimate(self.program.trained(train), self.budget)
+        if not other.fits:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")
         return advice
 
-    def scaled(self, program: Program) -> list[Scaled]:
-        """Predict what more slices give; [] for a single one."""
+    @cached_property
+    def scaling(self) -> list[Scaled]:
+        """What more slices give; [] for a single one."""
+        program = self.program
         chip = chip_of(program.mesh.devices.flat[0].device_kind)
         several = num_slices(program.mesh.devices.flat) > 1
         if chip is None or self.prediction is None or not several:
             return []
         model, tokens = program.config.model, program.tokens_per_step
-        return weak_scaling(self.execution, program.mesh, chip, model, tokens)
+        return weak_scaling(self.cost, program.mesh, chip, model, tokens)
 
-    def as_json(self, program: Program, room: Room) -> dict[str, Any]:
-        """Give all figures as plain values."""
-        advice, prediction = self.advise(program, room), self.prediction
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures as plain values: the keys of plan.json."""
+        program, prediction, advice = self.program, self.prediction, self.advice
+        devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
         return {
-            **self.ledger.as_json(),
-            "compile": self.cost and asdict(self.cost),
-            "execution": self.execution.as_json(),
+            "device_kind": devices.flat[0].device_kind,
+            "platform": devices.flat[0].platform,
+            "devices": devices.size,
+            "hosts": len({device.process_index for device in devices.flat}),
+            "mesh": dict(program.mesh.shape),
+            "attention": program.how.attention,
+            "num_parameters": sum(leaf.size for leaf in params),
+            "tokens_per_step": program.tokens_per_step,
+            "model_flops_per_step": program.flops_per_step,
+            "memory": asdict(self.budget),
+            "fits": self.fits,
+            **self.memory.as_json(),
+            "compile": self.compilation and asdict(self.compilation),
+            "execution": self.cost.as_json(),
             "prediction": prediction and prediction.as_json(),
             "advice": advice and asdict(advice),
-            "weak_scaling": [asdict(row) for row in self.scaled(program)],
+            "weak_scaling": [asdict(row) for row in self.scaling],
         }
 
 
-def _fits_with(program: Program, remat: str, room: Room) -> bool:
-    """Estimate whether another policy of recomputation fits."""
-    other = program.trained(replace(program.config.train, remat=Remat(remat)))
-    return estimate_memory(other).fits(room) is True
+def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
+    """Plan without a compiler, in milliseconds.
 
-
-def estimate(program: Program) -> Outlook:
-    """Look ahead by shapes alone, in milliseconds."""
-    return _outlook(program, estimate_memory(program), estimate_step(program))
-
-
-def compile_and_read(program: Program) -> Outlook:
-    """Look ahead by compiling the step, and reading what came of it.
-
-    What does not fit, or cannot be printed by XLA, leaves nothing to read: work and
-    speed are estimated.
+    Args:
+        program: on the devices in question.
+        budget: of a device; default: what its chip has, less the usual margin.
     """
-    result, cost = measure_compile(program)
-    ledger, text = make_ledger(program, result), None
-    ledger = replace(ledger, temporaries=estimate_items(program))
+    budget = budget or _budget_of(list(program.mesh.devices.flat))
+    return Plan(program, budget, estimate_memory(program), estimate_step(program))
+
+
+def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Plan:
+    """Plan by compiling the step, and reading what came of it.
+
+    What does not fit, or cannot be printed by XLA, leaves nothing to read: its cost is
+    estimated. Arguments: as `estimate`.
+    """
+    result, compilation = measure_compile(program)
+    memory, text = device_memory(program, result), None
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             text = result.as_text()
-    cost_of_step = read_step(program, text) if text else estimate_step(program)
-    module = read(text) if text else None
-    return replace(_outlook(program, ledger, cost_of_step), module=module, cost=cost)
+    return Plan(
+        program=program,
+        budget=budget or _budget_of(list(program.mesh.devices.flat)),
+        memory=replace(memory, temporaries=estimate_items(program)),
+        cost=read_step(program, text) if text else estimate_step(program),
+        text=text,
+        compilation=compilation,
+    )
 
 
-def _outlook(program: Program, ledger: Ledger, execution: StepCost) -> Outlook:
-    kind = program.mesh.devices.flat[0].device_kind
-    chip = chip_of(kind)
-    if chip is None:
-        return Outlook(
-            ledger, execution, None, unpredicted=f"the speed of {kind} is not known"
-        )
-    model, tokens = program.config.model, program.tokens_per_step
-    try:
-        prediction = predict(execution, program.mesh, chip, model, tokens)
-    except NotStated as error:
-        return Outlook(ledger, execution, None, unpredicted=str(error))
-    return Outlook(ledger, execution, prediction)
+def _budget_of(devices: Sequence[Device]) -> MemoryBudget:
+    chip = chip_of(devices[0].device_kind)
+    return memory_budget(chip, num_devices=len(devices))

@@ -14,8 +14,7 @@ from train.console import print_table
 from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.cost import CollectiveTotal, StepCost
-from train.plan.prediction import Prediction, Range
-from train.plan.roofline import predict
+from train.plan.roofline import Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
 DCN = ("DCN", "network")

@@ -19,15 +19,24 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
-from train.config import Config, PlanConfig
+from train.config import Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
 from train.hardware.chips import chip_of
 from train.identity import HARMLESS, covered, flatten
 from train.mesh import Device
-from train.plan.candidates import Layout, layout_of, layouts, variants
-from train.plan.found import Excluded, Found, Weighed, none_fits
-from train.plan.memory import HELD, Room, room_of
-from train.plan.plan import Outlook, compile_and_read, estimate
+from train.plan.candidates import (
+    Candidate,
+    Excluded,
+    Layout,
+    SearchResult,
+    layout_of,
+    layouts,
+    none_fits,
+    variants,
+)
+from train.plan.config import MARGIN
+from train.plan.memory import MemoryBudget, memory_budget
+from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.scaling import num_slices
 from train.program import make_program
 from train.run.storage import write_whole
@@ -40,10 +49,10 @@ log = logging.getLogger(__name__)
 def search(
     config: Config,
     devices: Sequence[Device],
-    room: Room,
+    budget: MemoryBudget,
     compiles: int = 0,
     minutes: float = math.inf,
-) -> Found:
+) -> SearchResult:
     """Look for the fastest layout that fits.
 
     What was found before, by the same code for the same config and devices, is kept in
@@ -53,31 +62,31 @@ def search(
         config: settled; what it says of mesh, recomputation and microbatches is one of
             the layouts.
         devices: to lay the step out on, which need not be there.
-        room: a device's memory.
+        budget: a device's memory.
         compiles: how many to compile at least, until one fits; 0: none.
         minutes: after which no more are compiled.
 
     Raises:
         ConfigError: if nobody states how fast the devices are, or no mesh is possible.
     """
-    given, file = layout_of(config, len(devices)), _cached(config, devices, room)
+    given, file = layout_of(config, len(devices)), _cached(config, devices, budget)
     if file.exists():
-        found = Found.from_json(json.loads(file.read_text()))
-        done = {one.layout for one in found.compiled}
+        result = SearchResult.from_json(json.loads(file.read_text()))
+        done = {one.layout for one in result.compiled}
         if len(done) >= compiles and (given is None or not compiles or given in done):
-            return replace(found, given=given)
+            return replace(result, given=given)
     start = time.monotonic()
-    weighed, excluded = _weigh_all(config, devices, room, given)
+    weighed, excluded = _weigh_all(config, devices, budget, given)
     ranked = sorted(weighed.values(), key=_rank)
     queue = _queue(ranked, given)
-    compiled = list[Weighed]()
+    compiled = list[Candidate]()
     while queue and compiles and time.monotonic() < start + 60 * minutes:
         layout = queue.pop(0).layout
         program = make_program(layout.applied(config), devices)
-        compiled.append(_weighed(layout, compile_and_read(program), room))
+        compiled.append(_weighed(layout, compile_and_read(program, budget)))
         if len(compiled) >= compiles and any(one.fits for one in compiled):
             break
-    found = Found(
+    result = SearchResult(
         weighed=ranked,
         compiled=sorted(compiled, key=_rank),
         given=given if given in weighed else None,
@@ -85,11 +94,11 @@ def search(
         seconds=time.monotonic() - start,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(epath.Path(file), json.dumps(dataclasses.asdict(found)))
-    return found
+    write_whole(epath.Path(file), json.dumps(dataclasses.asdict(result)))
+    return result
 
 
-def _queue(ranked: list[Weighed], given: Layout | None) -> list[Weighed]:
+def _queue(ranked: list[Candidate], given: Layout | None) -> list[Candidate]:
     """Order what to compile: the given one, the best of each remat policy, the rest.
 
     Estimates compare meshes better than they compare what is recomputed.
@@ -107,7 +116,7 @@ def _queue(ranked: list[Weighed], given: Layout | None) -> list[Weighed]:
 def choose(
     config: Config,
     devices: Sequence[Device],
-    margin: float = PlanConfig.margin,
+    margin: float = MARGIN,
     compiles: int = 0,
     minutes: float = math.inf,
 ) -> Layout:
@@ -124,20 +133,23 @@ def choose(
         parts = num_slices(devices)
         train = config.train.remat.value, config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
-    room = room_of(chip, margin)
-    found = search(config, devices, room, compiles, minutes)
-    if found.best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(found)}")
-    best = found.best
+    budget = memory_budget(chip, margin)
+    result = search(config, devices, budget, compiles, minutes)
+    if result.best is None:
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result)}")
+    best = result.best
     log.info("mesh=planned: %s (%s)", best.layout.overrides, best.how)
     return best.layout
 
 
 def _weigh_all(
-    config: Config, devices: Sequence[Device], room: Room, given: Layout | None
-) -> tuple[dict[Layout, Weighed], dict[str, Excluded]]:
+    config: Config,
+    devices: Sequence[Device],
+    budget: MemoryBudget,
+    given: Layout | None,
+) -> tuple[dict[Layout, Candidate], dict[str, Excluded]]:
     """Weigh all layouts by shapes; count the meshes that are impossible by key."""
-    weighed, wrong = dict[Layout, Weighed](), dict[str, list[Mistake]]()
+    weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     meshes = layouts(len(devices), num_slices(devices))
     if given:
         meshes.insert(0, given)
@@ -158,8 +170,8 @@ def _weigh_all(
         own = [mesh] if mesh is given else variants(mesh, config.data.batch_size)
         for layout in own:
             train = layout.applied(config).train
-            outlook = estimate(program.trained(train))
-            weighed[layout] = _weighed(layout, outlook, room)
+            plan = estimate(program.trained(train), budget)
+            weighed[layout] = _weighed(layout, plan)
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in wrong.values()])
     excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
@@ -170,23 +182,22 @@ def _why(mistake: Mistake) -> str:
     return f"{mistake.key}={mistake.value} {mistake.rule.partition(';')[0]}"
 
 
-def _rank(one: Weighed) -> tuple[bool, float, int]:
+def _rank(one: Candidate) -> tuple[bool, float, int]:
     return not one.fits, one.step_s if one.fits else one.needed, one.needed
 
 
-def _weighed(layout: Layout, outlook: Outlook, room: Room) -> Weighed:
-    needed, prediction = outlook.ledger.needed, outlook.prediction
-    held = sum(outlook.ledger.parts[name].bytes for name in HELD)
+def _weighed(layout: Layout, plan: Plan) -> Candidate:
+    needed, prediction = plan.memory.needed, plan.prediction
     assert needed is not None
     if prediction is None:
-        rule = f"cannot compare layouts: {outlook.unpredicted}"
+        rule = f"cannot compare layouts: {plan.unpredicted}"
         raise ConfigError([Mistake("search", True, rule)])
     middle = prediction.middle
-    return Weighed(
+    return Candidate(
         layout=layout,
         needed=needed.bytes,
-        held=held,
-        available=room.available,
+        held=plan.memory.held,
+        available=plan.budget.available,
         step_s=middle.step_s,
         tokens_per_second=middle.tokens_per_second,
         mfu=middle.mfu,
@@ -194,12 +205,12 @@ def _weighed(layout: Layout, outlook: Outlook, room: Room) -> Weighed:
     )
 
 
-def _cached(config: Config, devices: Sequence[Device], room: Room) -> Path:
+def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
     layout = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.planned", "mesh.dcn")
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
-    kind = devices[0].device_kind, len(devices), num_slices(devices), room.available
+    kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
     left = (*HARMLESS, *searched, *idle)
     same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
     about = json.dumps([same, kind, versions(), code_version()], sort_keys=True)

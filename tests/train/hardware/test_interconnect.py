@@ -7,7 +7,7 @@ import pytest
 from tests.train.machines import machine
 from train.hardware.interconnect import NotStated, bandwidth, hops
 
-ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/achievable.py
+ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/chips.py
 GB = 1e9
 
 

@@ -133,8 +133,7 @@ def test_the_room_that_is_left_is_named(composed):
 def test_idle_matrix_units_are_named(composed):
     at = machine(composed, "v6e-8", "mesh=fsdp", "model=llama3_1b", "data.batch_size=8")
     done = execution(1e14, 0)
-    work = dataclasses.replace(done.work, products=0.0, attention=1e14)
-    done = dataclasses.replace(done, work=work)
+    done = dataclasses.replace(done, flops=Flops(0.0, attention=1e14))
     model = dataclasses.replace(at.config.model, head_dim=64)
     found = predict(done, at.mesh, at.chip, model, 8 * 1024)
     assert "25% of the matrix units" in advise(found, at.config, at.mesh).bottleneck

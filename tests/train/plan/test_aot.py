@@ -10,7 +10,7 @@ from tests.train.pages import data_of, drawn
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, compile_step, out_of_memory
-from train.plan.memory import make_ledger, room_of
+from train.plan.memory import device_memory, memory_budget
 from train.program import make_program
 
 NO_LIBTPU = missing_compiler(parse_target("v5e-8"))
@@ -57,7 +57,7 @@ def test_the_compilers_words_become_bytes(message, expected):
 
 def test_compiled_arguments_are_the_state_and_the_batch(programs):
     program = programs("mesh=fsdp", devices=4)
-    ledger = make_ledger(program, compile_step(program))
+    ledger = device_memory(program, compile_step(program))
     parts = {name: figure.bytes for name, figure in ledger.parts.items()}
     held = parts["parameters"] + parts["optimizer state"] + parts["batch"]
     assert parts["arguments"] == held
@@ -83,7 +83,7 @@ def test_a_step_for_tpus_is_that_of_training(
     machine = parse_target(target)
     program = make_program(configure(*LONG, *overrides), fake_devices(machine))
     compiled = compile_step(program)
-    ledger = make_ledger(program, compiled)
+    ledger = device_memory(program, compiled)
     assert program.mesh.devices.flat[0].device_kind == kind
     assert program.how.attention == "splash"
     assert '"tpu_custom_call"' in compiled.as_text()
@@ -104,8 +104,8 @@ def test_too_large_a_step_is_a_verdict_with_figures(configure, planning, overrid
     program = make_program(config, fake_devices(target))
     with pytest.raises(OutOfMemory) as error:
         compile_step(program)
-    parts = make_ledger(program, error.value).parts
-    assert error.value.available_bytes == room_of(target.chip, 0.0).program
+    parts = device_memory(program, error.value).parts
+    assert error.value.available_bytes == memory_budget(target.chip, 0.0).program
     assert error.value.needed_bytes > parts["parameters"].bytes * 3
 
 

@@ -3,13 +3,21 @@
 import json
 import math
 
+import jax
 import pytest
 
+from model.params import named
 from tests.train.pages import run_node
+from train.errors import ConfigError
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
-from train.plan.array_layout import arrays_of, layout_data
+from train.plan.array_layout import (
+    array_slices,
+    arrays_of,
+    describe_array,
+    layout_data,
+)
 from train.plan.page import TEMPLATE
 from train.program import make_program
 
@@ -126,3 +134,50 @@ def test_the_page_computes_the_same(laid_out, machine):
             assert part["slice"] == slices(data, array, place)
             assert part["count"] == math.prod(sizes)
             assert 0 <= part["number"] < part["count"]
+
+
+@pytest.fixture
+def program(programs):
+    return programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
+
+
+def test_an_arrays_slices_are_where_its_shards_are(program, capsys):
+    name = "layers.mlp.down.weight"
+    describe_array(program, name)
+    out = capsys.readouterr().out
+    leaf = dict(named(program.state.params))[name]
+    array = jax.device_put(jax.numpy.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+    assert f"{name} 2x128x32 float32, (None, 'tensor', 'fsdp')" in out
+    for shard in array.addressable_shards:
+        (line,) = [x for x in out.splitlines() if x.startswith(f"{shard.device} ")]
+        spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
+        assert line.endswith("[" + ", ".join(f"{a}:{b}" for a, b in spans) + "]")
+        ((data, fsdp, _, _, tensor),) = zip(
+            *(program.mesh.devices == shard.device).nonzero(), strict=True
+        )
+        assert f"data={data} fsdp={fsdp} tensor={tensor}" in line
+        assert spans[1:] == [
+            (64 * tensor, 64 * tensor + 64),
+            (16 * fsdp, 16 * fsdp + 16),
+        ]
+
+
+def test_the_same_is_there_for_programs(program):
+    found = json.loads(json.dumps(array_slices(program, "layers.mlp.down.weight")))
+    leaf = dict(named(program.state.params))[found["name"]]
+    assert (tuple(found["shape"]), found["dtype"]) == (leaf.shape, "float32")
+    assert found["spec"] == [None, "tensor", "fsdp"]
+    slices = {held["device"]: held["slice"] for held in found["held"]}
+    at = {held["device"]: tuple(held["position"].values()) for held in found["held"]}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        spans = [s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True)]
+        assert slices[str(device)] == [list(span) for span in spans]
+        assert program.mesh.devices[at[str(device)]] == device
+
+
+def test_an_unknown_array_lists_those_there_are(program):
+    with pytest.raises(ConfigError) as error:
+        describe_array(program, "layers.mlp.up")
+    (mistake,) = error.value.mistakes
+    assert mistake.key == "plan.array"
+    assert "layers.mlp.up.weight" in mistake.rule

@@ -7,8 +7,8 @@ import pytest
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.estimated.step import estimate_memory
-from train.plan.fit import make_room
-from train.plan.memory import HELD, Figure, Room
+from train.plan.fit import make_fit
+from train.plan.memory import Figure, MemoryBudget
 from train.program import make_program
 
 MIB = 2**20
@@ -60,10 +60,10 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
     ],
 )
 def test_what_is_advised_fits(laid_out, overrides, mib, typed):
-    program, room = laid_out(*overrides), Room(*[mib * MIB] * 3)
-    ledger = estimate_memory(program)
-    assert ledger.fits(room) is False
-    advice = make_room(program, ledger, room)
+    program, room = laid_out(*overrides), MemoryBudget(*[mib * MIB] * 3)
+    memory = estimate_memory(program)
+    assert memory.fits(room) is False
+    advice = make_fit(program, memory, room)
     assert advice.override == typed
     if typed != "search=true":
         assert needs(laid_out(*overrides, *typed.split())) <= room.available
@@ -72,22 +72,22 @@ def test_what_is_advised_fits(laid_out, overrides, mib, typed):
 
 def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
-    ledger = estimate_memory(program)
-    room = Room(*[needs(program) - MIB] * 3)
-    assert make_room(program, ledger, room).override == REMAT
+    memory = estimate_memory(program)
+    room = MemoryBudget(*[needs(program) - MIB] * 3)
+    assert make_fit(program, memory, room).override == REMAT
     saved = needs(program) - needs(laid_out("mesh=ddp", "data.batch_size=64", REMAT))
     large = Figure(room.available + saved + MIB, "compiled")
-    advice = make_room(program, dataclasses.replace(ledger, needed=large), room)
+    advice = make_fit(program, dataclasses.replace(memory, needed=large), room)
     assert advice.override.startswith(f"{REMAT} ")
 
 
 def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=8")
-    ledger = estimate_memory(program)
-    held = sum(ledger.parts[name].bytes for name in HELD)
+    memory = estimate_memory(program)
+    held = memory.held
     large = Figure(24 * 1024 * MIB, "compiled")
-    ledger = dataclasses.replace(ledger, needed=large)
-    advice = make_room(program, ledger, Room(*[15 * 1024 * MIB] * 3))
+    memory = dataclasses.replace(memory, needed=large)
+    advice = make_fit(program, memory, MemoryBudget(*[15 * 1024 * MIB] * 3))
     assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
     assert f"take {held / MIB / 1024:.2f} GiB" in advice.bottleneck
     assert advice.change.count("GiB are needed then)") == 2
@@ -97,5 +97,5 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out):
 def test_what_cannot_be_sharded_so_far_is_not_advised(laid_out):
     odd = ("model.num_heads=11", "model.embed_dim=748", "model.head_dim=68")
     program = laid_out("mesh=ddp", "data.batch_size=8", *odd)
-    advice = make_room(program, estimate_memory(program), Room(MIB, MIB, MIB))
+    advice = make_fit(program, estimate_memory(program), MemoryBudget(MIB, MIB, MIB))
     assert "shard" not in advice.change

@@ -10,7 +10,7 @@ from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory
-from train.plan.memory import Figure, make_ledger, print_ledger, room_of
+from train.plan.memory import Figure, device_memory, memory_budget, print_memory
 from train.program import make_program
 
 GB = 2**30
@@ -31,7 +31,7 @@ def laid_out(configure, monkeypatch):
 @pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "fsdp_tensor"])
 def test_state_is_what_the_first_device_really_holds(programs, mesh):
     program = programs(f"mesh={mesh}", devices=1 if mesh == "single" else 4)
-    parts = make_ledger(program).parts
+    parts = device_memory(program).parts
     state = program.init()
     held = {
         name: sum(
@@ -69,7 +69,7 @@ def size(program) -> int:
 )
 def test_a_host_copies_what_its_devices_hold_once(laid_out, target, mesh, part):
     program = laid_out(target, *mesh)
-    ledger = make_ledger(program)
+    ledger = device_memory(program)
     assert ledger.checkpoint == Figure(size(program), "computed")
     # Counters are whole everywhere.
     assert ledger.host_save.bytes == pytest.approx(size(program) / part, rel=0.01)
@@ -78,24 +78,24 @@ def test_a_host_copies_what_its_devices_hold_once(laid_out, target, mesh, part):
 
 def test_the_verdict_without_a_compiler_is_no_or_unknown(laid_out):
     target = parse_target("v5e-8")
-    ledger = make_ledger(laid_out("v5e-8", "fsdp"))
+    ledger = device_memory(laid_out("v5e-8", "fsdp"))
     assert ledger.needed is None
-    assert ledger.fits(room_of(target.chip, 0.05)) is None
-    assert ledger.fits(room_of(target.chip, 0.999999)) is False
+    assert ledger.fits(memory_budget(target.chip, 0.05)) is None
+    assert ledger.fits(memory_budget(target.chip, 0.999999)) is False
 
 
 def test_what_is_out_of_memory_does_not_fit(laid_out):
-    ledger = make_ledger(
+    ledger = device_memory(
         laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))
     )
     assert ledger.needed == Figure(20 * GB, "compiled")
-    assert ledger.fits(room_of(parse_target("v5e-8").chip, 0.0)) is False
+    assert ledger.fits(memory_budget(parse_target("v5e-8").chip, 0.0)) is False
 
 
 def test_the_margin_is_of_all_memory_but_the_system_has_its_part():
     target = parse_target("v5e-8")
-    assert room_of(target.chip, 0.0).available == int(15.75 * GB)
-    assert room_of(target.chip, 0.25).available == 12 * GB
+    assert memory_budget(target.chip, 0.0).available == int(15.75 * GB)
+    assert memory_budget(target.chip, 0.25).available == 12 * GB
 
 
 def test_of_a_gpu_programs_have_the_part_that_jax_takes(monkeypatch):
@@ -103,16 +103,16 @@ def test_of_a_gpu_programs_have_the_part_that_jax_takes(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     chip = parse_target("h100-8").chip
     assert chip.hbm_bytes is not None
-    assert room_of(chip, 0.0).program == int(0.75 * chip.hbm_bytes)
+    assert memory_budget(chip, 0.0).program == int(0.75 * chip.hbm_bytes)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".92")
-    assert room_of(chip, 0.0).program == int(0.92 * chip.hbm_bytes)
-    assert room_of(parse_target("v5e-8").chip, 0.0).program == int(15.75 * GB)
+    assert memory_budget(chip, 0.0).program == int(0.92 * chip.hbm_bytes)
+    assert memory_budget(parse_target("v5e-8").chip, 0.0).program == int(15.75 * GB)
 
 
 @pytest.mark.parametrize("chip", [c for c in CHIPS.values() if c.hbm_bytes])
 def test_a_program_has_no_more_than_a_device_holds(chip):
-    room = room_of(chip, 0.0)
+    room = memory_budget(chip, 0.0)
     assert 0 < room.available <= room.program <= 1.01 * room.total
 
 
@@ -121,10 +121,10 @@ def test_why_a_gpu_has_less_is_said_and_what_is_nothing_is_not(
     laid_out, monkeypatch, capsys, name, noted
 ):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    ledger = make_ledger(laid_out(name, "fsdp"))
+    ledger = device_memory(laid_out(name, "fsdp"))
     items = {"one layer": Figure(1, "estimated"), "logits": Figure(0, "estimated")}
     ledger = dataclasses.replace(ledger, temporaries=items)
-    print_ledger(ledger, room_of(parse_target(name).chip, 0.05), None)
+    print_memory(ledger, memory_budget(parse_target(name).chip, 0.05), None)
     printed = capsys.readouterr().out
     assert ("50% of a GPU" in printed) is noted
     assert ("XLA_CLIENT_MEM_FRACTION=" in printed) is noted

@@ -1,4 +1,4 @@
-"""Steps that one resource bounds, each by hand."""
+"""Steps that one resource bounds, each by hand; and the rates of devices."""
 
 import json
 
@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.machines import execution, machine, total
-from train.plan.prediction import Lane
-from train.plan.roofline import _step, matrix_fill
+from train.hardware.chips import CHIPS, achievable
+from train.hardware.devices import fake_devices
+from train.hardware.interconnect import Group, NotStated
+from train.hardware.targets import parse_target
+from train.plan.roofline import Link, _step, matrix_fill, rates_of
+from train.program import make_program
 
 TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
 
@@ -49,8 +53,8 @@ def test_gathers_that_nothing_is_scheduled_beside_may_add_to_products(v5e):
     """Three seconds of gathers, one of products: between all hidden and none."""
     sent = total("fsdp", "ICI", 3 * TPU["ici"])
     found = v5e.predict(execution(TPU["products"], 0, sent))
-    (lane,) = found.lanes
-    assert lane.seconds == pytest.approx(3)
+    (link,) = found.links
+    assert link.seconds == pytest.approx(3)
     assert found.step_s.low == pytest.approx(3)
     assert found.step_s.high == pytest.approx(4)
     half = total("fsdp", "ICI", 3 * TPU["ici"], overlapped=0.5)
@@ -75,7 +79,7 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     sent = total("data", "DCN", 4e9, overlapped=0.25)
     found = at.predict(execution(TPU["products"], 0, sent))
     seconds = 4 / (0.33 * 3.125)
-    assert found.lanes[0].network == "DCN"
+    assert found.links[0].network == "DCN"
     assert found.step_s.low == pytest.approx(seconds)
     assert found.step_s.high == pytest.approx(max(1, seconds / 4) + 0.75 * seconds)
 
@@ -86,7 +90,7 @@ def test_a_gpu_of_several_in_a_node(composed):
     sent = total("fsdp", "NVLink", 0.8 * 450e9)
     found = at.predict(execution(0.816 * 989.5e12, round(0.95 * 3350e9), sent))
     assert [found.products, found.memory] == pytest.approx([1, 1])
-    assert found.lanes[0].seconds == pytest.approx(1)
+    assert found.links[0].seconds == pytest.approx(1)
     assert (found.step_s.low, found.step_s.high) == pytest.approx((1, 3))
 
 
@@ -118,11 +122,11 @@ times = st.floats(0, 100)
     times, times, st.floats(0, 1), st.lists(st.tuples(times, *[st.floats(0, 1)] * 2))
 )
 def test_ranges_are_in_order(products, memory, beside, networks):
-    lanes = [
-        Lane(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
+    links = [
+        Link(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
         for s, hidden, waits in networks
     ]
-    found = _step(products, memory, memory * beside, lanes)
+    found = _step(products, memory, memory * beside, links)
     assert found.low <= found.high * (1 + 1e-9) + 1e-9
     assert found.low <= found.middle * (1 + 1e-9) + 1e-9
 
@@ -132,3 +136,38 @@ def test_all_figures_are_plain_values(v5e):
     found = v5e.predict(execution(TPU["products"], 1000, sent)).as_json()
     assert json.loads(json.dumps(found))["middle"]["mfu"] == found["middle"]["mfu"]
     assert found["how"] == "compiled"
+
+
+@pytest.fixture
+def mesh(configure, monkeypatch):
+    """(target, *overrides) -> its mesh, on stand-ins."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    def mesh(target, *overrides):
+        config = configure("model.attention=xla", "mesh=fsdp", *overrides)
+        return make_program(config, fake_devices(parse_target(target))).mesh
+
+    return mesh
+
+
+def test_rates_are_of_one_device_and_what_programs_get(mesh):
+    chip, part = CHIPS["tpu7x"], achievable("tpu")
+    rates = rates_of(mesh("tpu7x-8"), chip)  # two devices a chip
+    assert rates.flops == pytest.approx(part.products * 2307e12 / 2)
+    assert rates.memory == pytest.approx(part.memory * 7380e9 / 2)
+
+
+def test_all_links_of_a_gpu_and_its_own_card(mesh):
+    part = achievable("cuda")
+    here = mesh("h100-4x2", "mesh.data=2", "mesh.fsdp=4", "mesh.dcn.data=2")
+    send = rates_of(here, CHIPS["h100"]).send
+    assert send(Group(("fsdp",), 4, "NVLink")) == pytest.approx(part.links * 450e9)
+    assert send(Group(("data",), 2, "network")) == pytest.approx(part.network * 50e9)
+
+
+def test_what_the_vendor_does_not_state_is_said(mesh):
+    with pytest.raises(NotStated, match="v2: its vendor does not state hbm_bandwidth"):
+        rates_of(mesh("v5e-4"), CHIPS["v2"])
+    send = rates_of(mesh("v4-8"), CHIPS["v4"]).send
+    with pytest.raises(NotStated, match="dcn_bandwidth"):
+        send(Group(("data",), 2, "DCN"))

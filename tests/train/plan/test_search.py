@@ -12,8 +12,13 @@ from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
-from train.plan.found import Found, frontier, none_fits, print_found
-from train.plan.memory import Room, room_of
+from train.plan.candidates import (
+    SearchResult,
+    frontier,
+    none_fits,
+    print_result,
+)
+from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import estimate
 from train.plan.search import choose, search
 from train.program import make_program
@@ -34,7 +39,7 @@ def devices(monkeypatch, tmp_path):
 
 @pytest.fixture
 def room():
-    return room_of(parse_target("v5e-16").chip, 0.05)
+    return memory_budget(parse_target("v5e-16").chip, 0.05)
 
 
 @pytest.fixture
@@ -53,8 +58,8 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
     (given,) = [one for one in found.weighed if one.layout == found.given]
     assert best.step_s <= given.step_s
     as_given = estimate(make_program(config, devices))
-    assert as_given.ledger.needed is not None
-    assert given.needed == as_given.ledger.needed.bytes
+    assert as_given.memory.needed is not None
+    assert given.needed == as_given.memory.needed.bytes
     # Twelve heads cannot be cut into eight parts or sixteen.
     assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
     heads = found.excluded["mesh.params.heads"]
@@ -83,14 +88,13 @@ def test_the_best_and_the_one_given_are_compiled(config, devices, room, monkeypa
     """What the compiler says wins over what was estimated."""
     seen = []
 
-    def compile_and_read(program):
+    def compile_and_read(program, budget):
         seen.append(program.config.train.remat)
-        found = estimate(program)
+        found = estimate(program, budget)
         too_much = room.available + 1 if len(seen) < 4 else room.available
-        needed = dataclasses.replace(found.ledger.needed, bytes=too_much)
-        return dataclasses.replace(
-            found, ledger=dataclasses.replace(found.ledger, needed=needed)
-        )
+        needed = dataclasses.replace(found.memory.needed, bytes=too_much)
+        memory = dataclasses.replace(found.memory, needed=needed)
+        return dataclasses.replace(found, memory=memory)
 
     monkeypatch.setattr(searching, "compile_and_read", compile_and_read)
     found = search(config, devices, room, compiles=2)
@@ -118,10 +122,10 @@ def test_no_more_are_compiled_when_the_time_is_up(config, devices, room, monkeyp
 
 
 def test_where_nothing_fits_it_says_so(config, devices, capsys):
-    room = Room(2**20, 2**20, 2**20)
+    room = MemoryBudget(2**20, 2**20, 2**20)
     found = search(config, devices, room)
     assert found.best is None
-    print_found(found)
+    print_result(found)
     printed = capsys.readouterr().out
     assert "none fits" in printed
     least = min(found.weighed, key=lambda one: one.needed)
@@ -137,8 +141,8 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
 
 def test_what_helps_depends_on_what_does_not_fit(config, devices):
     """More than the state: shorter rows help."""
-    least = search(config, devices, Room(2**20, 2**20, 2**20)).closest
-    room = Room(*[(least.held + least.needed) // 2] * 3)
+    least = search(config, devices, MemoryBudget(2**20, 2**20, 2**20)).closest
+    room = MemoryBudget(*[(least.held + least.needed) // 2] * 3)
     said = none_fits(search(config, devices, room))
     assert "data.sequence_length" in said
     assert "alone" not in said
@@ -164,7 +168,7 @@ def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices
 
 def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     found = search(config, devices, room)
-    print_found(found)
+    print_result(found)
     lines = [line for line in capsys.readouterr().out.splitlines() if "yes" in line]
     assert lines
     assert found.best is not None
@@ -181,4 +185,4 @@ def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
 
 def test_a_result_survives_being_written(config, devices, room):
     found = search(config, devices, room)
-    assert Found.from_json(dataclasses.asdict(found)) == found
+    assert SearchResult.from_json(dataclasses.asdict(found)) == found

@@ -9,6 +9,7 @@ compiler left without a name is for what its nearest neighbours are for.
 import re
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from train.plan.compiled.hlo import (
     BODY,
@@ -27,6 +28,7 @@ _SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
 _SCALARS_BYTES = 64
 _NEIGHBOURS = 40  # instructions
 _FUSIONS = ("fusion", "fusion-start")
+_TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
 
 def scope(executed: Executed, instruction: Instruction) -> str:
@@ -60,6 +62,9 @@ def serves(
     module: Module, executed: Executed, inner: Instruction, within: Computation
 ) -> list[tuple[str, int]]:
     """Return what the operands of a collective are for, with their bytes."""
+    callers = ()
+    if within is not executed.computation:
+        callers = ((executed.instruction, executed.computation),)
     operands = within.operands(inner)
     own = inner.op_name or executed.instruction.op_name
     names = _names(own)
@@ -76,7 +81,7 @@ def serves(
         # The name of several operands is that of one of them.
         exact = own if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        made = _producer_names(module, executed, operand, within)
+        made = _producer_names(module, _Value(operand, within, callers))
         candidates = (exact, *made, own, *_user_names(executed))
         part = next(filter(None, map(part_of, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
@@ -112,41 +117,55 @@ def _user_names(executed: Executed) -> Iterator[str]:
                 yield user.op_name
 
 
-def _producer_names(
-    module: Module,
-    executed: Executed,
-    instruction: Instruction,
-    computation: Computation,
-) -> Iterator[str]:
+class _Value(NamedTuple):
+    """What an instruction makes, and the fusions it stands in, innermost last."""
+
+    instruction: Instruction
+    computation: Computation
+    callers: tuple[tuple[Instruction, Computation], ...] = ()
+
+
+def _producer_names(module: Module, value: _Value) -> Iterator[str]:
     """Return the names of the instructions that make a value, the nearest first."""
-    queue, seen = deque([(instruction, computation)]), set[str]()
+    queue, seen = deque([value]), set[str]()
     while queue and len(seen) < _NEIGHBOURS:
-        instruction, computation = queue.popleft()
-        if instruction.name in seen:
-            continue
-        seen.add(instruction.name)
-        yield instruction.op_name
-        if instruction.opcode in _FUSIONS:
-            called = module.computations[instruction.called[0]]
-            queue.append((called.root, called))
-        operands = computation.operands(instruction)
-        if instruction.opcode == "get-tuple-element":
-            within = _made_in(module, operands[0])
-            if within and within.root.opcode == "tuple":
-                made = within.operands(within.root)[index_of(instruction)]
-                queue.append((made, within))
-        outer = executed.computation
-        if instruction.opcode == "parameter" and computation is not outer:
-            number = int(instruction.arguments)
-            callers = outer.operands(executed.instruction)
-            queue += [(one, outer) for one in callers[number : number + 1]]
-        queue += [(operand, computation) for operand in operands]
+        value = queue.popleft()
+        if value.instruction.name not in seen:
+            seen.add(value.instruction.name)
+            yield value.instruction.op_name
+            queue += _made_from(module, value)
 
 
-def _made_in(module: Module, instruction: Instruction) -> Computation | None:
-    """Return the computation whose root a loop's or a fusion's results are."""
-    if instruction.opcode == "while":
-        return module.computations[instruction.find(BODY)]
-    if instruction.opcode in _FUSIONS:
-        return module.computations[instruction.called[0]]
-    return None
+def _made_from(module: Module, value: _Value) -> Iterator[_Value]:
+    """Return what a value is made from, through fusions and loops."""
+    instruction, computation, callers = value
+    operands, opcode = computation.operands(instruction), instruction.opcode
+    if opcode == "parameter" and callers:
+        fusion, outer = callers[-1]
+        made = outer.operands(fusion)[int(instruction.arguments)]
+        yield _Value(made, outer, callers[:-1])
+    elif opcode in _FUSIONS:
+        called = module.computations[instruction.called[0]]
+        yield _Value(called.root, called, (*callers, (instruction, computation)))
+    elif opcode == "get-tuple-element":
+        source, element = operands[0], index_of(instruction)
+        if source.opcode in _FUSIONS:
+            callers = (*callers, (source, computation))
+            computation = module.computations[source.called[0]]
+            source = computation.root
+        elif source.opcode == "while":
+            computation = module.computations[source.find(BODY)]
+            source = computation.root
+        elif source.opcode == "parameter":  # made in the trip before
+            source = computation.root
+        parts = computation.operands(source)
+        if source.opcode in _TUPLES and element < len(parts):
+            yield _Value(parts[element], computation, callers)
+        else:
+            yield _Value(source, computation, callers)
+    else:
+        if opcode == "dynamic-update-slice":
+            operands = operands[1:2]
+        for operand in operands:
+            if operand.num_bytes > _SCALARS_BYTES:
+                yield _Value(operand, computation, callers)

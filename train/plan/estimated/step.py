@@ -1,7 +1,7 @@
 """What a step does and needs, from shapes and shardings, without a compiler.
 
 Milliseconds for each candidate of a search; the compilers' own figures are
-`read_step` and `make_ledger`. How far apart they are: `benchmarks/estimates.py`.
+`read_step` and `device_memory`. How far apart they are: `benchmarks/estimates.py`.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from itertools import groupby
 import jax
 
 from train.config import Optimizer
-from train.describe import bytes_per_device
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import group_along
 from train.plan.cost import (
@@ -26,8 +25,9 @@ from train.plan.estimated.flops import effort
 from train.plan.estimated.hbm_bytes import movements
 from train.plan.estimated.local_step import Share, share_of
 from train.plan.estimated.temporaries import saved_bytes, temporaries
-from train.plan.memory import HELD, Figure, Ledger, make_ledger
+from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
+from train.sharding import bytes_per_device
 
 # The part of the layers' collectives that XLA schedules beside products, by platform
 # and kind; other kinds, and those outside the layers, wait. Read off the schedules of
@@ -60,9 +60,9 @@ def estimate_step(program: Program) -> StepCost:
     )
 
 
-def estimate_memory(program: Program) -> Ledger:
+def estimate_memory(program: Program) -> DeviceMemory:
     """Estimate what one device needs: the state exactly, temporaries itemised."""
-    known = make_ledger(program)
+    known = device_memory(program)
     items = estimate_items(program)
     size = sum(figure.bytes for figure in items.values())
     needed = size + sum(known.parts[name].bytes for name in HELD)

@@ -12,7 +12,7 @@ from train.plan.estimated.step import (
     estimate_memory,
     estimate_step,
 )
-from train.plan.memory import HELD, make_ledger, print_ledger, room_of
+from train.plan.memory import HELD, device_memory, memory_budget, print_memory
 from train.plan.plan import estimate
 from train.program import make_program
 
@@ -37,7 +37,7 @@ GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "data.batch_size=64")
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
     program = laid_out("h100-8", *GPT2, "mesh=fsdp")
-    known, ledger = make_ledger(program), estimate_memory(program)
+    known, ledger = device_memory(program), estimate_memory(program)
     assert ledger.needed is not None
     assert ledger.needed.how == "estimated"
     assert {ledger.parts[name] for name in HELD} == {known.parts[n] for n in HELD}
@@ -51,11 +51,11 @@ def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
 
 
 def test_there_is_a_verdict_without_a_compiler(laid_out, capsys):
-    room = room_of(parse_target("v5e-8").chip, margin=0.05)
+    room = memory_budget(parse_target("v5e-8").chip, margin=0.05)
     fits = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp"))
     large = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp", "data.batch_size=256"))
     assert (fits.fits(room), large.fits(room)) == (True, False)
-    print_ledger(large, room, None)
+    print_memory(large, room, None)
     assert "fits        no, " in capsys.readouterr().out
 
 
