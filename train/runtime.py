@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +16,8 @@ from train.config import Platform, Remat, RuntimeConfig
 from train.errors import ConfigError, Mistake
 
 log = logging.getLogger(__name__)
+# What TPUs, and GPUs of NVIDIA (dxg: under Windows) and AMD, are reached by.
+_ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
 
 
 def set_up(config: RuntimeConfig) -> None:
@@ -24,6 +27,10 @@ def set_up(config: RuntimeConfig) -> None:
     """
     if config.platform is not Platform.auto:
         jax.config.update("jax_platforms", config.platform.value)
+    elif not jax.config.jax_platforms and not _accelerators(Path("/dev")):
+        # Else libtpu, where installed, looks for a TPU for ten seconds, and complains.
+        # JAX itself names the platform where it sees a TPU's chips.
+        jax.config.update("jax_platforms", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
@@ -31,6 +38,13 @@ def set_up(config: RuntimeConfig) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_compilation_cache_dir", str(named or cache_dir() / "xla"))
+
+
+def _accelerators(devices: Path) -> bool:
+    """Tell whether Linux has a device that is no CPU; where it is not Linux, always."""
+    if not sys.platform.startswith("linux"):
+        return True
+    return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
 
 
 def cores() -> int:

@@ -91,6 +91,9 @@ class Plan:
         if not other.fits:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")
+        if _step_s(other) >= _step_s(estimate(self.program, self.budget)):
+            change = "recomputing less fits, but by the estimate is no faster"
+            return replace(advice, change=change, override="")
         return advice
 
     @cached_property
@@ -160,6 +163,11 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
         text=text,
         compilation=compilation,
     )
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.middle.step_s
 
 
 def _budget_of(devices: Sequence[Device]) -> MemoryBudget:

@@ -1,0 +1,82 @@
+"""A plan is computed once, and advises what its figures say."""
+
+import dataclasses
+
+import pytest
+
+from train.hardware.devices import fake_devices
+from train.hardware.targets import parse_target
+from train.plan import plan as planning
+from train.plan.memory import MemoryBudget, print_memory
+from train.plan.plan import estimate
+from train.program import make_program
+
+GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "optimizer=adamw")
+AMPLE = MemoryBudget(*[2**40] * 3)
+
+
+@pytest.fixture
+def laid_out(composed, monkeypatch):
+    """Lay GPT-2 out on chips that are not there: (target, *overrides) -> Program."""
+    monkeypatch.setattr(
+        "train.hardware.devices.importlib.util.find_spec", lambda name: None
+    )
+
+    def laid_out(target, *overrides):
+        config = composed(*GPT2, "model.vocab_size=50304", *overrides)
+        return make_program(config, fake_devices(parse_target(target)))
+
+    return laid_out
+
+
+def test_each_part_is_computed_once(laid_out, monkeypatch):
+    calls = []
+    for name in ("predict", "advise", "weak_scaling"):
+        real = getattr(planning, name)
+
+        def counted(*args, name=name, real=real):
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(planning, name, counted)
+    shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=64")
+    plan = estimate(laid_out("v5e-8x2", *shape))
+    values = plan.as_json()
+    assert plan.advice is plan.advice
+    assert values["advice"]["bottleneck"] == plan.advice.bottleneck
+    assert len(values["weak_scaling"]) == len(plan.scaling) > 1
+    assert sorted(calls) == ["advise", "predict", "weak_scaling"]
+
+
+@pytest.mark.parametrize(("factor", "override"), [(0.5, "train.remat=dots"), (2.0, "")])
+def test_recomputing_less_is_advised_where_it_is_faster(
+    laid_out, monkeypatch, factor, override
+):
+    program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64", "train.remat=full")
+
+    def bound(of, budget, factor=1.0):
+        plan = estimate(of, budget)
+        flops = dataclasses.replace(plan.cost.flops, products=factor * 1e15)
+        return dataclasses.replace(
+            plan, cost=dataclasses.replace(plan.cost, flops=flops)
+        )
+
+    def estimated(of, budget):
+        return bound(of, budget, 1.0 if of is program else factor)
+
+    plan = bound(program, AMPLE)
+    monkeypatch.setattr(planning, "estimate", estimated)
+    assert plan.advice.override == override
+    assert "matrix products take" in plan.advice.bottleneck
+    assert ("no faster" in plan.advice.change) is (not override)
+
+
+def test_what_temporaries_hold_is_listed_once(laid_out, capsys):
+    shape = ("mesh=fsdp", "data.batch_size=8", "train.remat=full")
+    plan = estimate(laid_out("v5e-8", *shape))
+    assert {"parameters", "gradients"} <= plan.memory.parts.keys()
+    assert "gradients" in plan.memory.temporaries
+    print_memory(plan.memory, plan.budget, None)
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows.count("- gradients") == 1
+    assert "gradients" not in rows

@@ -1,0 +1,52 @@
+"""Which platform is chosen, and that nobody else is asked."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.runtime import _accelerators
+
+DEVICES = """
+from train.config import RuntimeConfig
+from train.runtime import set_up
+set_up(RuntimeConfig())
+import jax
+print(jax.devices()[0].platform)
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "there"),
+    [
+        (["null", "vfio"], False),
+        (["accel0"], True),
+        (["vfio/0"], True),
+        (["nvidia0"], True),
+        (["nvidiactl"], True),
+        (["kfd"], True),
+    ],
+)
+def test_what_is_no_cpu_has_a_device_file(tmp_path, monkeypatch, files, there):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert _accelerators(tmp_path) is there
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert _accelerators(tmp_path)
+
+
+@pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_without_a_tpu_its_library_stays_silent(tmp_path):
+    left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in left}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES], env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
