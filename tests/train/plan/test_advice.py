@@ -7,6 +7,7 @@ import pytest
 
 from tests.train.machines import execution, machine, total
 from train.plan.advice import advise, print_prediction
+from train.plan.cost import Flops
 from train.plan.roofline import predict
 
 SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
