@@ -27,7 +27,7 @@ def set_up(config: RuntimeConfig) -> None:
     """
     if config.platform is not Platform.auto:
         jax.config.update("jax_platforms", config.platform.value)
-    elif not jax.config.jax_platforms and not _accelerators(Path("/dev")):
+    elif not (_platforms() or _accelerators(Path("/dev"))):
         # Else libtpu, where installed, looks for a TPU for ten seconds, and complains.
         # JAX itself names the platform where it sees a TPU's chips.
         jax.config.update("jax_platforms", "cpu")
@@ -38,6 +38,10 @@ def set_up(config: RuntimeConfig) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_compilation_cache_dir", str(named or cache_dir() / "xla"))
+
+
+def _platforms() -> str | None:
+    return jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _accelerators(devices: Path) -> bool:
