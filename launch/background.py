@@ -1,17 +1,18 @@
 """A process that goes on in the background, and how others know that it lives."""
 
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from train.run.liveness import Process
+
 
 def detach_process(log: Path) -> bool:
-    """Fork; True in the child, which has no terminal and writes to a file."""
+    """Fork; return True in the child, which has no terminal and writes to a file."""
     sys.stdout.flush()
     if child := os.fork():
         _, status = os.waitpid(child, 0)  # the middle one, which leaves at once
@@ -27,28 +28,18 @@ def detach_process(log: Path) -> bool:
     return True
 
 
-def who_am_i() -> dict[str, Any]:
+def process_handle() -> dict[str, Any]:
     """Return what `is_alive` needs of this process."""
-    pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+    return asdict(Process.current())
 
 
 def is_alive(handle: Mapping[str, Any]) -> bool:
     """Return whether that very process lives; False on any other machine."""
-    if handle.get("host") != socket.gethostname():
-        return False
-    return _start_time(handle["pid"]) == handle["started"] != ""
+    process = Process.from_dict(handle)
+    return process is not None and bool(process.alive())
 
 
-def end_of(handle: Mapping[str, Any], look_s: float = 0.1) -> None:
+def wait_for_end(handle: Mapping[str, Any], poll_s: float = 0.1) -> None:
     """Wait until that process has ended."""
     while is_alive(handle):
-        time.sleep(look_s)
-
-
-def _start_time(pid: int) -> str:
-    """Ask when a process began: numbers of processes are used again; "" for none."""
-    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    state, _, began = found.partition(" ")
-    return "" if state.startswith("Z") else began.strip()
+        time.sleep(poll_s)

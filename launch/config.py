@@ -79,8 +79,8 @@ class SlurmCluster(ClusterConfig):
     account: str | None = None
     qos: str | None = None
     time: str | None = None  # [days-]hours:minutes:seconds
-    cpus_per_task: int | None = None
-    memory: str | None = None  # of a node
+    cpus_per_task: int | None = None  # null: from the plan (host_resources.py)
+    memory: str | None = None  # of a node; 0: all; null: from the plan
     signal_s: int = 120  # before the time limit, to save
     container_image: str | None = None  # of pyxis
     container_mounts: list[str] = field(default_factory=list)  # from:to, more of them
@@ -106,7 +106,10 @@ class KubernetesCluster(ClusterConfig):
     image: str | None = None  # required
     spot: bool = False
     grace_period_s: int = 120  # to save, from SIGTERM on
-    # Variable: secret/key, of Kubernetes Secrets, say {WANDB_API_KEY: wandb/api-key}.
+    cpus: int | None = None  # of a pod; null: from the plan (host_resources.py)
+    memory: str | None = None  # of a pod, 200Gi; null: from the plan
+    ttl_s: int = 604_800  # a JobSet that is over is deleted after these
+    # {WANDB_API_KEY: wandb/api-key}: variable: secret/key, of Kubernetes Secrets.
     secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     # More labels that nodes must have.
     node_selector: dict[str, str] = field(default_factory=dict, metadata=OPEN)
@@ -153,7 +156,7 @@ class TpuVmCluster(ClusterConfig):
     setup: list[str] | None = None  # lines of shell on each VM; null: what code needs
     python: str = "python3"
     image: str | None = None  # to run in docker there
-    # Variable: of Secret Manager.
+    # {WANDB_API_KEY: wandb-key}: variable: name in Secret Manager.
     secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     code: Code = Code.archive
     keep: bool = False  # the machines, when the run is over; else they are deleted
@@ -172,7 +175,8 @@ class SkypilotCluster(ClusterConfig):
     spot: bool = False
     image: str | None = None
     setup: list[str] = field(default_factory=list)
-    secrets: list[str] = field(default_factory=list)  # names, from the environment here
+    # {WANDB_API_KEY: WANDB_API_KEY}: variable: variable of the environment here.
+    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
     # Into the task.
     merge: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
     code: Code = Code.archive

@@ -2,15 +2,15 @@
 
 One table for all kinds of clusters; `cluster.environment` replaces any line of it.
 What XLA and NCCL do by themselves by now is left out, and so is what only a site can
-know: where NCCL takes the wrong network card, NCCL_SOCKET_IFNAME and NCCL_IB_HCA say
-which. Each flag is known to the XLA of jax 0.10 to 0.12 (an unknown one ends the
-program). How much they gain on GPUs was not measured here.
+know: that is named, for the common cases, in `SITE_LINES`. Each flag is known to the
+XLA of jax 0.10 to 0.12 (an unknown one ends the program). How much they gain was not
+measured on GPUs here.
 
 Sources: docs.jax.dev, "GPU performance tips" and "GPU memory allocation";
 docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
 openxla.org/xla/gpu_optimization_levels, O1; docs.nvidia.com/deeplearning/nccl,
-"Environment Variables". MaxText's scripts for H100 (src/maxtext/configs/gpu/a3) set the
-same flags.
+"Environment Variables"; aws/aws-ofi-nccl, README. MaxText's scripts for H100
+(src/maxtext/configs/gpu/a3) set the same flags.
 """
 
 from collections.abc import Mapping
@@ -49,19 +49,35 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     ),
     "NCCL_DEBUG": ("WARN", "says why, when a connection fails"),
 }
+_NO_MORE: Mapping[str, tuple[str, str]] = {}
 # jaxlib refuses both together.
 _SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+# What only a site knows, as comments in a job script: to be set in cluster.environment.
+SITE_LINES = """
+# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket):
+# export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
+# export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
+# export NCCL_IB_GID_INDEX=3           # RoCE v2: the address that show_gids lists
+# export NCCL_CROSS_NIC=0              # networks of rails: each card keeps to its own
+# export NCCL_IB_TIMEOUT=22            # large fabrics: 4 us * 2^22 until a retry
+# export FI_PROVIDER=efa               # AWS: with its plugin aws-ofi-nccl
+""".strip().splitlines()
+
+
+def settings(
+    environment: Mapping[str, str], more: Mapping[str, tuple[str, str]] = _NO_MORE
+) -> dict[str, tuple[str, str]]:
     """Return each variable's value and reason, without those that are set anyway.
 
     Args:
         environment: `cluster.environment`.
+        more: beside those of this table.
     """
     return {
         name: both
-        for name, both in SETTINGS.items()
+        for name, both in {**SETTINGS, **more}.items()
         if name not in environment and _SAME.get(name) not in environment
     }
 

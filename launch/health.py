@@ -9,29 +9,30 @@ that does not is ended by its watchdog, and the container ends with it. For Linu
 import sys
 from pathlib import Path
 
+from train.run.liveness import state_and_start
+
 _COMMANDS = ("train", "data", "launch")
 _STOPPED = ("T", "t")  # by a signal, by a debugger (proc(5))
 
 
 def main() -> int:
     """Check all processes of the container."""
-    found = {}
+    states = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 words = (folder / "cmdline").read_bytes().decode().split("\0")
-                # After the program's name, which may hold anything but a last bracket.
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except (OSError, UnicodeDecodeError):  # gone, or none of ours
                 continue
-            if is_command(words):
-                found[folder.name] = state
-    stopped = [number for number, state in found.items() if state in _STOPPED]
+            state, _ = state_and_start(int(folder.name))
+            if is_command(words) and state is not None:
+                states[folder.name] = state
+    stopped = [number for number, state in states.items() if state in _STOPPED]
     if stopped:
         print(f"stopped: process {', '.join(stopped)}")
-    elif not found:
+    elif not states:
         print("no command of this program runs")
-    return 0 if found and not stopped else 1
+    return 0 if states and not stopped else 1
 
 
 def is_command(words: list[str]) -> bool:

@@ -25,9 +25,11 @@ class Job:
         always the same, other runs others.
     run_dir: absolute, or s3:// or gs://.
     folder: of this submission, in the run's directory.
+    rendered_to: where what is rendered lies, if not in the folder.
     overrides: of `python -m train`, verbatim.
     root: where this program's packages lie, here.
     workdir: where this command was typed.
+    staged_bytes: of a host's memory while a save copies from it; None: no plan said it.
     """
 
     name: str
@@ -37,6 +39,13 @@ class Job:
     root: str
     workdir: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    rendered_to: str | None = None
+    staged_bytes: int | None = None
+
+    @property
+    def files(self) -> str:
+        """Where what is rendered lies: in the folder, unless it was put elsewhere."""
+        return self.rendered_to or self.folder
 
     def command(
         self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
@@ -72,6 +81,15 @@ class Job:
         found = {"PYTHONPATH": self.root} if code is Code.shared else {}
         return {**found, **self.environment}
 
+    def cache_variables(self) -> dict[str, str]:
+        """Return where XLA keeps compiled programs: in the run, for its next start.
+
+        For accelerators alone: a program for a CPU may hold instructions that another
+        node lacks. JAX's process 0 writes, all read; what is torn or unreadable costs a
+        warning and a compilation. A restart on GPUs gets the very kernels of before.
+        """
+        return {"JAX_COMPILATION_CACHE_DIR": f"{self.run_dir}/compilation_cache"}
+
     @property
     def status_arguments(self) -> tuple[str, ...]:
         """Arguments of `python -m train.status` that print it as one JSON object."""
@@ -84,10 +102,12 @@ class Rendered:
 
     files: what lies in the submission's folder, by name.
     command: what is typed then.
+    before: lines of shell that are typed before it by hand.
     """
 
     files: Mapping[str, str]
     command: Sequence[str]
+    before: Sequence[str] = ()
 
 
 def job_name(run_name: str, run_dir: str) -> str:

@@ -5,9 +5,11 @@ target it compiles the step and compares memory; where the machine is not known 
 the arrays out on as many virtual devices.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from launch.job import Job
@@ -37,7 +39,7 @@ _REFUSED = {
 }
 
 
-def check_plan(job: Job, machine: Machine, force: bool) -> None:
+def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
     """Show the plan; refuse what is of no use to submit.
 
     Args:
@@ -45,28 +47,37 @@ def check_plan(job: Job, machine: Machine, force: bool) -> None:
         machine: what it is to run on.
         force: submit all the same.
 
+    Returns:
+        The bytes of a host's memory that a save stages; None if no plan says so.
+
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
     """
     if machine == Machine():
-        return
-    arguments = [*job.overrides, "runtime.platform=cpu"]
+        return None
+    arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
     if machine.target is not None:
-        arguments.append(f"target={machine.target}")
+        arguments += [f"output={folder}", f"target={machine.target}"]
     else:
         arguments.append(f"runtime.cpu_devices={machine.devices}")
-    how = {"stdout": sys.stderr, "cwd": job.workdir}
-    variables = machine.variables
-    code = run_module("train.plan", arguments, variables, **how).returncode
-    if code == FINISHED:
-        return
-    if code not in _REFUSED:
+    options = {"stdout": sys.stderr, "cwd": job.workdir}
+    code = run_module("train.plan", arguments, machine.variables, **options).returncode
+    if code in _REFUSED:
+        said = f"the plan says that {_REFUSED[code]}"
+        if not force:
+            remedy = "To submit all the same: force=true"
+            raise Exit(code, f"not submitted: {said}. {remedy}")
+        log.warning("%s; submitted all the same (force=true)", said)
+    elif code != FINISHED:
         log.warning("the plan could not be made (exit code %d): submitted unseen", code)
-        return
-    said = f"the plan says that {_REFUSED[code]}"
-    if not force:
-        raise Exit(code, f"not submitted: {said}. To submit all the same: force=true")
-    log.warning("%s; submitted all the same (force=true)", said)
+    elif machine.target is not None:
+        return _staged_bytes(Path(job.workdir) / folder / "plan.json")
+    return None
+
+
+def _staged_bytes(file: Path) -> int:
+    """Read what a save stages on a host from the file that the plan has written."""
+    return json.loads(file.read_text())["host_save"]["bytes"]
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

@@ -7,14 +7,16 @@ file there, saves, and ends: `sky jobs cancel` takes the machines away without w
 for a save, and is used only while nothing runs.
 
 One process a node, with all its GPUs. The code is uploaded as one archive, or is in
-the image. Secrets travel by name: their values are taken from the environment here.
+the image. Secrets travel by name: SkyPilot takes their values from the environment.
 """
 
 import json
 import logging
 import os
+import re
 import subprocess
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -33,7 +35,11 @@ log = logging.getLogger(__name__)
 
 FILE = "task.yaml"
 PYTHON = "python3"
-SECRETS_REMEDY = "name it in cluster.secrets=[NAME], and set it in your environment"
+SECRETS_REMEDY = (
+    "keep it in your environment, and name that: "
+    "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
+)
+_INSTALLS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
 _LOOK_S = 10.0
 
@@ -52,9 +58,10 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     if cluster.code is Code.image and cluster.image is None:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
         found.append(Mistake("cluster.image", None, rule))
-    for name in cluster.secrets:
+    for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
-            rule = "must be the name of a variable of your environment, not its value"
+            rule = "must name variables, not values, there and in your environment: "
+            rule += "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
             found.append(Mistake("cluster.secrets", "(not shown)", rule))
     return [*found, *object_store_mistakes(run_dir, "skypilot")]
 
@@ -71,7 +78,13 @@ def machine(cluster: SkypilotCluster) -> Machine:
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task."""
     document = merged(_task(job, cluster), cluster.merge)
-    return Rendered({FILE: to_yaml(document)}, _launch(job.name, cluster, job.folder))
+    before = [
+        f'export {name}="${source}"'
+        for name, source in cluster.secrets.items()
+        if name != source
+    ]
+    command = _launch(job.name, cluster, job.files)
+    return Rendered({FILE: to_yaml(document)}, command, before)
 
 
 def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
@@ -101,7 +114,11 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
         "name": job.name,
         "num_nodes": cluster.nodes,
         "resources": {key: value for key, value in resources.items() if value},
-        "envs": {**(ours if on_gpus else {}), **job.variables(cluster.code)},
+        "envs": {
+            **(ours if on_gpus else {}),
+            **(job.cache_variables() if cluster.accelerators else {}),
+            **job.variables(cluster.code),
+        },
         "secrets": dict.fromkeys(cluster.secrets, None),
         "setup": "".join(f"{line}\n" for line in cluster.setup),
         "run": _run_script(job, cluster),
@@ -129,10 +146,16 @@ def submit(
         if "://" in submission.run_dir and source.exists():
             source.copy(epath.Path(folder) / name, overwrite=True)
     submission.with_handle(name=job.name)
-    lacking = [name for name in cluster.secrets if name not in os.environ]
-    if lacking:
+    sources = cluster.secrets.values()
+    if lacking := [name for name in sources if name not in os.environ]:
         raise Exit(CRASHED, f"not set in this environment: {', '.join(lacking)}")
-    _sky(*_launch(job.name, cluster, str(folder))[1:], show=True)
+    if cluster.image is None and not _INSTALLS.search(" ".join(cluster.setup)):
+        log.warning(
+            "nothing seems to install jax there: give cluster.image, or cluster.setup="
+            '[pip install "jax[cuda13]" ...]'
+        )
+    secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
+    _sky(*_launch(job.name, cluster, str(folder))[1:], show=True, secrets=secrets)
     return FINISHED
 
 
@@ -199,24 +222,28 @@ def _jobs(said: str) -> list[dict[str, Any]]:
     return found if isinstance(found, list) else found.get("jobs", [])
 
 
-def _sky(*words: str, show: bool = False) -> str:
+def _sky(
+    *words: str, show: bool = False, secrets: Mapping[str, str] | None = None
+) -> str:
     """Run SkyPilot's command, which must succeed; return its output, or show it.
 
     Raises:
         Exit: it failed, or is not there.
     """
-    done = _run(*words, show=show)
+    done = _run(*words, show=show, secrets=secrets)
     if done.returncode:
         verb = " ".join(words[:2])
         raise Exit(CRASHED, f"sky {verb} failed with exit code {done.returncode}")
     return done.stdout or ""
 
 
-def _run(*words: str, show: bool) -> subprocess.CompletedProcess[str]:
+def _run(
+    *words: str, show: bool, secrets: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **(secrets or {})}  # sky takes them from there
+    out = None if show else subprocess.PIPE
     try:
-        return subprocess.run(
-            ["sky", *words], text=True, stdout=None if show else subprocess.PIPE
-        )
+        return subprocess.run(["sky", *words], text=True, stdout=out, env=env)
     except FileNotFoundError:
         remedy = "SkyPilot is not installed here: pip install skypilot"
         raise Exit(CRASHED, remedy) from None

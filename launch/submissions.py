@@ -23,7 +23,7 @@ from etils import epath
 from launch.job import ARCHIVE
 from train.errors import ConfigError, Mistake
 
-_FOLDER, _FILE = "launch", "record.json"
+_FOLDER, RECORD = "launch", "record.json"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Submission:
     def write(self) -> None:
         """Keep it."""
         kept = {k: v for k, v in asdict(self).items() if k != "run_dir"}
-        (self.folder / _FILE).write_text(json.dumps(kept, indent=1) + "\n")
+        (self.folder / RECORD).write_text(json.dumps(kept, indent=1) + "\n")
 
     def with_handle(self, **handle: Any) -> "Submission":
         """Keep how the cluster knows the job."""
@@ -76,7 +76,24 @@ class Submission:
 
 def next_number(run_dir: str) -> int:
     """Return the number of the submission to come."""
-    return max(_numbers(run_dir), default=0) + 1
+    folder = epath.Path(run_dir) / _FOLDER
+    numbers = [f.name for f in folder.iterdir()] if folder.exists() else []
+    # Also where there is no record: what was rendered may have been typed by hand.
+    return max((int(name) for name in numbers if name.isdigit()), default=0) + 1
+
+
+def folder_to_render(run_dir: str) -> epath.Path:
+    """Return the folder that a submission by hand is rendered for.
+
+    The next one that `submit` would use; no object store is asked for its number.
+    """
+    number = "by-hand" if "://" in run_dir else str(next_number(run_dir))
+    return epath.Path(run_dir) / _FOLDER / number
+
+
+def is_submitted(run_dir: str) -> bool:
+    """Return whether the run was ever submitted."""
+    return bool(_numbers(run_dir))
 
 
 def newest(run_dir: str) -> Submission:
@@ -91,7 +108,7 @@ def newest(run_dir: str) -> Submission:
         rule += "was, with run.name, run.dir or the keys that it was submitted with"
         raise ConfigError([Mistake("run.dir", run_dir, rule)])
     folder = epath.Path(run_dir) / _FOLDER / str(max(numbers))
-    kept = json.loads((folder / _FILE).read_text())
+    kept = json.loads((folder / RECORD).read_text())
     return Submission(run_dir, **{**kept, "arguments": tuple(kept["arguments"])})
 
 
@@ -99,7 +116,7 @@ def _numbers(run_dir: str) -> list[int]:
     folder = epath.Path(run_dir) / _FOLDER
     if not folder.exists():
         return []
-    kept = [f for f in folder.iterdir() if f.name.isdigit() and (f / _FILE).exists()]
+    kept = [f for f in folder.iterdir() if f.name.isdigit() and (f / RECORD).exists()]
     return [int(file.name) for file in kept]
 
 

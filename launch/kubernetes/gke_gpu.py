@@ -69,6 +69,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         command=job.command("python", cluster.code, around),
         environment={
             **gpu.values(job.environment),
+            **job.cache_variables(),
             "MASTER_ADDR": host_of(job, NODE),
             "MASTER_PORT": str(port_of(job.name)),
             "WORLD_SIZE": str(cluster.nodes * cluster.processes_per_node),
@@ -76,6 +77,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         },
         resource=("nvidia.com/gpu", cluster.gpus_per_node),
         user={"runAsNonRoot": True},
+        processes=cluster.processes_per_node,
         memory_volume=True,  # NCCL's, between processes of a node
     )
     return jobset.render(job, cluster, pods)

@@ -75,7 +75,7 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
         jobs=target.slices,
         pods=hosts,
         command=job.command("python", cluster.code),
-        environment=_environment(job, target),
+        environment={**job.cache_variables(), **_environment(job, target)},
         resource=("google.com/tpu", target.chips_per_host),
         selector={
             "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[target.family],

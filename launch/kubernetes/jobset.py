@@ -45,9 +45,18 @@ def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     if cluster.grace_period_s < 1:
         rule = "must be at least 1: it is the time to save in"
         found.append(Mistake("cluster.grace_period_s", cluster.grace_period_s, rule))
+    if cluster.ttl_s < 0:
+        rule = "must not be negative; 0 is at once"
+        found.append(Mistake("cluster.ttl_s", cluster.ttl_s, rule))
+    if cluster.cpus is not None and cluster.cpus < 1:
+        found.append(Mistake("cluster.cpus", cluster.cpus, "must be at least 1"))
+    if not re.fullmatch(r"[1-9]\d*[KMGT]i?", cluster.memory or "1Gi"):
+        rule = "must be a number with K, M, G or T, say 200Gi"
+        found.append(Mistake("cluster.memory", cluster.memory, rule))
     for variable, secret in cluster.secrets.items():
         if not _SECRET.fullmatch(secret):
-            rule = "must be secret/key: a Secret's name, and a key in it"
+            rule = "must be secret/key, a Secret's name and a key in it: "
+            rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             found.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
     if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
         found += object_store_mistakes(run_dir, "gke")
@@ -94,6 +103,7 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
                 "restartStrategy": "BlockingRecreate",
                 "rules": _rules(),
             },
+            "ttlSecondsAfterFinished": cluster.ttl_s,
             "replicatedJobs": [
                 {
                     "name": pods.name,

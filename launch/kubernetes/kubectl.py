@@ -18,6 +18,7 @@ from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE, kubectl
 from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
+from launch.kubernetes.spot import warn_of_short_notice
 from launch.submissions import Submission
 from train.errors import CRASHED, FINISHED, Exit
 
@@ -36,6 +37,8 @@ def submit(
     """Create the JobSet, in the place of one that is over."""
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
+    if cluster.spot:
+        warn_of_short_notice(job)
     submission = submission.with_handle(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.config import KubernetesCluster
+from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job
 
 CONTAINER = "train"
@@ -30,6 +31,7 @@ class Pods:
     annotations: of the JobSet.
     user: what the pod's security context says of it.
     network: of the pod, if not its own.
+    processes: of a pod.
     memory_volume: whether /dev/shm is to be as large as the node's memory allows.
     """
 
@@ -44,6 +46,7 @@ class Pods:
     user: Mapping[str, Any] = field(default_factory=dict)
     network: Mapping[str, Any] = field(default_factory=dict)
     memory_volume: bool = False
+    processes: int = 1
 
 
 def host_of(job: Job, pods: str) -> str:
@@ -106,20 +109,32 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
         {"name": name, **({"value": escaped(v)} if isinstance(v, str) else v)}
         for name, v in values.items()
     ]
-    resource, count = pods.resource
     shm = {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
     return {
         "name": CONTAINER,
         "image": cluster.image,
         "command": [escaped(word) for word in pods.command],
         **({"env": environment} if environment else {}),
-        "resources": {"limits": {resource: count}},
+        "resources": _resources(job, cluster, pods),
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
         **(shm if pods.memory_volume else {}),
     }
+
+
+def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
+    """Return what a pod needs; memory and cores are no limits, so none kills it."""
+    resource, count = pods.resource
+    cpus, memory = cluster.cpus, cluster.memory
+    if job.staged_bytes is not None:
+        cpus = cpus or process_cores(count)
+        memory = memory or f"{host_memory_gib(job.staged_bytes, pods.processes)}Gi"
+    requests = {"cpu": cpus and str(cpus), "memory": memory}
+    requests = {name: value for name, value in requests.items() if value}
+    limits = {"limits": {resource: count}}
+    return {**({"requests": requests} if requests else {}), **limits}
 
 
 def escaped(word: str) -> str:

@@ -5,6 +5,7 @@ command line. An ssh that ends with 255 says nothing of the process there.
 """
 
 import logging
+import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ from launch.config import Code, SshCluster
 from launch.job import ARCHIVE, UNPACK, port_of
 from launch.remote.attempt import Wait
 from launch.remote.run_script import RUN, State, folder_of, read_states, run_words
-from launch.submissions import Submission
+from launch.submissions import RECORD, Submission
 from launch.subprocesses import run_captured
 from train.errors import WRONG_CONFIG, Exit
 
@@ -51,7 +52,11 @@ class SshHosts:
     """The `Hosts` of a submission (launch/remote/attempt.py)."""
 
     def __init__(self, submission: Submission, cluster: SshCluster):
-        self._record, self._cluster, self._name = submission, cluster, submission.name
+        self._submission, self._cluster, self._name = (
+            submission,
+            cluster,
+            submission.name,
+        )
         self._reached = False
 
     @property
@@ -64,7 +69,7 @@ class SshHosts:
         while not wait(0):
             if take_up and self._taken_up():
                 return True
-            if self._put() and len(self._start()) == self.processes:
+            if self._put() and self._shared() and len(self._start()) == self.processes:
                 return True
             wait(_AGAIN_S)
         return False
@@ -83,7 +88,7 @@ class SshHosts:
         """
         files = [RUN, UNPACK, ARCHIVE]
         for file in files if self._cluster.code is Code.archive else files[:1]:
-            content = (self._record.folder / file).read_bytes()
+            content = (self._submission.folder / file).read_bytes()
             done = self._on_all(lambda _, f=file: put_line(self._name, f), content)
             for host, (code, _, err) in done.items():
                 if code == 0:
@@ -95,6 +100,26 @@ class SshHosts:
                 return False
         self._reached = True
         return True
+
+    def _shared(self) -> bool:
+        """Return whether all hosts see the run's folder; False: some do not answer.
+
+        Raises:
+            Exit: a host has no such folder: its processes would be a run of their own.
+        """
+        if "://" in self._submission.run_dir:
+            return True
+        record = shlex.quote(str(self._submission.folder / RECORD))
+        done = self._on_all(lambda _: f"test -e {record} && echo yes || echo no")
+        for host, (_, out, _) in done.items():
+            if out.strip() == b"no":
+                folder = self._submission.run_dir
+                wrong = (
+                    f"{host} does not see {folder}: cluster=ssh wants a folder that "
+                )
+                wrong += "all hosts and this machine share; run.dir=, or s3:// or gs://"
+                raise Exit(WRONG_CONFIG, wrong)
+        return all(out.strip() == b"yes" for _, out, _ in done.values())
 
     def _start(self) -> Mapping[str, State]:
         line = {

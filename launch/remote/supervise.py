@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.background import detach_process, end_of, is_alive, who_am_i
+from launch.background import detach_process, is_alive, process_handle, wait_for_end
 from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
 from launch.remote.attempt import Hosts, RemoteAttempt
@@ -50,7 +50,7 @@ def supervise(
     if cluster.detach and not detach_process(folder / "launch.log"):
         print(f"in the background; action=logs follow=true shows {folder}/{LOG}")
         return 0
-    submission.with_handle(**who_am_i(), folder=str(folder))
+    submission.with_handle(**process_handle(), folder=str(folder))
     try:
         return Supervisor(
             start=lambda: start(folder, not cluster.detach),
@@ -124,5 +124,5 @@ def stop_supervisor(submission: Submission) -> bool:
     if not is_alive(submission.handle):
         return False
     os.kill(submission.handle["pid"], signal.SIGINT)
-    end_of(submission.handle)
+    wait_for_end(submission.handle)
     return True

@@ -69,7 +69,11 @@ class TpuHosts:
     """The `Hosts` of a submission (launch/remote/attempt.py)."""
 
     def __init__(self, submission: Submission, cluster: TpuVmCluster, diary: Path):
-        self._record, self._cluster, self._name = submission, cluster, submission.name
+        self._submission, self._cluster, self._name = (
+            submission,
+            cluster,
+            submission.name,
+        )
         self.resource = QueuedResource(submission.name, cluster, diary)
 
     @property
@@ -118,10 +122,12 @@ class TpuHosts:
 
     def _files(self) -> Path:
         """Return a folder of this machine with the files that go there."""
-        folder = self._record.local_folder()
+        folder = self._submission.local_folder()
         for file in files_of(self._cluster):
             if not (folder / file).exists():
-                (folder / file).write_bytes((self._record.folder / file).read_bytes())
+                (folder / file).write_bytes(
+                    (self._submission.folder / file).read_bytes()
+                )
         return folder
 
     def ask(self, verb: str, *more: str | int) -> Mapping[str, State]:

@@ -42,12 +42,14 @@ from train.hardware.targets import parse_target
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 STATES = "states.jsonl"
 _COMMANDS_FILE = "tpu_vm.sh"
-# The machines' own Python is 3.10: a newer one beside it, with what training needs.
+# The machines' own Python is 3.10: a newer one beside it, with what training needs, in
+# the versions of the archive: each start installs, and no restart may change them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
-    "python3 -m uv venv --quiet --allow-existing --python 3.12 ~/longhaul/venv",
+    "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
+    f"tar --extract --gzip --file {ARCHIVE} constraints.txt",
     "python3 -m uv pip install --quiet --python ~/longhaul/venv/bin/python "
-    f'"longhaul[tpu,gcs] @ file://$PWD/{ARCHIVE}"',
+    f'--constraint constraints.txt "longhaul[tpu,gcs] @ file://$PWD/{ARCHIVE}"',
     "source ~/longhaul/venv/bin/activate",
 )
 
@@ -102,7 +104,7 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
     there = replace(job, folder=".") if cluster.code is Code.archive else job
     python = "python" if cluster.code is Code.image else cluster.python
     command = there.command(python, cluster.code)
-    variables = job.variables(cluster.code)
+    variables = {**job.cache_variables(), **job.variables(cluster.code)}
     last: list[str] = []
     if cluster.image is not None:
         names = [*variables, *cluster.secrets]

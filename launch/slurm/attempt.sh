@@ -1,5 +1,6 @@
 # One attempt, and what follows from it. Above: srun, srun_one, train and status, the
-# words of commands; tasks; folder, diary and stop, where things lie; and the policy.
+# words of commands; tasks; folder, diary and stop, where things lie; exclude, the nodes
+# that the user does not want; chosen, whether some are asked for; and the policy.
 
 say() { printf '%s  %s\n' "$(date '+%F %T')" "$*" >&2; }
 
@@ -19,11 +20,14 @@ finish() { # verdict, exit code, what to say, the step
 
 # Puts this job back into the queue; not before so many seconds, if told.
 again() {
+	local avoid changed=
+	avoid=$(nodes_to_avoid) && changed=yes
 	if ! scontrol requeue "$SLURM_JOB_ID"; then
 		say "Slurm does not take the job back: submit it again with action=resume"
 		exit "$code"
 	fi
 	[[ -z ${1-} ]] || scontrol update "JobId=$SLURM_JOB_ID" "StartTime=now+$1"
+	[[ -z $changed ]] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$avoid"
 	exit "$code" # Slurm ends this script anyway
 }
 
@@ -55,20 +59,51 @@ step_of_run() {
 
 crashes() { grep '"verdict": "crashed"' "$diary" 2>/dev/null; }
 
+is_crash() { [[ " 0 ${never_again[*]} ${again[*]} " != *" $1 "* ]]; }
+
+# Says which nodes the next attempt is to be without: the user's, and the one on which
+# processes have crashed while none did elsewhere. Fails where nothing is to change, and
+# where the partition has no node to spare: the job would wait for ever.
+nodes_to_avoid() {
+	local file code node spare
+	local -A crashed=()
+	for file in "$folder/nodes"/*; do
+		code=$(cat "$folder/codes/${file##*/}" 2>/dev/null) || code=$highest
+		node=$(<"$file")
+		! is_crash "$code" || crashed[$node]=1
+	done
+	if ((${#crashed[@]} != 1 || ${SLURM_JOB_NUM_NODES:-1} < 2)); then
+		[[ -e $folder/avoided ]] && rm "$folder/avoided" && echo "$exclude"
+		return
+	fi
+	node=${!crashed[*]}
+	spare=$(sinfo --noheader --Node --responding --format=%N \
+		--states=idle,alloc,mix,comp "--partition=$SLURM_JOB_PARTITION" | sort -u |
+		grep -cvxF "$([[ -z $exclude ]] || scontrol show hostnames "$exclude")")
+	if ((chosen || spare <= SLURM_JOB_NUM_NODES)); then
+		say "processes crashed on $node alone; no other node could take its place"
+		return 1
+	fi
+	say "processes crashed on $node alone: the next attempt is without it"
+	touch "$folder/avoided"
+	echo "${exclude:+$exclude,}$node"
+}
+
 # Leaves codes of processes in files: without one it was killed with its shell.
 attempt() {
-	rm -rf "$folder/codes"
-	mkdir -p "$folder/codes"
+	rm -rf "$folder/codes" "$folder/nodes"
+	mkdir -p "$folder/codes" "$folder/nodes"
 	# shellcheck disable=SC2016 # for the shells there
-	local shell='trap : TERM INT USR1 USR2; codes=$1; shift; "$@"; code=$?
-		echo "$code" >"$codes/$SLURM_PROCID"; exit "$code"'
-	"${srun[@]}" sh -c "$shell" sh "$folder/codes" "${train[@]}" &
+	local shell='trap : TERM INT USR1 USR2; folder=$1; shift
+		echo "$SLURMD_NODENAME" >"$folder/nodes/$SLURM_PROCID"; "$@"; code=$?
+		echo "$code" >"$folder/codes/$SLURM_PROCID"; exit "$code"'
+	"${srun[@]}" sh -c "$shell" sh "$folder" "${train[@]}" &
 	local pid=$! file
 	# A signal ends a wait: the last one, when it is over, gives the code.
 	wait "$pid"
 	while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
 	wait "$pid"
-	local highest=$?
+	highest=$?
 	found=()
 	for file in "$folder/codes"/*; do
 		[[ -s $file ]] && found+=("$(<"$file")")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
-from launch.job import Job, Rendered
+from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.slurm.checks import slurm_mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
@@ -47,8 +47,10 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     folder = folder_of(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={workdir_of(job, cluster)}"]
-    command += [f"--output={output}", f"{folder}/{SCRIPT}"]
-    return Rendered({SCRIPT: script(job, cluster)}, command)
+    files = folder if job.rendered_to is None else job.files
+    command += [f"--output={output}", f"{files}/{SCRIPT}"]
+    before = [shell(["mkdir", "-p", folder])]  # sbatch makes none for the output
+    return Rendered({SCRIPT: script(job, cluster)}, command, before)
 
 
 def submit(

@@ -18,12 +18,14 @@ from typing import Any
 
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
+from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job, exports
 from launch.policy import AGAIN, LONGEST_BACKOFF_S, NEVER_AGAIN, SAME_STEP, backoff
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
+_BY_CHOICE = {"constraint", "nodelist", "nodefile", "reservation"}
 _OTHERS_S = 600  # after one has ended: heartbeat, watchdog and a save are within it
 
 
@@ -66,8 +68,8 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.processes_per_node,
         "gpus-per-node": cluster.gpus_per_node,
-        "cpus-per-task": cluster.cpus_per_task,
-        "mem": cluster.memory,
+        "cpus-per-task": _cpus_per_task(job, cluster),
+        "mem": _memory(job, cluster),
         "time": cluster.time,
         "partition": cluster.partition,
         "account": cluster.account,
@@ -77,6 +79,18 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "open-mode": "append",
     }
     return [f"#SBATCH {word}" for word in flags({**known, **cluster.options})]
+
+
+def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
+    if cluster.cpus_per_task is not None or job.staged_bytes is None:
+        return cluster.cpus_per_task
+    return process_cores((cluster.gpus_per_node or 1) // cluster.processes_per_node)
+
+
+def _memory(job: Job, cluster: SlurmCluster) -> str | None:
+    if cluster.memory is not None or job.staged_bytes is None:
+        return cluster.memory
+    return f"{host_memory_gib(job.staged_bytes, cluster.processes_per_node)}G"
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -89,9 +103,16 @@ def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
     if cluster.gpus_per_node is None:
         return
     yield "# For GPUs; cluster.environment replaces any of them."
-    for name, (value, reason) in gpu.settings(job.environment).items():
+    for name, (value, reason) in _gpu_settings(job).items():
         yield from (f"# {line}" for line in reason.splitlines())
         yield from exports({name: value})
+    yield from gpu.SITE_LINES
+
+
+def _gpu_settings(job: Job) -> dict[str, tuple[str, str]]:
+    reason = "programs that this run has compiled before"
+    cache = {name: (value, reason) for name, value in job.cache_variables().items()}
+    return gpu.settings(job.environment, cache)
 
 
 # Process 0 is on the first node: JAX takes its name, and a port which another job may
@@ -119,7 +140,7 @@ def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
         "nodes": cluster.nodes,
         "ntasks": tasks,
         "ntasks-per-node": cluster.processes_per_node,
-        "cpus-per-task": cluster.cpus_per_task,  # srun does not take it from the job
+        "cpus-per-task": _cpus_per_task(job, cluster),  # srun takes none from the job
         "kill-on-bad-exit": 0,
         "wait": _OTHERS_S,
         "export": "ALL",
@@ -148,7 +169,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     seen += [job.root] if cluster.code is Code.shared else []
     mounts = [f"{path}:{path}" for path in _outer(seen)]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
-    ours |= {*gpu.settings(job.environment)} if cluster.gpus_per_node else set()
+    ours |= {*_gpu_settings(job)} if cluster.gpus_per_node else set()
     return {
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
@@ -175,12 +196,14 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
         "folder": folder_of(job),
         "diary": f"{folder_of(job)}/{ATTEMPTS}",
         "stop": f"{folder_of(job)}/{STOP}",
+        "exclude": str(cluster.options.get("exclude") or ""),
     }
     numbers = {
         "stopped": STOPPED,
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
+        "chosen": int(not _BY_CHOICE.isdisjoint(cluster.options)),
     }
     lists = {
         "never_again": NEVER_AGAIN,

@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     home.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "HOME": str(home), "FAKE_HOST": host}
     env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
+    env["BASH_ENV"] = str(home / ".bashrc")  # read if it is there
     return subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode
 
 

@@ -15,7 +15,7 @@ while [[ $1 == --* ]]; do
 done
 highest=0
 for ((i = 0; i < tasks; i++)); do
-	SLURM_PROCID=$i "$@"
+	SLURM_PROCID=$i SLURMD_NODENAME=n$i "$@"
 	code=$?
 	((code <= highest)) || highest=$code
 done
@@ -24,6 +24,7 @@ exit $highest
 # What scontrol says of the job stands in a file; what it is told goes into another.
 SCONTROL = """
 case "$*" in
+"show hostnames n3"*) echo n3 ;;
 "show hostnames"*) echo "${first:-localhost}" ;;
 "show node"*) echo "NodeName=n0 NodeAddr=10.0.0.7 NodeHostName=n0" ;;
 "show job"*) cat "$0.job" ;;

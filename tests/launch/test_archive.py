@@ -373,6 +373,20 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     assert kept["code"] is None
 
 
+def test_stop_says_at_once_what_it_waits_for(elsewhere, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x")
+
+    def stop(submission):
+        assert "is asked to save and stop; waits until it has" in caplog.text
+        return 5
+
+    monkeypatch.setattr(elsewhere, "stop", stop, raising=False)
+    keys = f"run.dir={tmp_path}/runs/x", "action=stop"
+    assert door.main(compose(keys, "launch", schema_of("local"))) == 5
+    assert caplog.text.endswith(": has ended\n")
+
+
 def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):
     arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
     cluster = Away()

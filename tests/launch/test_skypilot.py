@@ -43,7 +43,7 @@ FULL = SkypilotCluster(
     spot=True,
     image="docker:host/name:tag",
     setup=["pip install 'jax[cuda13]'", "nvidia-smi"],
-    secrets=["WANDB_API_KEY"],
+    secrets={"WANDB_API_KEY": "MY_KEY"},
     max_restarts=3,
     backoff_s=5,
     code=Code.image,
@@ -132,7 +132,8 @@ def test_hostile_names_of_runs(value):
         ({"region": "us-central1"}, "cluster.region"),
         ({"code": Code.shared}, "cluster.code"),
         ({"code": Code.image}, "cluster.image"),
-        ({"secrets": ["a=secret"]}, "cluster.secrets"),
+        ({"secrets": {"A": "a=secret"}}, "cluster.secrets"),
+        ({"secrets": {"a=secret": "A"}}, "cluster.secrets"),
     ],
 )
 def test_mistakes(keys, wrong):
@@ -215,10 +216,10 @@ def job(status: str, number: int = 3, **more: Any) -> dict[str, Any]:
 
 def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatch):
     rendered = skypilot.render(JOB, FULL)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(Exit, match="not set in this environment: WANDB_API_KEY"):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(Exit, match="not set in this environment: MY_KEY"):
         skypilot.submit(JOB, FULL, rendered, submission)
-    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    monkeypatch.setenv("MY_KEY", "hush")
     assert skypilot.submit(JOB, FULL, rendered, submission) == 0
     (words, secret), *_ = sky.calls()
     assert words[:4] == ["jobs", "launch", "--name", JOB.name]
@@ -227,6 +228,21 @@ def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatc
     assert secret == "hush"
     written = [f.read_text() for f in Path(submission.folder).rglob("*") if f.is_file()]
     assert "hush" not in "".join([*rendered.files.values(), *words, *written])
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        ({}, True),
+        ({"setup": ["nvidia-smi"]}, True),
+        ({"setup": ["pip install 'jax[cuda13]'"]}, False),
+        ({"image": "docker:a/b:c"}, False),
+    ],
+)
+def test_it_warns_where_nothing_installs_jax(sky, submission, caplog, keys, warned):
+    cluster = replace(PLAIN, **keys)
+    skypilot.submit(JOB, cluster, skypilot.render(JOB, cluster), submission)
+    assert ("nothing seems to install jax" in caplog.text) is warned
 
 
 def test_status_tells_of_the_newest_of_its_name(sky, submission):
@@ -302,7 +318,7 @@ def test_through_the_door(tmp_path):
     arguments = [
         *("action=render", "cluster=skypilot", "cluster.accelerators=H100:8"),
         *("run.dir=s3://nowhere/runs/a", "cluster.setup=[pip install jax]"),
-        *("cluster.merge={resources: {disk_size: 512}}", "cluster.secrets=[A_B]"),
+        *("cluster.merge={resources: {disk_size: 512}}", "cluster.secrets={A_B: C}"),
     ]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": "/nowhere"}
     done = subprocess.run(
@@ -317,4 +333,7 @@ def test_through_the_door(tmp_path):
     assert document["resources"]["disk_size"] == 512
     assert document["setup"] == "pip install jax\n"
     assert document["secrets"] == {"A_B": None}
-    assert done.stdout.startswith("sky jobs launch --name ")
+    assert done.stdout.startswith('export A_B="$C"\nsky jobs launch --name ')
+    assert done.stdout.endswith(f" {tmp_path}/task.yaml\n")
+    # What asks it to stop is looked for where `action=stop` would put it.
+    assert "--folder s3://nowhere/runs/a/launch/by-hand " in document["run"]

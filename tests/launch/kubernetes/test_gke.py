@@ -16,6 +16,7 @@ from launch.config import KINDS, Code, GkeGpuCluster, GkeTpuCluster, schema_of
 from launch.job import Job, job_name
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.kubernetes.jobset import FILE
+from launch.kubernetes.spot import warn_of_short_notice
 from launch.manifest import merged, to_yaml
 from launch.plan_check import Machine
 from launch.policy import Verdict, judge
@@ -49,6 +50,9 @@ ALL_KEYS: dict[str, Any] = {
     "grace_period_s": 25,
     "max_restarts": 3,
     "secrets": {"WANDB_API_KEY": "wandb/api-key"},
+    "cpus": 90,
+    "memory": "300Gi",
+    "ttl_s": 60,
     "node_selector": {"cloud.google.com/gke-nodepool": "mine"},
     "code": Code.archive,
 }
@@ -124,6 +128,40 @@ def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
     assert parse_target(target).num_chips == jobs * pods * chips
     # A node pool is one slice only where a slice has several hosts.
     assert ("annotations" in document["metadata"]) == (pods > 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "requests"),
+    [
+        (gke_tpu, TPU, {"cpu": "32", "memory": "56Gi"}),  # 2 * 20 + 16
+        (gke_gpu, replace(GPU, processes_per_node=8), {"cpu": "64", "memory": "168Gi"}),
+        (gke_gpu, replace(GPU, cpus=3, memory="9Gi"), {"cpu": "3", "memory": "9Gi"}),
+    ],
+)
+def test_cores_and_memory_are_those_of_the_plan(backend, cluster, requests):
+    planned = manifest(backend, cluster, replace(JOB, staged_bytes=20 << 30))
+    assert pod_of(planned)["containers"][0]["resources"]["requests"] == requests
+    assert refused(planned) == []
+    plain = manifest(backend, replace(cluster, cpus=None, memory=None))
+    assert pod_of(plain)["containers"][0]["resources"].keys() == {"limits"}
+
+
+@pytest.mark.parametrize(
+    ("staged", "events", "said"),
+    [
+        (None, "", None),
+        (14 << 30, "", "takes some 15 s, estimated"),
+        (13 << 30, "", None),
+        (1, '{"event": "save", "seconds": 16.2}\n', "took 16 s in this run"),
+        (14 << 30, '{"event": "save", "seconds": 3}\n{"event": "step"}\n', None),
+        (14 << 30, '{"event": "save", "sec', "estimated"),
+    ],
+)
+def test_a_notice_too_short_to_save_in_is_said(tmp_path, caplog, staged, events, said):
+    (tmp_path / "events.jsonl").write_text(events)
+    warn_of_short_notice(replace(JOB, run_dir=str(tmp_path), staged_bytes=staged))
+    assert (said is not None) == ("15 s, but a save" in caplog.text)
+    assert (said or "") in caplog.text
 
 
 @pytest.mark.parametrize("name", RENDERED)
@@ -239,6 +277,9 @@ def test_yaml_is_read_alike_by_all():
         ({"image": None}, "cluster.image"),
         ({"code": Code.shared}, "cluster.code"),
         ({"grace_period_s": 0}, "cluster.grace_period_s"),
+        ({"ttl_s": -1}, "cluster.ttl_s"),
+        ({"cpus": 0}, "cluster.cpus"),
+        ({"memory": "300 Gi"}, "cluster.memory"),
         ({"secrets": {"A": "b"}}, "cluster.secrets.A"),
         ({"secrets": {"A": "B/c"}}, "cluster.secrets.A"),
     ],

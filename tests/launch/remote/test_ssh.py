@@ -100,6 +100,12 @@ class Stage:
         file.write_text(why)
         return file
 
+    def blind(self, host: str) -> None:
+        """Have a host see no folders of others."""
+        (self.hosts / "home" / host).mkdir()
+        test = self.hosts / "home" / host / ".bashrc"
+        test.write_text("test() { return 1; }\n")
+
     def later(self, holds: Callable[[], object], act: Callable[[], object]) -> None:
         """Act, in another thread, as soon as something holds."""
 
@@ -218,6 +224,15 @@ def test_a_host_that_lets_nobody_in(stage):
     with pytest.raises(Exit, match=r"n0: .*Permission denied \(publickey\)") as raised:
         at.submit()
     assert raised.value.code == 78
+
+
+def test_a_host_without_the_folder_of_the_run(stage):
+    """Its processes would be a run of their own."""
+    at = stage(0)
+    at.blind("me@n1")
+    with pytest.raises(Exit, match=r"me@n1 does not see .*/run: give a run.dir that"):
+        at.submit()
+    assert not at.starts()
 
 
 def test_ctrl_c_lets_the_run_save(stage, capfd):

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from launch import supervisor
+from launch.archive import archive
 from launch.config import Code, TpuVmCluster
 from launch.job import ARCHIVE, UNPACK, Job
 from launch.remote import attempt, gcloud, supervise, tpu_hosts, tpu_vm
@@ -406,6 +407,23 @@ def run_here(folder: Path, **more: str) -> None:
     run = ["bash", str(folder / "run.sh"), "start", "0", "1"]
     subprocess.run(run, env={**os.environ, "PATH": path, **more}, check=True)
     until(lambda: (folder / "process-0/code").exists())
+
+
+def test_a_restart_gets_the_versions_of_the_archive(tmp_path):
+    """Each start installs, and newer versions may be there by then."""
+    job = Job("job", "gs://a/b", "folder", (), "/root", "/tmp")
+    cluster = replace(CLUSTER, code=Code.archive, setup=None)
+    (tmp_path / "run.sh").write_text(tpu_vm.render(job, cluster).files["run.sh"])
+    (tmp_path / ARCHIVE).write_bytes(archive(ROOT))
+    (tmp_path / "longhaul/venv/bin").mkdir(parents=True)
+    (tmp_path / "longhaul/venv/bin/activate").touch()
+    argument_printer(tmp_path / "bin", "python3")
+    run_here(tmp_path, HOME=str(tmp_path))
+    (install,) = [
+        words for words in printed(tmp_path / "bin") if "install" in words[3:]
+    ]
+    constraints = tmp_path / install[install.index("--constraint") + 1]
+    assert constraints.read_bytes() == (ROOT / "constraints.txt").read_bytes()
 
 
 def test_secrets_are_fetched_there(tmp_path):

@@ -1,5 +1,7 @@
 import os
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from launch.slurm.squeue import QueuedJob
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
 from tests.launch.slurm_stubs import Stubs
+from tests.launch.test_local import says
 
 JOB = Job(
     name="base-0a1b2c3d",
@@ -90,22 +93,62 @@ def test_the_plan_is_made_for_the_machine():
     assert slurm.machine(SlurmCluster(nodes=4)) == Machine()
 
 
-def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch):
+def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch, tmp_path):
     asked = []
 
-    def run_module(module, arguments, variables, **how):
+    def run_module(module, arguments, variables, cwd, stdout):
         asked.append((module, [*arguments], variables))
+        file = Path(cwd, "plans", JOB.name, "plan.json")
+        file.parent.mkdir(parents=True)
+        file.write_text('{"host_save": {"bytes": 7, "how": "computed"}}')
         return subprocess.CompletedProcess([], 0)
 
     monkeypatch.setattr("launch.plan_check.run_module", run_module)
     cluster = SlurmCluster(
         gpus_per_node=8, gpu="h100", environment={"XLA_FLAGS": "--x"}
     )
-    check_plan(JOB, slurm.machine(cluster), force=False)
+    job = replace(JOB, workdir=str(tmp_path))
+    assert check_plan(job, slurm.machine(cluster), force=False) == 7
     ((module, arguments, variables),) = asked
     assert (module, arguments[-1]) == ("train.plan", "target=h100-8x1")
     assert variables["XLA_FLAGS"] == "--x"
     assert variables["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({}, {"#SBATCH --mem=56G", "#SBATCH --cpus-per-task=64"}),  # 2 * 20 + 16
+        (
+            {"processes_per_node": 8},
+            {"#SBATCH --mem=168G", "#SBATCH --cpus-per-task=8"},
+        ),
+        ({"memory": "0", "cpus_per_task": 3}, {"#SBATCH --mem=0"}),
+    ],
+)
+def test_memory_and_cores_are_those_of_the_plan(keys, lines):
+    cluster = SlurmCluster(gpus_per_node=8, gpu="h100", **keys)
+    planned = replace(JOB, staged_bytes=20 << 30)
+    text = script(planned, cluster)
+    assert lines <= {*text.splitlines()}
+    cores = next(w for w in text.splitlines() if "cpus-per-task" in w).split()[-1]
+    assert f"\t{cores}\n" in text  # srun's too
+    assert "--mem" not in script(JOB, SlurmCluster(gpus_per_node=8))
+
+
+def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):
+    """Else all runs of a checkout would share one file `stop`."""
+    keys = ["cluster=slurm", "action=render", f"output={tmp_path}/out", "seed=7"]
+    folder = tmp_path / "runs/a/launch/1"
+    for number in (1, 2):
+        said = says(tmp_path, *keys, "run.name=a")
+        script = (tmp_path / "out/job.sh").read_text()
+        assert f"\nstop={folder}/stop\n" in script
+        assert said.startswith(f"mkdir -p {folder}\nsbatch --parsable ")
+        assert said.endswith(f"--output={folder}/job.log {tmp_path}/out/job.sh\n")
+        assert not folder.exists()
+        folder.mkdir(parents=True)  # typed by hand: the next has another folder
+        folder = folder.with_name(str(number + 1))
 
 
 def test_golden():

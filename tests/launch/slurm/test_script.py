@@ -154,6 +154,38 @@ def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
     assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("codes", "nodes", "excluded"),
+    [
+        ([134, 137], "n0 n1 n2", "n1"),
+        ([1, 1], "n0 n1 n2", None),  # everywhere: that is the program
+        ([134, 137], "n0 n1", None),  # none could take its place
+        ([42, 134], "n0 n1 n2", None),
+        ([134, None], "n0 n1 n2", "n1"),  # killed with its shell
+    ],
+)
+def test_a_node_that_failed_is_avoided(stubs, tmp_path, codes, nodes, excluded):
+    stubs.program("sinfo", f"printf '%s\\n' {nodes} n0")
+    text, more = rendered(tmp_path), {"SLURM_JOB_NUM_NODES": "2"}
+    stubs.attempt(text, codes, SLURM_JOB_PARTITION="p", **more)
+    updates = [line for line in stubs.told() if "ExcNodeList" in line]
+    assert updates == [f"update JobId=7 ExcNodeList={excluded}"] * bool(excluded)
+    stubs.attempt(text, [42, 42], SLURM_JOB_PARTITION="p", **more)
+    updates = [line for line in stubs.told() if "ExcNodeList" in line]
+    assert updates == ["update JobId=7 ExcNodeList="] * bool(excluded)
+
+
+def test_nodes_that_a_user_chose_stay_chosen(stubs, tmp_path):
+    stubs.program("sinfo", "printf '%s\\n' n0 n1 n2 n3")
+    more = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_PARTITION": "p"}
+    both = rendered(tmp_path, options={"exclude": "n3"})
+    stubs.attempt(both, [134, 137], **more)
+    assert "update JobId=7 ExcNodeList=n3,n1" in stubs.told()
+    for options in ({"exclude": "n3,n4", "constraint": "ib"}, {"nodelist": "n[0-3]"}):
+        stubs.attempt(rendered(tmp_path, options=options), [134, 137], **more)
+        assert not [line for line in stubs.told() if "ExcNodeList" in line]
+
+
 def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
     stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
     (stubs.bin / "python.codes").write_text("42 42")

@@ -1,0 +1,34 @@
+"""Memory and cores of a host, from the plan: what a scheduler is asked for.
+
+The plan computes one figure of a host: the bytes that an asynchronous save stages in
+its memory. The rest are rules, generous rather than exact: a job that is killed for
+want of memory costs more than memory that idles.
+
+- memory: twice what a save stages (its copy, and the buffers of a restore or of the
+  writer), and 16 GiB for each process: libraries, compiler, pinned buffers, batches;
+- cores: eight for each chip. Nodes of GPUs have 12 to 16, TPU hosts 24 or more.
+
+Keys of the cluster replace either. Without a plan nothing is asked for, and what a site
+gives by default holds.
+"""
+
+_PROCESS_BYTES = 16 << 30
+_CORES_PER_CHIP = 8
+# Of a host, to an object store or a shared disk: assumed, where nothing was measured.
+_SAVED_BYTES_PER_S = 1e9
+
+
+def host_memory_gib(staged_bytes: int, processes: int) -> int:
+    """Return the GiB that a host with so many processes is asked for."""
+    needed = 2 * staged_bytes + processes * _PROCESS_BYTES
+    return -(-needed // (1 << 30))
+
+
+def process_cores(chips: int) -> int:
+    """Return the cores that a process which drives so many chips is asked for."""
+    return _CORES_PER_CHIP * chips
+
+
+def estimated_save_s(staged_bytes: int) -> float:
+    """Return how long a save takes, at one GB/s a host."""
+    return staged_bytes / _SAVED_BYTES_PER_S

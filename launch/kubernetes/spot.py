@@ -1,0 +1,43 @@
+"""Spot nodes of GKE: can the run save before they are taken away?"""
+
+import json
+import logging
+
+from etils import epath
+
+from launch.host_resources import estimated_save_s
+from launch.job import Job
+
+log = logging.getLogger(__name__)
+
+_NOTICE_S = 15  # to user pods. Source: GKE, "Spot VMs", graceful termination
+
+
+def warn_of_short_notice(job: Job) -> None:
+    """Warn where a save takes longer than what a spot node leaves.
+
+    The run's own saves say so, if it was ever started; else the plan, by an estimate.
+    """
+    if measured := _saves_s(job):
+        save_s, known = max(measured), "took {:.0f} s in this run"
+    elif job.staged_bytes is not None:
+        save_s = estimated_save_s(job.staged_bytes)
+        known = "takes some {:.0f} s, estimated at 1 GB/s a host"
+    else:
+        return
+    if save_s > _NOTICE_S:
+        log.warning(
+            "cluster.spot: GKE leaves pods %d s, but a save %s: a preemption loses the "
+            "steps since the save before; checkpoint.save_interval_minutes bounds them",
+            *(_NOTICE_S, known.format(save_s)),
+        )
+
+
+def _saves_s(job: Job) -> list[float]:
+    """Return how long each save of the run has held it up."""
+    file = epath.Path(job.run_dir) / "events.jsonl"
+    try:
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError):  # never started, or a line was cut off
+        return []
+    return [float(e["seconds"]) for e in events if e.get("event") == "save"]

@@ -1,0 +1,168 @@
+"""Submitting: checked, planned, rendered, kept, and handed to the cluster."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch import local, skypilot
+from launch.archive import archive_files
+from launch.backend import Backend
+from launch.config import Action, Code, LaunchConfig, kind_in, schema_of
+from launch.job import Job, Rendered, control_character_mistakes, job_name, shell
+from launch.kubernetes import gke_gpu, gke_tpu
+from launch.plan_check import check_plan
+from launch.remote import ssh, tpu_vm
+from launch.slurm import backend as slurm
+from launch.submissions import (
+    Submission,
+    folder_to_render,
+    is_submitted,
+    keep,
+    newest,
+    next_number,
+)
+from launch.subprocesses import ROOT
+from train.cli.command import compose, to_yaml
+from train.cli.quoting import hydra_text
+from train.config import Config
+from train.errors import FINISHED, ConfigError, Mistake
+from train.identity import of_training, run_dir, run_name
+from train.run.storage import run_folder
+
+log = logging.getLogger(__name__)
+
+BACKENDS: Mapping[str, Backend] = {
+    "local": local,
+    "ssh": ssh,
+    "tpu_vm": tpu_vm,
+    "slurm": slurm,
+    "gke_tpu": gke_tpu,
+    "gke_gpu": gke_gpu,
+    "skypilot": skypilot,
+}
+OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
+    f.name for f in dataclasses.fields(Config)
+}
+
+
+def run_directory(config: Any) -> str:
+    """Return the run's directory, a local one from the root on."""
+    return os.fspath(run_folder(run_dir(of_training(config))))
+
+
+def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
+    """Check, show the plan, render, keep what is submitted, submit.
+
+    Args:
+        config: of `python -m launch`.
+        arguments: that it was composed of.
+        workdir: where they were typed: relative paths begin there.
+    """
+    kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
+    number = next_number(directory)
+    submission = Submission(directory, number, kind, "", tuple(arguments), workdir)
+    job = _job(config, arguments, workdir, os.fspath(submission.folder))
+    backend = BACKENDS[kind]
+    _refuse_twice(directory)
+    if config.plan_first:
+        staged_bytes = check_plan(job, backend.machine(cluster), config.force)
+        job = dataclasses.replace(job, staged_bytes=staged_bytes)
+    rendered = backend.render(job, cluster)
+    files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}
+    submission = keep(dataclasses.replace(submission, name=job.name), files, ROOT)
+    log.info("%s: kept in %s", job.name, submission.folder)
+    return backend.submit(job, cluster, rendered, submission)
+
+
+def render(config: Any, arguments: Sequence[str], workdir: str) -> int:
+    """Show what would be submitted, with the paths that `submit` would use.
+
+    Files go to `output`, or are printed; then come the commands. What only a plan says,
+    the memory of a host, is left to the site.
+    """
+    folder = os.fspath(folder_to_render(run_directory(config)))
+    job = _job(config, arguments, workdir, folder)
+    job = dataclasses.replace(job, rendered_to=config.output or ".")
+    rendered = BACKENDS[kind_in(arguments)].render(job, config.cluster)
+    for name, content in _files(rendered, config.cluster).items():
+        data = content.encode() if isinstance(content, str) else content
+        if config.output is not None:
+            output = Path(config.output)
+            output.mkdir(parents=True, exist_ok=True)
+            (output / name).write_bytes(data)
+        elif isinstance(content, str):
+            print(f"# ---- {name}\n{content}")
+    for line in rendered.before:
+        print(line)
+    print(shell(rendered.command))
+    return FINISHED
+
+
+def resume(
+    submission: Submission, mistakes: Callable[[Any], list[Mistake]], force: bool
+) -> int:
+    """Submit again what was submitted."""
+    config = compose(submission.arguments, "launch", schema_of(submission.kind))
+    config = dataclasses.replace(
+        config,
+        action=Action.submit,
+        force=force or config.force,
+        run=dataclasses.replace(config.run, dir=submission.run_dir),
+    )
+    if wrong := mistakes(config):
+        raise ConfigError(wrong)
+    return submit(config, submission.arguments, submission.workdir)
+
+
+def _job(config: Any, arguments: Sequence[str], workdir: str, folder: str) -> Job:
+    """Return what is to run.
+
+    Raises:
+        ConfigError: a word that cannot travel.
+    """
+    if wrong := control_character_mistakes(arguments):
+        raise ConfigError(wrong)
+    directory = run_directory(config)
+    return Job(
+        name=job_name(run_name(of_training(config)), directory),
+        run_dir=directory,
+        folder=folder,
+        overrides=_for_training(arguments, directory),
+        root=str(ROOT),
+        workdir=workdir,
+        environment=config.cluster.environment,
+    )
+
+
+def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
+    archived = getattr(cluster, "code", None) is Code.archive  # not all have the key
+    return {**rendered.files, **(archive_files(ROOT) if archived else {})}
+
+
+def _refuse_twice(directory: str) -> None:
+    """Refuse to submit what was submitted and is not over.
+
+    Raises:
+        ConfigError: saying what to do instead.
+    """
+    if not is_submitted(directory):
+        return
+    submission = newest(directory)
+    if BACKENDS[submission.kind].alive(submission):
+        rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
+        rule += "action=logs follow=true shows it, action=stop ends it"
+        raise ConfigError([Mistake("run.dir", directory, rule)])
+
+
+def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
+    """Leave out what is ours; name the run's directory from the root on."""
+
+    def key(argument: str) -> str:
+        return argument.lstrip("+~").partition("=")[0]
+
+    passed = [a for a in arguments if key(a) != "run.dir"]
+    passed = [a for a in passed if key(a).partition(".")[0] not in OWN]
+    return (*passed, hydra_text("run.dir", directory))
