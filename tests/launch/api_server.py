@@ -1,8 +1,7 @@
 """As much of Kubernetes' API server as kubectl needs to act on a JobSet and its pods.
 
 It keeps what is created and deletes what is told to be; pods and all else are put there
-by a test. It speaks plain HTTP on this machine, with the real kubectl or with
-fake_kubectl.py.
+by a test. It speaks plain HTTP on this machine.
 """
 
 import http.server

@@ -1,7 +1,4 @@
-"""The verbs, with kubectl: the real one where it is installed, and a small one of ours.
-
-Both speak to a small API server (api_server.py).
-"""
+"""The verbs, with the real kubectl and a small API server (api_server.py)."""
 
 import os
 import shutil
@@ -20,7 +17,6 @@ from launch.job import Job
 from launch.kubernetes import gke_tpu, kubectl
 from launch.submissions import Submission, newest
 from tests.fleet import REPOSITORY
-from tests.launch import fake_kubectl
 from tests.launch.api_server import ApiServer
 from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES
@@ -32,20 +28,13 @@ CLUSTER = replace(TPU, queue="tpus", grace_period_s=20)
 NAME = JOB.name
 
 
-@pytest.fixture(params=["fake", "real"])
-def server(request, tmp_path, monkeypatch) -> Iterator[ApiServer]:
+@pytest.fixture
+def server(tmp_path, monkeypatch) -> Iterator[ApiServer]:
+    if not (program := shutil.which("kubectl")):
+        pytest.skip("needs kubectl (Debian: kubernetes-client)")
     folder = tmp_path / "bin"
     folder.mkdir()
-    if request.param == "real":
-        if not (found := shutil.which("kubectl")):
-            pytest.skip("needs kubectl (Debian: kubernetes-client)")
-        (folder / "kubectl").symlink_to(found)
-    else:
-        program = folder / "kubectl"
-        program.write_text(
-            f"#!{sys.executable}\n{Path(fake_kubectl.__file__).read_text()}"
-        )
-        program.chmod(0o755)
+    (folder / "kubectl").symlink_to(program)
     server = ApiServer()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setenv("HOME", str(tmp_path))

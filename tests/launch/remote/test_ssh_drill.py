@@ -12,7 +12,7 @@ import pytest
 
 from tests.drills.ground import check_equal
 from tests.fleet import free_port
-from tests.launch.kept import STEPS, Kept
+from tests.launch.launched import STEPS, LaunchedRun
 
 pytestmark = pytest.mark.slow
 
@@ -107,11 +107,13 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
         *(f"cluster.port={free_port()}", "cluster.code=archive"),
     )
     caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu}}"
-    run = Kept(tmp_path, (*kind, f"cluster.environment={caches}"), {})
+    run = LaunchedRun(
+        tmp_path / "x", *kind, "cluster.detach=true", f"cluster.environment={caches}"
+    )
     run.submit()
     run.await_steps()
     os.kill(servers.process(1), signal.SIGKILL)
-    run.await_attempts(1)
+    run.await_attempts()
     run.await_steps()
     assert "137" in run.verb("status")
 
@@ -120,7 +122,7 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     run.await_steps()
     assert "1 processes: no answer" in run.verb("status")
     servers.start("n1")
-    os.kill(run.watcher(1), signal.SIGKILL)  # the machine that watches goes down
+    run.kill_supervisor(1)  # the machine that watches goes down
     run.await_steps()
     run.verb("resume")
     run.await_that(lambda: (run.submission(2) / "process-0.log").exists())

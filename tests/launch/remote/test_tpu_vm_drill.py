@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from tests.drills.ground import check_equal
 from tests.fleet import free_port
 from tests.launch import fake_gcloud
-from tests.launch.kept import STEPS, Kept
+from tests.launch.launched import STEPS, LaunchedRun
 from tests.metadata import AS_ON_A_TPU_VM, metadata_server
 
 pytestmark = pytest.mark.slow
@@ -56,7 +55,8 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
         *(f"cluster.python={cloud}/bin/python-of-the-vm", "plan_first=false"),
     )
     path = f"{cloud}/path:{os.environ['PATH']}"
-    run = Kept(tmp_path, kind, {"FAKE_GCLOUD": str(cloud), "PATH": path})
+    own = {"FAKE_GCLOUD": str(cloud), "PATH": path}
+    run = LaunchedRun(tmp_path / "x", *kind, "cluster.detach=true", environment=own)
     run.submit()
     run.await_steps()
     [name] = fake_gcloud.resources(cloud)
@@ -64,7 +64,7 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
     assert f"devices     {VMS} x cpu" in log
 
     fake_gcloud.preempt(cloud, name)  # spot machines are taken away
-    run.await_attempts(1)
+    run.await_attempts()
     run.await_steps()
     status = run.verb("status")
     assert re.search(r"queued resource: ACTIVE, 0 h \d+ min", status)
@@ -73,7 +73,7 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
 
     before = pids(cloud)
     assert len(before) == VMS
-    os.kill(run.watcher(1), signal.SIGKILL)  # the machine that watches goes down
+    run.kill_supervisor(1)  # the machine that watches goes down
     run.await_steps()
     assert "not kept running" in run.verb("status")
     run.verb("resume")

@@ -14,8 +14,8 @@ from launch.slurm.script import script
 from launch.slurm.squeue import QueuedJob
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
+from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
-from tests.launch.test_local import says
 
 JOB = Job(
     name="base-0a1b2c3d",
