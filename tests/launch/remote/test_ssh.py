@@ -230,7 +230,9 @@ def test_a_host_without_the_folder_of_the_run(stage):
     """Its processes would be a run of their own."""
     at = stage(0)
     at.blind("me@n1")
-    with pytest.raises(Exit, match=r"me@n1 does not see .*/run: give a run.dir that"):
+    with pytest.raises(
+        Exit, match=r"me@n1 does not see .*/run: cluster=ssh wants a folder"
+    ):
         at.submit()
     assert not at.starts()
 
