@@ -35,8 +35,9 @@ from data.config import (
     Source,
 )
 from data.errors import DataError
+from data.machine import usable_cores
 from data.sources import open_sources
-from data.token_store.build import prepare_store, usable_cores
+from data.token_store.build import prepare_store
 from data.tokenizer import load_tokenizer
 
 SHAPES = ((12, 64), (64, 1024), (512, 8192))

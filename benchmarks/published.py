@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from benchmarks.published_rows import ROWS, Row
+from data.machine import cache_folder
 from model.config import ModelConfig
 from train.cli.command import compose
 from train.config import Platform
@@ -174,8 +174,7 @@ def report(results: list[dict[str, Any]]) -> None:
 
 def _kept(overrides: tuple[str, ...]) -> Path:
     key = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return cache / "longhaul" / "published" / f"{key}.json"
+    return cache_folder() / "published" / f"{key}.json"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from data.machine import usable_cores
 from train.hardware.chips import peak_flops
 
 NUM_BATCHES = 8  # distinct ones, used in turn
@@ -271,13 +272,6 @@ def hardware(device: str) -> str:
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     return f"{gpus.splitlines()[0]}; {cpu}"
-
-
-def usable_cores() -> int:
-    """Count the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def report(contenders: list[Contender], options: argparse.Namespace) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""`python -m data.inspect store=...` or `run.dir=... step=...`: look at the data."""
+"""`python -m data.inspect store=...` or `run.name=... step=...`: look at the data."""
 
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from data.config import DataConfig, Packing, Source
 from train.cli.command import run_command
-from train.config import RunConfig
+from train.config import Config, RunConfig
 from train.errors import Mistake
+from train.identity import run_dir
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,9 @@ class InspectConfig:
     """A store, or a run's batches."""
 
     store: str | None = None  # folder or URL of a token store
-    run: RunConfig = field(default_factory=RunConfig)  # run.dir: whose batch to show
+    run: RunConfig = field(
+        default_factory=RunConfig
+    )  # name or dir: whose batch to show
     step: int | None = None  # the batch of this step, 0 being the first
     samples: int = 4  # documents shown of a store
     width: int = 60  # characters shown of each document
@@ -49,10 +52,10 @@ def main(config: InspectConfig) -> int:
         batch_size=config.batch_size,
         packing=config.packing,
     )
-    if config.run.dir:
+    if config.run.dir or config.run.name:
         from train.run.starts import read_run
 
-        run = read_run(config.run.dir, config.step)
+        run = read_run(run_dir(Config(run=config.run)), config.step)
         data, seed = run.data, run.seed
     order = Order(open_sources(data), data, seed)
     number = order.batch_number(config.step)
@@ -66,10 +69,11 @@ def main(config: InspectConfig) -> int:
 def validate(config: InspectConfig) -> list[Mistake]:
     """List the mistakes of a config."""
     found = []
-    if bool(config.store) == bool(config.run.dir):
-        rule = "name either a store (store=stores/web) or a run (run.dir=runs/base)"
+    of_run = bool(config.run.dir or config.run.name)
+    if bool(config.store) == of_run:
+        rule = "name either a store (store=stores/web) or a run (run.name=base)"
         found.append(Mistake("store", config.store, rule))
-    if config.run.dir and config.step is None:
+    if of_run and config.step is None:
         rule = "must say which batch of the run to show, say step=1000"
         found.append(Mistake("step", config.step, rule))
     for key in ("step", "samples", "width", "sequence_length", "batch_size"):

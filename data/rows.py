@@ -7,9 +7,6 @@ rows hold pieces of documents by a plan, which is made once and kept in the cach
 
 import contextlib
 import logging
-import os
-import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,6 +20,7 @@ from data.config import DataConfig, Packing
 from data.errors import DataError
 from data.text.files import Split
 from data.token_store.reader import TokenArray
+from data.token_store.storage import written_whole
 from data.token_store.store import Store
 
 _PLAN_VERSION = 1
@@ -224,20 +222,16 @@ def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
     if kind is Packing.best_fit:
         order, row_offsets = packing.pack(lengths, length)
         starts, lengths = starts[order], lengths[order]
-    building = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}")
     try:
-        building.mkdir(parents=True)
-        for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
-            np.save(building / f"{name}.npy", array)
-        os.rename(building, folder)  # noqa: PTH104 (fails if another was faster)
+        with written_whole(folder) as building:
+            building.mkdir(parents=True)
+            for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
+                np.save(building / f"{name}.npy", array)
     except OSError as error:
-        if not folder.exists():
-            raise DataError(
-                f"{folder}: the plan of rows cannot be kept there ({error}). Name a "
-                f"folder that can be written with data.cache_dir"
-            ) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        raise DataError(
+            f"{folder}: the plan of rows cannot be kept there ({error}). Name a "
+            f"folder that can be written with data.cache_dir"
+        ) from error
     log.info(
         "%s rows: %d pieces in %d rows of %d, %.1f %% filled, %.1f s",
         kind,

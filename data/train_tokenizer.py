@@ -6,7 +6,6 @@ Writes a rank file and prints the two settings with which a run takes it.
 import hashlib
 import logging
 import os
-import secrets
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.errors import DataError
 from data.text.records import Reading
+from data.token_store.storage import written_whole
 from data.tokenizer import encode, load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
@@ -76,8 +76,8 @@ def main(config: TrainTokenizerConfig) -> int:
         )
     _log.info("learning %d tokens from %s", config.vocab_size, config.input)
     sample: list[str] = []
-    how = Reading(config.text_field, keep_invalid_utf8=True)
-    texts = texts_of(config.input, config.max_bytes, how, config.pattern)
+    reading = Reading(config.text_field, keep_invalid_utf8=True)
+    texts = texts_of(config.input, config.max_bytes, reading, config.pattern)
     content = train(hold_out(texts, sample), config.vocab_size)
     write(output, content)
     sha256 = hashlib.sha256(content).hexdigest()
@@ -103,7 +103,6 @@ def write(path: Path, content: bytes) -> None:
     Raises:
         DataError: it holds something else, or cannot be written.
     """
-    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
         if path.exists():
             if path.read_bytes() != content:
@@ -113,17 +112,12 @@ def write(path: Path, content: bytes) -> None:
                 )
             _log.info("%s is there already, and is the same", path)
             return
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        with written_whole(path) as partial:
+            partial.write_bytes(content)
     except OSError as error:
         raise DataError(
             f"output={path}: cannot be written ({error}). Make room, or name another"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

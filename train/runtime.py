@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from data.machine import cache_folder, usable_cores
 from model.attention import choose
 from model.axes import AxisRules
 from model.config import Dtype, ModelConfig
@@ -37,7 +38,7 @@ def set_up(config: RuntimeConfig) -> None:
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    jax.config.update("jax_compilation_cache_dir", str(named or cache_dir() / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(named or cache_folder() / "xla"))
 
 
 def _platforms() -> str | None:
@@ -57,15 +58,7 @@ def cores() -> int:
     One virtual device a core beats one device with two threads by a quarter on a small
     model; more than two were not measured (docs/log.md).
     """
-    return min(
-        2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    )
-
-
-def cache_dir() -> Path:
-    """Where caches live: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "longhaul"
+    return min(2, usable_cores())
 
 
 def execution(

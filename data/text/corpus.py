@@ -1,10 +1,11 @@
 """Find the files of an input and divide their documents into train and validation.
 
-Where every file is one document they are divided by a hash of their ids, so that
-neither split is empty, and adding a file moves no other one to the other side. A single
-text is divided by place: its end is the validation text. Records inside files are
-divided one by one, by a hash of their ids (token_store/parts.py). No document is in
-both splits. Nothing but a single text's length is read here.
+Where each of several files is one document they are divided by a hash of their ids, so
+that neither split is empty, and adding a file moves no other one to the other side. A
+single text, named or alone in its folder, is divided by place: its end is the
+validation text. Records inside files are divided one by one, by a hash of their ids
+(token_store/parts.py). No document is in both splits. Nothing but a single text's
+length is read here.
 """
 
 import glob
@@ -22,6 +23,7 @@ import fsspec
 
 from data.config import DataConfig, Source
 from data.errors import DataError
+from data.machine import is_remote
 from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
 from data.text.streams import align, text_size
 
@@ -92,7 +94,7 @@ def find_corpus(config: DataConfig) -> Corpus:
     """Find the documents that a training config names, without reading them.
 
     Raises:
-        DataError: the path is missing, or holds too few files.
+        DataError: the path is missing, or holds no file.
     """
     if config.source is Source.python:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -106,12 +108,7 @@ def find_corpus(config: DataConfig) -> Corpus:
         return Corpus(str(root), tuple(files), config.validation)
     path = config.path or ""
     files = find_files([path], config.pattern)
-    corpus = Corpus(path, tuple(files), config.validation)
-    if len(files) < 2 and files[0].name != PurePosixPath(files[0].path).name:
-        raise _too_few(path, config.pattern, len(files))
-    if len(files) == 1 and Path(path).is_dir():
-        raise _too_few(path, config.pattern, 1)
-    return corpus
+    return Corpus(path, tuple(files), config.validation)
 
 
 def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
@@ -125,7 +122,7 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     Raises:
         DataError: one of the inputs is missing, holds nothing or cannot be reached.
     """
-    found: list[File] = []
+    all_files: list[File] = []
     for given in inputs:
         try:
             files = _find(str(given), pattern)
@@ -142,14 +139,17 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
                 f"of them, or a pattern such as 'corpus/*.jsonl'"
             )
         if not files:
-            raise _too_few(given, pattern, 0)
+            raise DataError(
+                f"{given}: 0 files match pattern={pattern} (hidden ones do not count). "
+                f"Add files, widen the pattern, or name a single file"
+            )
         prefix = PurePosixPath(given.rstrip("/")).name if len(inputs) > 1 else ""
         if prefix and any("/" in f.name or f.name != prefix for f in files):
             files = [
                 File(f.path, f"{prefix}/{f.name}", f.size, f.version) for f in files
             ]
-        found += files
-    return sorted(found, key=lambda file: file.name)
+        all_files += files
+    return sorted(all_files, key=lambda file: file.name)
 
 
 def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
@@ -168,9 +168,8 @@ def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
 
 
 def _find(given: str, pattern: str) -> list[File]:
-    system, path = fsspec.url_to_fs(
-        str(Path(given).expanduser()) if "://" not in given else given
-    )
+    local = not is_remote(given)
+    system, path = fsspec.url_to_fs(str(Path(given).expanduser()) if local else given)
     if any(letter in path for letter in "*?[") and not system.exists(path):
         root = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
         root = root.rpartition("/")[0]
@@ -227,17 +226,9 @@ def _file(path: str, name: str) -> File:
 
 def _library_files(root: Path) -> list[str]:
     # Not a glob: that would go through all installed packages, at every start.
-    found = []
+    names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
         relative = Path(folder).relative_to(root)
-        found += [(relative / file).as_posix() for file in files if file[-3:] == ".py"]
-    return sorted(found)
-
-
-def _too_few(root: str, pattern: str, count: int) -> DataError:
-    return DataError(
-        f"{root}: {count} files match pattern={pattern} (hidden ones do not count), "
-        f"but train and validation need one each. Add files, widen the pattern, or "
-        f"name a single file"
-    )
+        names += [(relative / file).as_posix() for file in files if file[-3:] == ".py"]
+    return sorted(names)

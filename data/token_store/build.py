@@ -1,7 +1,7 @@
 """Build token stores: encode the units of a corpus, put the parts together.
 
-`cached_store` gives the store that belongs to a training config, from a cache; what
-`python -m data.prepare` builds, and continues after a kill, is `prepare_store`'s.
+`cached_store` returns the store of a training config, from a cache; `prepare_store`
+builds what `python -m data.prepare` asks for, and continues after a kill.
 """
 
 import contextlib
@@ -10,9 +10,7 @@ import glob
 import hashlib
 import json
 import logging
-import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -22,21 +20,14 @@ from pathlib import Path
 from data import tokenizer
 from data.config import DataConfig, OnError, PrepareConfig
 from data.errors import DataError
+from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import Reading
-from data.token_store.parts import (
-    Encoding,
-    Segment,
-    Task,
-    encode_tasks,
-    make_tasks,
-    part_path,
-    read_part,
-    token_dtype,
-)
+from data.token_store.encode import Task, encode_tasks, make_tasks, part_path
+from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
-from data.token_store.storage import Storage
+from data.token_store.storage import Storage, written_whole
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
 
@@ -59,7 +50,7 @@ def cached_store(config: DataConfig) -> Store:
     """
     encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
-    how = Encoding(
+    settings = EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256,
         Reading(keep_invalid_utf8=True),
@@ -70,19 +61,18 @@ def cached_store(config: DataConfig) -> Store:
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
+    if path.exists() and not (path / MANIFEST).exists():
+        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
     if not (path / MANIFEST).exists():
         _log.info("preparing %s from %s", path, corpus.root)
         started = time.monotonic()
-        building = path.with_name(f"{path.name}.building-{secrets.token_hex(4)}")
         _remove_abandoned(path)
-        try:
+        with written_whole(path) as building:
             _make_folder(building, "data.cache_dir")
-            (building / "parts").mkdir()
-            storage = Storage(building / "store")
-            build_store(storage, corpus, how, building / "parts", usable_cores())
-            _move_into_place(building / "store", path)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+            parts = building / "parts"
+            parts.mkdir()
+            build_store(Storage(building), corpus, settings, parts, usable_cores())
+            shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     return open_store(path, encoding)
 
@@ -101,16 +91,15 @@ def prepare_store(config: PrepareConfig) -> Store:
     """
     assert config.output, "checked by the command"
     encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    reading = Reading(
-        config.text_field,
-        config.id_field,
-        config.keep_invalid_utf8,
-        config.max_record_bytes,
-    )
-    how = Encoding(
+    settings = EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256,
-        reading,
+        Reading(
+            config.text_field,
+            config.id_field,
+            config.keep_invalid_utf8,
+            config.max_record_bytes,
+        ),
         config.validation,
         config.on_error is OnError.skip,
     )
@@ -122,7 +111,7 @@ def prepare_store(config: PrepareConfig) -> Store:
         if storage.has(MANIFEST):
             storage.remove(_MARK)
             store = open_store(storage.location, encoding)
-            if store.manifest["made_of"] != made_of(corpus, how):
+            if store.manifest["made_of"] != made_of(corpus, settings):
                 raise DataError(
                     f"{storage}: is a store of other input or other settings. Name "
                     f"another output, or delete it"
@@ -138,7 +127,9 @@ def prepare_store(config: PrepareConfig) -> Store:
             storage.write(_MARK, b"")
             for name in set(names) - {_MARK}:
                 storage.remove(name)
-            build_store(storage, corpus, how, work, config.workers or usable_cores())
+            build_store(
+                storage, corpus, settings, work, config.workers or usable_cores()
+            )
             storage.remove(_MARK)
             store = open_store(storage.location, encoding)
         for part in work.glob("*.part*"):
@@ -147,34 +138,38 @@ def prepare_store(config: PrepareConfig) -> Store:
 
 
 def build_store(
-    storage: Storage, corpus: Corpus, how: Encoding, parts: Path, workers: int
+    storage: Storage,
+    corpus: Corpus,
+    settings: EncodingSettings,
+    parts: Path,
+    workers: int,
 ) -> None:
     """Encode a corpus into an empty folder.
 
     Args:
         storage: the folder; the manifest, written last, makes it a store.
         corpus: what to encode.
-        how: tokenizer, fields, what becomes of bad records.
+        settings: tokenizer, fields, what becomes of bad records.
         parts: where encoded parts wait. What an earlier attempt left there is used.
         workers: processes.
 
     Raises:
         DataError: text or storage fail, or a split would be empty.
     """
-    encoding = tokenizer.load_tokenizer(how.tokenizer, how.tokenizer_sha256)
+    encoding = tokenizer.load_tokenizer(settings.tokenizer, settings.tokenizer_sha256)
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
-        encode_tasks(tasks, parts, how, workers, meter.show)
+        encode_tasks(tasks, parts, settings, workers, meter.show)
     about = {
-        "tokenizer": how.tokenizer,
-        "tokenizer_sha256": how.tokenizer_sha256,
+        "tokenizer": settings.tokenizer,
+        "tokenizer_sha256": settings.tokenizer_sha256,
         "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
         "source": {"path": corpus.root, "validation": corpus.validation},
-        "made_of": made_of(corpus, how),
+        "made_of": made_of(corpus, settings),
     }
-    segments = _checked(_segments(tasks, parts, how), corpus)
+    segments = _checked(_segments(tasks, parts, settings), corpus)
     try:
-        ranks = tokenizer.rank_file(how.tokenizer)
+        ranks = tokenizer.rank_file(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), about, ranks)
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
@@ -185,24 +180,21 @@ def build_store(
         ) from error
 
 
-def made_of(corpus: Corpus, how: Encoding) -> str:
+def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
     """Hash the settings, and the name and size of every file: no times, no places."""
     files = [(file.name, file.size) for file in corpus.files]
-    text = json.dumps([SCHEMA, asdict(how), files], sort_keys=True)
+    text = json.dumps([SCHEMA, asdict(settings), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _segments(tasks: list[Task], parts: Path, how: Encoding) -> Iterator[Segment]:
+def _segments(
+    tasks: list[Task], parts: Path, settings: EncodingSettings
+) -> Iterator[Segment]:
     for task in tasks:
-        for segment in read_part(part_path(parts, task, how)):
-            if segment.notes["bad"] and not how.skip_bad:  # an earlier attempt skipped
+        for segment in read_part(part_path(parts, task, settings)):
+            if (
+                segment.notes["bad"] and not settings.skip_bad
+            ):  # an earlier attempt skipped
                 path, place, reason = segment.notes["bad"][0]
                 raise DataError(f"{path}, {place}: {reason}. Mend it, or on_error=skip")
             yield segment
@@ -257,12 +249,6 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def cache_folder() -> Path:
-    """Name the folder of all caches: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "longhaul"
-
-
 def cache_dir(config: DataConfig) -> Path:
     """Name the folder of stores that were built on first use, and of plans of rows."""
     if config.cache_dir:
@@ -278,22 +264,6 @@ def _make_folder(path: Path, key: str) -> None:
             f"{path.parent}: nothing can be kept there ({error}). Name a "
             f"folder that can be written with {key}"
         ) from error
-
-
-def _move_into_place(building: Path, path: Path) -> None:
-    """Rename a finished store to `path`, unless another process was faster."""
-    for _ in range(3):
-        with contextlib.suppress(OSError):
-            building.rename(path)
-            return
-        if (path / MANIFEST).exists():
-            return
-        # What lies there has lost its manifest: it is no store.
-        broken = path.with_name(f"{path.name}.building-{secrets.token_hex(4)}")
-        with contextlib.suppress(OSError):
-            path.rename(broken)
-        shutil.rmtree(broken, ignore_errors=True)
-    raise DataError(f"{path}: cannot be replaced. Delete it and start again")
 
 
 def _remove_abandoned(path: Path) -> None:

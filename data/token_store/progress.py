@@ -1,62 +1,60 @@
-"""How far the encoding of text is, for people."""
+"""How far the encoding of text is, for people: a bar on a terminal, else plain lines.
+
+Nothing is shown of work that takes less than two seconds.
+"""
 
 import logging
-import sys
 import time
-from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_QUIET_S, _LINE_INTERVAL_S = 2.0, 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class Meter:
-    """Shows how far encoding is: a bar on a terminal, else a line now and then."""
+    """Shows bytes done, bytes and tokens a second, and the time left."""
 
     def __init__(self, total: int):
-        """Take the bytes that there are in all."""
-        self._total, self._began = total, time.monotonic()
-        self._shown = self._began
-        self._first: int | None = None
-        self._bar: Any = None
+        """Begin; `total` is the bytes that there are in all."""
+        console = Console(stderr=True)
+        self._total, self._terminal = total, console.is_terminal
+        self._began = self._shown = time.monotonic()
+        columns = TextColumn("encoding"), BarColumn(), TextColumn("{task.fields[text]}")
+        self._bar = Progress(
+            *columns,
+            console=console,
+            disable=not self._terminal,
+            redirect_stdout=False,  # results go there
+        )
+        self._bar.add_task("", total=total, text="")
+        (self._task,) = self._bar.tasks
 
     def __enter__(self) -> "Meter":
-        """Begin."""
         return self
 
     def show(self, size: int, tokens: int) -> None:
         """Take the bytes done, those of earlier attempts too, and the new tokens."""
-        if self._first is None:
-            self._first = size
-        now = time.monotonic()
-        terminal = sys.stderr.isatty()
-        if now - self._shown < (0.2 if terminal else 10) or now - self._began < 2:
+        task, now = self._task, time.monotonic()
+        seconds = max(now - self._began, 1e-9)
+        # The first update counts for no speed: it tells what was done before.
+        self._bar.update(task.id, completed=size)
+        if seconds < _QUIET_S:
             return
-        self._shown = now
-        seconds = now - self._began
-        rate = max(1.0, (size - self._first) / seconds)
         text = (
-            f"{size / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, "
+            f"{size / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, "
+            f"{(task.speed or 0) / 1e6:.1f} MB/s, "
             f"{tokens / seconds / 1e6:.2f} M tokens/s, "
-            f"{max(0, self._total - size) / rate:,.0f} s left"
+            f"{task.time_remaining or 0:,.0f} s left"
         )
-        if not terminal:
+        self._bar.update(task.id, text=text)
+        self._bar.start()
+        if not self._terminal and now - self._shown >= _LINE_INTERVAL_S:
+            self._shown = now
             _log.info("encoding: %s", text)
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (
-                TextColumn("encoding"),
-                BarColumn(),
-                TextColumn("{task.fields[text]}"),
-            )
-            console = Console(stderr=True)
-            self._bar = Progress(*columns, console=console, auto_refresh=False)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, text=text)
-        self._bar.update(self._task, completed=size, text=text, refresh=True)
 
     def __exit__(self, *_: object) -> None:
         """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()

@@ -5,7 +5,11 @@ and Amazon's credentials come from where their own tools look for them; another 
 that speaks S3 is named by AWS_ENDPOINT_URL, as for Amazon's tools.
 """
 
+import contextlib
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,8 +17,38 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from data.errors import DataError
+from data.machine import is_remote
 
 _REMOTE = ("gs", "s3", "http", "https", "memory")
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a place beside `path`; the file or folder made there becomes `path`.
+
+    It appears whole or not at all, a file also after a power failure. A file replaces
+    what was there; a folder leaves one that another process was faster to put there.
+
+    Raises:
+        OSError: it cannot be written; nothing is left.
+    """
+    building = path.with_name(f"{path.name}.building-{secrets.token_hex(4)}")
+    try:
+        yield building
+        if building.is_file():
+            with building.open("rb") as file:
+                os.fsync(file.fileno())
+            building.replace(path)
+            return
+        try:
+            building.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            building.unlink(missing_ok=True)
 
 
 class Storage:
@@ -26,14 +60,13 @@ class Storage:
         Raises:
             DataError: the URL is of a kind that TensorStore does not read.
         """
-        scheme, separator, _ = str(location).partition("://")
-        if separator and scheme not in _REMOTE:
+        local = not is_remote(str(location))
+        if not local and urlsplit(str(location)).scheme not in _REMOTE:
             kinds = ", ".join(f"{kind}://" for kind in _REMOTE)
             raise DataError(
                 f"{location}: is no local path, nor one of {kinds}. Name one of these"
             )
         # A relative path would mean another folder after a change of directory.
-        local = not separator
         self.location = str(
             Path(location).expanduser().absolute() if local else location
         ).rstrip("/")
@@ -42,11 +75,11 @@ class Storage:
         self._store: ts.KvStore | None = None
 
     def __str__(self) -> str:
-        """Give the path or URL."""
+        """Return the path or URL."""
         return self.location
 
     def spec(self, name: str = "") -> dict[str, Any]:
-        """Give TensorStore's key-value spec of a folder in here."""
+        """Return TensorStore's key-value spec of a folder in here."""
         folder = "/".join(part for part in (self.location, name) if part) + "/"
         if self.path is not None:
             return {"driver": "file", "path": folder}
@@ -77,12 +110,12 @@ class Storage:
             DataError: it cannot be read.
         """
         try:
-            found = self._open().read(name).result()
+            entry = self._open().read(name).result()
         except (ValueError, OSError) as error:
             raise self._failed(name, "read", error) from error
-        if found.state != "value":
+        if entry.state != "value":
             raise FileNotFoundError(f"{self}/{name}")
-        return bytes(found.value)
+        return bytes(entry.value)
 
     def write(self, name: str, value: bytes) -> None:
         """Write a key whole.
@@ -102,11 +135,11 @@ class Storage:
             DataError: it cannot be read, or not in that time.
         """
         try:
-            found = self._open(timeout_s).read(name).result(timeout_s)
+            entry = self._open(timeout_s).read(name).result(timeout_s)
         except (ValueError, OSError) as error:
             raise self._failed(name, "read", error) from error
-        value = bytes(found.value) if found.state == "value" else None
-        return value, found.stamp.generation
+        value = bytes(entry.value) if entry.state == "value" else None
+        return value, entry.stamp.generation
 
     def replace(
         self, name: str, value: bytes | None, version: bytes, timeout_s: float
@@ -129,7 +162,7 @@ class Storage:
             raise self._failed(name, "written", error) from error
 
     def has(self, name: str) -> bool:
-        """Say whether there is such a key."""
+        """Tell whether there is such a key."""
         try:
             self.read(name)
         except FileNotFoundError:

@@ -4,19 +4,25 @@ import dataclasses
 
 from data.batches import Order
 from data.describe import describe_batch
-from data.inspect import InspectConfig, main
+from data.inspect import InspectConfig, main, validate
 from data.sources import open_sources
 from train.cli.command import to_yaml
 from train.config import Config, RunConfig
 
 
-def test_the_batch_of_a_step_is_the_one_trained_on(config, tmp_path, capsys):
+def test_the_batch_of_a_step_is_the_one_trained_on(
+    config, tmp_path, capsys, monkeypatch
+):
     """Three are left out before it: its number is said, and its rows are shown."""
+    monkeypatch.chdir(tmp_path)
     order = Order(open_sources(config), config, 3)
     for skipped, number in (([], 7), ([2, 3, 5, 5, 20, 30], 10)):
         data = dataclasses.replace(config, skip_steps=skipped)
-        (tmp_path / "config.yaml").write_text(to_yaml(Config(seed=3, data=data)))
-        run = RunConfig(dir=str(tmp_path))
+        folder = tmp_path / "runs/base"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(Config(seed=3, data=data)))
+        run = RunConfig(name="base") if skipped else RunConfig(dir=str(folder))
+        assert not validate(InspectConfig(run=run, step=7))
         assert main(InspectConfig(run=run, step=7, width=20)) == 0
         shown = capsys.readouterr().out.splitlines()
         if skipped:

@@ -19,6 +19,7 @@ from etils import epath
 from rich.console import Console
 from rich.progress import track
 
+from data.machine import cache_folder
 from train.config import Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
 from train.hardware.chips import chip_of
@@ -41,7 +42,6 @@ from train.plan.scaling import num_slices
 from train.program import make_program
 from train.run.storage import write_whole
 from train.run.versions import code_version, versions
-from train.runtime import cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -215,4 +215,4 @@ def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> 
     same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
     about = json.dumps([same, kind, versions(), code_version()], sort_keys=True)
     digits = hashlib.sha256(about.encode()).hexdigest()[:16]
-    return cache_dir() / "plans" / f"{digits}.json"
+    return cache_folder() / "plans" / f"{digits}.json"

@@ -85,6 +85,14 @@ def test_a_single_file_is_cut_at_a_character(tmp_path):
         assert corpus.is_single_text
 
 
+def test_a_file_alone_in_its_folder_is_a_single_file(config, folder):
+    corpus = find_corpus(dataclasses.replace(config, pattern="06.txt"))
+    train, validation = (documents(corpus, split)["06.txt"] for split in SPLITS)
+    text = (folder / "06.txt").read_bytes()
+    assert train + validation == text
+    assert len(validation) == len(text) // 4
+
+
 def test_the_pattern_chooses_and_hidden_files_do_not_count(config, folder):
     for name in ("sub/a.md", "sub/b.md", ".git/c.md", ".d.md"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -123,7 +131,6 @@ def test_what_is_missing_is_named(config, folder, tmp_path):
 
     refuse("nowhere: there is no such file", path=str(tmp_path / "nowhere"))
     refuse(r"0 files match pattern=\*\.md", pattern="*.md")
-    refuse("1 files match", pattern="01.txt")
     refuse("cannot be searched", pattern="/etc/*")
     corpus = find_corpus(config)
     (folder / "02.txt").unlink()

@@ -24,7 +24,8 @@ from data.text.corpus import Corpus
 from data.text.documents import read
 from data.text.files import SPLITS, File, Format, Unit, units_of
 from data.text.records import Bad, Reading, Record
-from data.token_store.parts import Encoding, encode_tasks, make_tasks
+from data.token_store.encode import encode_tasks, make_tasks
+from data.token_store.parts import EncodingSettings
 
 Found = list[Record | Bad]
 WITH_IDS = Reading(id_field="id")
@@ -298,10 +299,10 @@ def test_a_bad_record_ends_the_work_by_file_and_place(tmp_path, name):
     table = pa.table({"text": pa.array(["a", "b", None])})
     content = encode_table(name, table) if name in COLUMNS else compress(name, lines)
     file = file_of(tmp_path, name, content)
-    how = Encoding("bytes", None, Reading(), 0, skip_bad=False)
+    settings = EncodingSettings("bytes", None, Reading(), 0, skip_bad=False)
     place = "row 2" if name in COLUMNS else r"line 3 \(byte 15\)"
     with pytest.raises(DataError, match=rf"{name}, {place}: 'text' is no text"):
-        encode_tasks(make_tasks(units_of(file)), tmp_path, how, 1)
+        encode_tasks(make_tasks(units_of(file)), tmp_path, settings, 1)
     assert not list(tmp_path.glob("*part*"))
 
 

@@ -28,7 +28,7 @@ import pytest
 
 import data.text.files
 import data.token_store.build
-import data.token_store.parts
+import data.token_store.encode
 import data.token_store.writer
 from data.batches import Order
 from data.config import DataConfig, OnError, PrepareConfig, Source
@@ -36,7 +36,7 @@ from data.errors import DataError
 from data.sources import open_sources
 from data.text.files import SPLITS
 from data.token_store.build import prepare_store
-from data.token_store.parts import part_path
+from data.token_store.parts import split_of
 from data.token_store.storage import Storage
 from data.token_store.store import Store, open_store
 from tests.data.test_tokenizer import write_ranks
@@ -75,7 +75,7 @@ def config(records: Path, tmp_path: Path) -> PrepareConfig:
 @pytest.fixture
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks of a few hundred bytes: they are made here and sent to the workers."""
-    monkeypatch.setattr(data.token_store.parts, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(data.token_store.encode, "_TASK_BYTES", 1000)
     monkeypatch.setattr(data.text.files, "UNIT_BYTES", 700)
 
 
@@ -117,7 +117,7 @@ def test_a_store_holds_each_record_once(config, records):
     at = 0
     for line in (records / "a.jsonl").read_bytes().splitlines(keepends=True):
         name, text = f"a.jsonl:byte {at}", json.loads(line)["text"].encode()
-        split = data.token_store.parts.split_of(name, 0.1)
+        split = split_of(name, 0.1)
         assert found.get((split, name), b"") == text
         at += len(line)
     held = sum(split == "validation" for split, _ in found)
@@ -202,15 +202,15 @@ def test_parts_are_not_made_twice(config, tmp_path, small_tasks, monkeypatch):
     parts = list((tmp_path / "store.work").glob("*.part"))
     assert len(parts) > 20
     parts[0].unlink()
-    made = []
-    encode = data.token_store.parts._encode
+    written = []
+    write = data.token_store.encode.written_whole
     monkeypatch.setattr(
-        data.token_store.parts,
-        "_encode",
-        lambda *a: (made.append(part_path(*a[1::-1], a[2])), encode(*a)),
+        data.token_store.encode,
+        "written_whole",
+        lambda path: (written.append(path), write(path))[1],
     )
     prepare_store(config)
-    assert made == parts[:1]
+    assert written == parts[:1]
 
 
 def test_a_second_process_is_refused(config, tmp_path, monkeypatch):
@@ -250,20 +250,20 @@ def test_what_was_encoded_before_a_bad_record_serves_whatever_is_done_about_it(
 ):
     with (records / "a.jsonl").open("a") as file:
         file.write("no JSON\n")
-    encoded = []
-    original = data.token_store.parts._encode
-
-    def encode(task, *arguments):
-        encoded.append(task)
-        return original(task, *arguments)
-
-    monkeypatch.setattr(data.token_store.parts, "_encode", encode)
     refuse(config, r"a\.jsonl, line 303 .*no JSON")
-    before = set(encoded[:-1])
-    assert before
+    parts = list((tmp_path / "store.work").glob("*.part"))
+    assert parts
+    written = []
+    write = data.token_store.encode.written_whole
+    monkeypatch.setattr(
+        data.token_store.encode,
+        "written_whole",
+        lambda path: (written.append(path), write(path))[1],
+    )
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 1
-    assert not before & set(encoded[len(before) + 1 :])
+    assert written
+    assert not set(parts) & set(written)
 
 
 def test_a_folder_of_work_keeps_what_else_is_in_it(config, tmp_path):
@@ -380,9 +380,9 @@ def test_the_command(config, tmp_path):
 # Not `python -m data.prepare`: its tasks would be too large to be killed among them.
 SMALL = """
 import pickle, sys
-import data.text.files, data.token_store.build, data.token_store.parts
+import data.text.files, data.token_store.build, data.token_store.encode
 import data.token_store.reader, data.token_store.writer
-data.token_store.parts._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
+data.token_store.encode._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
 for module in (data.token_store.writer, data.token_store.reader):
     module.CHUNK_LENGTH, module.SHARD_LENGTH = 2**12, 2**15
 data.token_store.build.prepare_store(pickle.loads(bytes.fromhex(sys.argv[1])))

@@ -1,0 +1,22 @@
+"""The machine: its cores, its folder of caches, and which paths lie elsewhere."""
+
+import os
+from pathlib import Path
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cache_folder() -> Path:
+    """Return where caches lie: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "longhaul"
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is a URL, such as one under gs:// or s3://."""
+    return "://" in os.fspath(path)
