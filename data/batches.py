@@ -24,7 +24,7 @@ from data import tokenizer
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.mixture import Mixture
-from data.rows import Batch, open_rows
+from data.rows import Batch, open_rows, read_rows
 from data.sources import Sources
 
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
@@ -86,7 +86,7 @@ class Order:
         ]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Say how often the rows of each source come in the first steps.
+        """Compute how often the rows of each source come in the first steps.
 
         Rows of batches that are left out count: those of later batches stay the same.
         """
@@ -99,7 +99,7 @@ class Order:
 
     def mistakes(self, num_steps: int) -> list[tuple[str, object, str]]:
         """List the sources that end before num_steps, as (key, value, remedy)."""
-        found: list[tuple[str, object, str]] = []
+        mistakes: list[tuple[str, object, str]] = []
         for name, used in self.epochs(num_steps).items():
             limit = self._limit(name)
             if used > limit:
@@ -107,8 +107,8 @@ class Order:
                     f"are too few: {num_steps} steps use {name} {used:.2f} times; "
                     f"allow more, lower its weight, or drop it by weight_changes"
                 )
-                found.append((f"data.sources.{name}.epochs", limit, rule))
-        return found
+                mistakes.append((f"data.sources.{name}.epochs", limit, rule))
+        return mistakes
 
     def batch_number(self, step: int) -> int:
         """Number the batch of a step: so many precede it, with those left out."""
@@ -137,24 +137,11 @@ class Order:
         Raises:
             DataError: a chunk is missing or damaged; step, source and rows are named.
         """
-        chosen = _chosen(self._config, rows)
-        which, numbers = self.find(step, chosen)
-        parts = []
-        for source, name in enumerate(self.names):
-            mine = np.flatnonzero(which == source)
-            if len(mine):
-                try:
-                    parts.append((mine, self.rows[source].read(numbers[mine])))
-                except DataError as error:
-                    raise DataError(f"step {step}, source {name}, {error}") from error
-        if len(parts) == 1:
-            return parts[0][1]
-        shape = (len(chosen), self._config.sequence_length)
-        batch = Batch(*np.empty((4, *shape), np.int32))
-        for mine, part in parts:
-            for into, field in zip(batch, part, strict=True):
-                into[mine] = field
-        return batch
+        which, numbers = self.find(step, _chosen(self._config, rows))
+        try:
+            return read_rows(self.names, self.rows, which, numbers)
+        except DataError as error:
+            raise DataError(f"step {step}, {error}") from error
 
     def batches(self, start_step: int = 0, rows: RowSlices = None) -> Iterator[Batch]:
         """Read the batches from start_step on, without end and ahead of time.
@@ -167,7 +154,7 @@ class Order:
         return _prefetch(read, steps, self.in_memory, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
-        """Say which documents make up a batch, row by row."""
+        """Read which documents make up a batch, row by row."""
         rows = np.arange(self._config.batch_size)
         for row, (source, number) in enumerate(
             zip(*self.find(step, rows), strict=True)
@@ -223,11 +210,12 @@ def validation_batches(
     Raises:
         DataError: a chunk is damaged.
     """
-    opened = [
+    names = list(sources.stores)
+    readers = [
         open_rows(store, config, "validation", sources.cache)
         for store in sources.stores.values()
     ]
-    counts = [len(found) for found in opened]
+    counts = [len(reader) for reader in readers]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
     turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
@@ -235,20 +223,14 @@ def validation_batches(
     numbers = np.concatenate([np.arange(n) for n in counts])
     by_turn = np.argsort(turns, kind="stable")
     which, numbers = which[by_turn], numbers[by_turn]
+    padding = (0, available * config.batch_size - len(which))
+    which = np.pad(which, padding, constant_values=-1)
+    numbers = np.pad(numbers, padding)
     chosen = _chosen(config, rows)
 
     def read(step: int) -> Batch:
-        at = step * config.batch_size + chosen
-        batch = Batch(*np.zeros((4, len(at), config.sequence_length), np.int32))
-        batch.targets[:] = -1
-        there = np.flatnonzero(at < len(which))
-        for source, found in enumerate(opened):
-            mine = there[which[at[there]] == source]
-            if len(mine):
-                part = found.read(numbers[at[mine]])
-                for into, field in zip(batch, part, strict=True):
-                    into[mine] = field
-        return batch
+        places = step * config.batch_size + chosen
+        return read_rows(names, readers, which[places], numbers[places])
 
     splits = [store.split("validation") for store in sources.stores.values()]
     in_memory = all(split.in_memory for split in splits)

@@ -15,7 +15,7 @@ _BAR = 40  # characters of the longest bar
 
 
 def describe_store(store: Store) -> str:
-    """Give a store's counts as lines of text."""
+    """Return a store's counts as lines of text."""
     manifest = store.manifest
     lines = [
         f"store        {store.path}",
@@ -73,7 +73,7 @@ def samples(store: Store, split: Split, count: int, seed: int, width: int) -> st
 
 
 def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
-    """Say row by row which documents a batch holds, with the beginning of each."""
+    """Yield row by row which documents a batch holds, with the beginning of each."""
     yield "row  column  source  document (tokens from, number)  text"
     for row, found in itertools.groupby(excerpts, lambda excerpt: excerpt.row):
         for e in found:

@@ -75,7 +75,7 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fill(lengths: np.ndarray, row_offsets: np.ndarray, T: int) -> float:
-    """Give the part of the rows' positions that the pieces fill; 1 of no rows."""
+    """Return the part of the rows' positions that the pieces fill; 1 of no rows."""
     num_rows = len(row_offsets) - 1
     return float(lengths.sum(dtype=np.int64)) / (num_rows * T) if num_rows else 1.0
 

@@ -8,7 +8,7 @@ rows hold pieces of documents by a plan, which is made once and kept in the cach
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -52,6 +52,8 @@ class Piece(NamedTuple):
 class Rows(Protocol):
     """The rows of a split."""
 
+    length: int  # T: positions in a row
+
     def __len__(self) -> int:
         """Count them."""
         ...
@@ -65,12 +67,12 @@ class Rows(Protocol):
         ...
 
     def pieces(self, number: int) -> list[Piece]:
-        """Say what stands in a row."""
+        """List the stretches of text in a row."""
         ...
 
 
 def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Rows:
-    """Give the rows of a split as the config wants them.
+    """Open the rows of a split as the config wants them.
 
     Training rows of `concat` are whole ones; the last validation row is padded.
 
@@ -90,6 +92,41 @@ def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Ro
     return Packed(tokens, length, folder)
 
 
+def read_rows(
+    names: Sequence[str],
+    readers: Sequence[Rows],
+    which: np.ndarray,
+    numbers: np.ndarray,
+) -> Batch:
+    """Read rows of several sources as one batch.
+
+    Args:
+        names: of the sources.
+        readers: of the sources' rows, all of one length.
+        which: int64 [n], the source of each row, an index into `names`; -1 is padding.
+        numbers: int64 [n], which of its source's rows it is.
+
+    Raises:
+        DataError: a chunk is missing or damaged; source and rows are named.
+    """
+    length = readers[0].length
+    batch = Batch(*np.zeros((4, len(which), length), np.int32))
+    batch.targets[:] = -1
+    for source, (name, reader) in enumerate(zip(names, readers, strict=True)):
+        mine = np.flatnonzero(which == source)
+        if not len(mine):
+            continue
+        try:
+            part = reader.read(numbers[mine])
+        except DataError as error:
+            raise DataError(f"source {name}, {error}") from error
+        if len(mine) == len(which):
+            return part
+        for into, field in zip(batch, part, strict=True):
+            into[mine] = field
+    return batch
+
+
 class Concatenated:
     """Row r covers the tokens [r T, r T + T]: its last one is the next row's first."""
 
@@ -97,7 +134,7 @@ class Concatenated:
         self, tokens: TokenArray, length: int, count: int, document_mask: bool
     ):
         """Cut `count` rows of `length` positions."""
-        self._tokens, self._length, self._count = tokens, length, count
+        self._tokens, self.length, self._count = tokens, length, count
         self._document_mask = document_mask
 
     def __len__(self) -> int:
@@ -106,25 +143,25 @@ class Concatenated:
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number."""
-        starts = numbers * self._length
-        wanted = np.clip(len(self._tokens) - starts, 0, self._length + 1)
+        starts = numbers * self.length
+        wanted = np.clip(len(self._tokens) - starts, 0, self.length + 1)
         with _naming(numbers):
             found = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
-            if (wanted == self._length + 1).all():
+            if (wanted == self.length + 1).all():
                 rows = found.reshape(len(numbers), -1)
             else:
-                rows = np.zeros((len(numbers), self._length + 1), np.int32)
-                rows[np.arange(self._length + 1) < wanted[:, None]] = found
+                rows = np.zeros((len(numbers), self.length + 1), np.int32)
+                rows[np.arange(self.length + 1) < wanted[:, None]] = found
             row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
             if self._document_mask:
-                row, start = self._tokens.starts_within(starts, starts + self._length)
+                row, start = self._tokens.starts_within(starts, starts + self.length)
                 column = start - starts[row]
         return cut_rows(rows, row, column, len(self._tokens) - starts)
 
     def pieces(self, number: int) -> list[Piece]:
-        """Say what stands in a row: one piece a document."""
-        low = number * self._length
-        high = min(low + self._length, len(self._tokens) - 1)
+        """List the stretches of text in a row: one piece a document."""
+        low = number * self.length
+        high = min(low + self.length, len(self._tokens) - 1)
         _, starts = self._tokens.starts_within(np.array([low]), np.array([high - 1]))
         bounds = [low, *starts.tolist(), high]
         return [Piece(a - low, a, b - a) for a, b in pairwise(bounds) if b > a]
@@ -170,8 +207,8 @@ class Packed:
 
     def __init__(self, tokens: TokenArray, length: int, folder: Path):
         """Open the plan in `folder`, without reading it."""
-        self._tokens, self._length = tokens, length
-        self._starts, self._lengths, self._row_offsets = (
+        self._tokens, self.length = tokens, length
+        self._starts, self.lengths, self._row_offsets = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in _PLAN
         )
 
@@ -187,16 +224,16 @@ class Packed:
         nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         piece = np.repeat(first, counts) + nth
         starts = self._starts[piece]
-        lengths = self._lengths[piece].astype(np.int64)
+        lengths = self.lengths[piece].astype(np.int64)
         with _naming(numbers):
             tokens = self._tokens.gather(starts, lengths + 1)
         # Where each piece's first token stands: in the row, and among the tokens read.
         before = np.cumsum(lengths) - lengths
         column = before - np.repeat(before[np.cumsum(counts) - counts], counts)
         within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
-        place = np.repeat(row * self._length + column, lengths) + within
+        place = np.repeat(row * self.length + column, lengths) + within
         read_at = np.repeat(before + np.arange(len(piece)), lengths) + within
-        batch = Batch(*np.zeros((4, len(numbers), self._length), np.int32))
+        batch = Batch(*np.zeros((4, len(numbers), self.length), np.int32))
         batch.targets[:] = -1
         batch.inputs.reshape(-1)[place] = tokens[read_at]
         batch.targets.reshape(-1)[place] = tokens[read_at + 1]
@@ -205,10 +242,10 @@ class Packed:
         return batch
 
     def pieces(self, number: int) -> list[Piece]:
-        """Say what stands in a row."""
+        """List the stretches of text in a row."""
         span = slice(self._row_offsets[number], self._row_offsets[number + 1])
         column, found = 0, []
-        for start, length in zip(self._starts[span], self._lengths[span], strict=True):
+        for start, length in zip(self._starts[span], self.lengths[span], strict=True):
             found.append(Piece(column, int(start), int(length)))
             column += int(length)
         return found

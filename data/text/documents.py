@@ -43,7 +43,7 @@ def read(
 
 
 def _text(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Give running text in pieces of about 4 MiB, cut at ends of lines."""
+    """Yield running text in pieces of about 4 MiB, cut at ends of lines."""
     broken = None
 
     def behind_line(at: int) -> int:
@@ -86,7 +86,7 @@ def _text(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
 
 
 def _lines(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Give the lines that start inside the unit."""
+    """Yield the lines that start inside the unit."""
     lines, limit = stream.file, how.max_record_bytes
     try:
         at = stream.seek(unit.start)

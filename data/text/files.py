@@ -103,14 +103,14 @@ def cut(
 
 
 def unreadable(path: object, error: Exception) -> DataError:
-    """Say that a file cannot be read."""
+    """Return the error of a file that cannot be read."""
     return DataError(
         f"{path}: cannot be read ({error}). Make it readable, or leave it out"
     )
 
 
 def missing(package: str, error: ImportError) -> DataError:
-    """Say that an optional library is needed."""
+    """Return the error of an optional library that is not installed."""
     return DataError(
         f"{package} is needed to read this and is not installed ({error}): "
         f'pip install "longhaul[data]"'

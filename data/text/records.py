@@ -54,7 +54,7 @@ def document(
 
 
 def not_utf8(text: bytes) -> int | None:
-    """Give the place of the first byte that is not UTF-8."""
+    """Return the place of the first byte that is not UTF-8."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -63,5 +63,5 @@ def not_utf8(text: bytes) -> int | None:
 
 
 def too_long(size: int, limit: int) -> str:
-    """Say why a record is refused."""
+    """Describe why a record is refused."""
     return f"{size} bytes, longer than max_record_bytes={limit}"

@@ -202,7 +202,7 @@ class Stream:
 
 
 def cut_point(window: bytes) -> int:
-    """Say how far into what follows a cut moves: behind a line, else a character."""
+    """Return how far into what follows a cut moves: behind a line, else a character."""
     newline = window.find(b"\n")
     if newline >= 0:
         return newline + 1

@@ -12,7 +12,7 @@ _DAMAGED = (OSError, ValueError, OverflowError, MemoryError)
 
 
 def parquet(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Give the rows of a parquet file."""
+    """Yield the rows of a parquet file."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -36,7 +36,7 @@ def parquet(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
 
 
 def arrow(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Give the rows of an arrow file, of the stream or the file format."""
+    """Yield the rows of an arrow file, of the stream or the file format."""
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -79,7 +79,7 @@ def _rows(file: File, first: int, batch: Any, how: Reading) -> Iterator[Record |
 
 
 def _column(batch: Any, name: str) -> Any:
-    """Take a column, text as bytes; damaged offsets would read foreign memory."""
+    """Return a column, text as bytes; damaged offsets would read foreign memory."""
     import pyarrow as pa
 
     column = batch.column(batch.schema.get_all_field_indices(name)[0])

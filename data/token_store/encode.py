@@ -216,7 +216,7 @@ def _work(task: Task) -> None:
 
 
 def complaint(bad: Bad) -> str:
-    """Say what is wrong where, by file and line."""
+    """Describe a bad record, by file and line."""
     place = bad.place
     with contextlib.suppress(OSError, ValueError):
         if place.startswith("byte "):

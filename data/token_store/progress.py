@@ -36,7 +36,7 @@ class Meter:
         return self
 
     def show(self, size: int, tokens: int) -> None:
-        """Take the bytes done, those of earlier attempts too, and the new tokens."""
+        """Show the bytes done, those of earlier attempts too, and the new tokens."""
         task, now = self._task, time.monotonic()
         seconds = max(now - self._began, 1e-9)
         # The first update counts for no speed: it tells what was done before.

@@ -167,7 +167,7 @@ class TokenArray:
         return np.concatenate(rows), np.concatenate(starts)
 
     def document_at(self, token: int) -> tuple[int, int, int]:
-        """Say which document a token belongs to: its number, start and end."""
+        """Return the document that a token belongs to: its number, start and end."""
         if self._offsets_in_memory:
             number = int(np.searchsorted(self.offsets, token, "right")) - 1
             return number, int(self.offsets[number]), int(self.offsets[number + 1])

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data.token_store.reader
 from data.batches import (
     Batch,
     Order,
@@ -69,6 +68,8 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
 
 def test_a_batch_does_not_depend_on_where_reading_began(config):
     store = open_sources(config)
+    (late,) = take(Order(store, config, 3).batches(10**12), 1)
+    assert_equal(late, Order(store, config, 3).read(10**12))
     batches = take(Order(store, config, seed=3).batches(), 40)
     for step, batch in enumerate(take(Order(store, config, 3).batches(25), 15), 25):
         assert_equal(batch, batches[step])
@@ -76,14 +77,6 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
     for array in batches[0]:
         assert array.dtype == np.int32
         assert array.shape == (8, 16)
-
-
-def test_a_late_start_costs_nothing(config):
-    store = open_sources(config)
-    started = time.monotonic()
-    (late,) = take(Order(store, config, 3).batches(10**12), 1)
-    assert time.monotonic() - started < 5
-    assert_equal(late, Order(store, config, 3).read(10**12))
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -201,12 +194,6 @@ def test_rows_respect_documents():
     assert_equal(batch, expected)
 
 
-def test_a_document_that_begins_with_the_row_is_its_first_segment():
-    batch = cut(FLAT[None, 6:10], [6])
-    expected = ([[4, 5, 6]], [[5, 6, 7]], [[1, 1, 1]], [[0, 1, 2]])
-    assert_equal(batch, Batch(*expected))
-
-
 def test_without_document_mask_rows_are_running_text():
     tokens = FLAT[None, 0:7]
     batch = cut(tokens, [0], document_mask=False)
@@ -222,32 +209,6 @@ def test_what_lies_behind_the_end_is_padding(mask):
     assert batch.targets.tolist() == [[-1 if mask else 9, -1, -1, -1], [-1] * 4]
     assert batch.segment_ids.tolist() == [[1, 0, 0, 0], [0] * 4]
     assert batch.positions.tolist() == [[0] * 4] * 2
-
-
-@pytest.mark.parametrize("limit", [0, 2**30])
-def test_training_rows_agree_with_the_documents(config, folder, limit, monkeypatch):
-    """Cut each row into its documents, and find each in one document's own tokens."""
-    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", limit)
-    store = open_sources(config)
-    tokens = only(store).split("train")
-    documents = [
-        bytes(tokens.read(start, end).astype(np.uint8)[:-1]) + b"\0"
-        for start, end in itertools.pairwise(tokens.offsets)
-    ]
-    batch = Order(store, config, seed=0).read(0)
-    for inputs, targets, segments, positions in zip(*batch, strict=True):
-        for segment in np.unique(segments):
-            at = np.flatnonzero(segments == segment)
-            assert positions[at].tolist() == list(range(len(at)))
-            piece = np.append(inputs[at], targets[at[-1]])
-            if piece[-1] == -1:
-                assert inputs[at[-1]] == E_
-                piece = piece[:-1]
-            else:
-                assert at[-1] == len(segments) - 1, "unmasked only at the row's end"
-            np.testing.assert_array_equal(targets[at[:-1]], inputs[at[1:]])
-            ended = bytes(piece.astype(np.uint8))
-            assert any(ended in document for document in documents)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -280,6 +241,7 @@ def test_too_little_text_is_refused_with_the_remedy(config):
 def test_an_abandoned_iterator_neither_keeps_the_process_nor_uses_jax(config):
     script = (
         "import pickle, sys; from data.sources import open_sources\n"
+        "import data.tokenizer, data.token_store.store\n"
         "from data.batches import Order\n"
         "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
         "kept = Order(open_sources(config), config, 0).batches()\n"
@@ -317,13 +279,3 @@ def test_reading_runs_ahead_but_not_far(config, monkeypatch):
     time.sleep(0.5)
     assert len(reads) == 1 + config.prefetch
     batches.close()
-
-
-def test_importing_data_initialises_no_backend():
-    script = (
-        "import data.batches, data.token_store.store, data.tokenizer, sys\n"
-        + NO_BACKEND
-    )
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=60
-    )

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import packing
-from data.config import DataConfig, Packing
+from data.config import Packing
 from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan
-from data.sources import open_sources
 from data.token_store.reader import TokenArray
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -100,14 +99,3 @@ def test_unpacked_rows_hold_one_piece_and_packed_ones_are_fewer(
     assert len(alone) == len(starts)
     assert len(packed) <= len(alone)
     assert all(len(alone.pieces(number)) == 1 for number in range(len(alone)))
-
-
-def test_real_text_fills_nearly_every_position(config):
-    """The default corpus at its own row length."""
-    data = DataConfig(packing=Packing.best_fit, cache_dir=config.cache_dir)
-    (store,) = open_sources(data).stores.values()
-    tokens = store.split("train")
-    for length in (128, 1024):
-        _, pieces = packing.pieces(tokens.offsets, length)
-        _, row_offsets = packing.pack(pieces, length)
-        assert packing.fill(pieces, row_offsets, length) >= 0.97

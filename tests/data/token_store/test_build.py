@@ -494,20 +494,6 @@ def test_what_was_killed_makes_way_for_other_settings(config, tmp_path, monkeypa
     assert content_of(tmp_path / "store") == content_of(tmp_path / "fresh")
 
 
-@pytest.mark.slow
-def test_two_processes_share_a_real_load(tmp_path):
-    """Some 100 MB, through the door: tasks as large as they are in use."""
-    texts = [source.hex() for source in map(random.Random(0).randbytes, [2000] * 8000)]
-    for index in range(3):
-        write_lines(tmp_path / f"{index}.jsonl", texts[index:] + texts[:index])
-    given = [f"input={tmp_path}/*.jsonl", "validation=0.1"]
-    for workers in (1, 2):
-        output = f"output={tmp_path}/by-{workers}"
-        end(start(command(*given, output, f"workers={workers}")))
-    assert content_of(tmp_path / "by-1") == content_of(tmp_path / "by-2")
-    assert open_store(tmp_path / "by-1").num_bytes("train") > 8e7
-
-
 def test_from_s3_to_s3(bucket, config, records, tmp_path):
     prepare_store(config)
     bucket.put(f"{records}/", "bucket/in", recursive=True)

@@ -120,5 +120,7 @@ def test_an_array_of_another_length_is_damage(tmp_path, counts):
     data.token_store.writer.write_store(
         Storage(tmp_path), segments, np.dtype(np.uint16), {}
     )
-    with pytest.raises(DataError, match=r"train/\w+: is missing or damaged \(its len"):
+    with pytest.raises(
+        DataError, match=r"train/\w+: is missing or damaged \(its len.*Delete"
+    ):
         TokenArray(Storage(tmp_path), "train", *counts)

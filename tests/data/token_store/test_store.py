@@ -23,11 +23,6 @@ from tests.data.test_tokenizer import write_ranks
 from tests.fleet import REPOSITORY
 
 
-def only_shard(store, array: str) -> Path:
-    (file,) = Path(store.path, array, "c").iterdir()
-    return file
-
-
 def test_a_store_holds_every_byte_of_its_text(config, folder):
     store = cached_store(config)
     tokens = store.split("train")
@@ -77,18 +72,6 @@ def test_a_store_larger_than_a_shard_is_read_back(config, request):
     assert list(sharded.verify()) == []
 
 
-def test_stretches_read_alike_from_disk_and_memory(config, kept):
-    tokens = cached_store(config).split("train")
-    assert tokens.in_memory == (kept == "memory")
-    flat = tokens.read(0, len(tokens))
-    starts, lengths = np.array([5, len(tokens) - 3, 7, 0]), np.array([8, 3, 0, 9])
-    found = tokens.gather(starts, lengths)
-    assert found.dtype == np.int32
-    expected = np.concatenate([flat[5:13], flat[-3:], flat[:9]])
-    np.testing.assert_array_equal(found, expected)
-    assert len(tokens.gather(starts[:0], lengths[:0])) == 0
-
-
 def test_a_store_is_built_once(config, folder, monkeypatch):
     store = cached_store(config)
     with monkeypatch.context() as patch:
@@ -120,33 +103,6 @@ def test_a_cache_that_cannot_be_written_is_named(config, folder):
     inside_a_file = dataclasses.replace(config, cache_dir=str(folder / "01.txt"))
     with pytest.raises(DataError, match=r"01\.txt: .*data\.cache_dir"):
         cached_store(inside_a_file)
-
-
-@pytest.mark.parametrize("array", data.token_store.writer.ARRAYS)
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_chunk_is_found(config, kept, array, damage):
-    store = cached_store(config)
-    file = only_shard(store, f"train/{array}")
-    content = bytearray(file.read_bytes())
-    content[10] ^= 1
-    if damage == "flip":
-        file.write_bytes(content)
-    elif damage == "truncate":
-        file.write_bytes(content[: len(content) // 2])
-    else:
-        file.unlink()
-
-    def read() -> None:
-        tokens = open_store(store.path).split("train")
-        tokens.read(0, 20)
-        tokens.starts_within(np.array([0]), np.array([20]))
-        tokens.document_id(0)
-        if kept != "disk":  # there is no need of it
-            tokens.array("index")
-
-    with pytest.raises(DataError, match=f"train/{array}.*Delete {store.path}"):
-        read()
-    assert any(f"train/{array}" in line for line in open_store(store.path).verify())
 
 
 def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
