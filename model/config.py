@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-_PADDED_FROM, _PADDED_TO = 1024, 128
+VOCAB_MULTIPLE = 128  # large vocabularies are padded to it
+_PADDED_FROM = 1024
 
 # What a dim of a parameter or an activation is; rule tables map them to mesh axes.
 LOGICAL_AXES = (
@@ -115,7 +116,7 @@ class ModelConfig:
         assert self.vocab_size is not None, "settled by train/program.py"
         if self.vocab_size < _PADDED_FROM:
             return self.vocab_size
-        return -(-self.vocab_size // _PADDED_TO) * _PADDED_TO
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def kv_heads(self) -> int:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.errors import DataError
+from model.config import VOCAB_MULTIPLE
+from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.run.digests import damage, digests, is_sealed, write_seal
@@ -30,6 +32,27 @@ _ALONE = Cluster()
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
     """Return the file whose presence says that a step may still lack its seal."""
     return directory / "unsealed" / str(step)
+
+
+def _check_shapes(saved: Any, wanted: Any) -> None:
+    """Check that arrays have the shapes they were saved with, but for padding.
+
+    Runs of before vocabularies were padded hold tables of 50,257 rows, say, where
+    50,304 are wanted: a dim may grow to the next multiple of 128, with zeros.
+
+    Raises:
+        ValueError: naming the first array of another shape.
+    """
+    shapes = {name: tuple(leaf.shape) for name, leaf in named(saved)}
+    for name, leaf in named(wanted):
+        shape = shapes.get(name, leaf.shape)
+        padded = tuple(-(-dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE for dim in shape)
+        known = len(shape) == len(leaf.shape) and all(
+            dim in (before, after)
+            for dim, before, after in zip(leaf.shape, shape, padded, strict=True)
+        )
+        if not known:
+            raise ValueError(f"{name} was saved as {shape}; {leaf.shape} is wanted")
 
 
 class SavedSteps:
@@ -147,13 +170,13 @@ class SavedSteps:
     def _load(self, step: int, like: TrainState) -> TrainState:
         """Load a step; recent steps of which it holds none, or others, begin empty."""
         try:
-            saved = self._orbax.metadata(step).metadata.get("recent")
-            where = like.step.sharding
-            recent = saved and jax.tree.map(
+            saved, where = self._orbax.metadata(step).metadata, like.step.sharding
+            recent = saved.get("recent") and jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-                Recent(**saved),
+                Recent(**saved["recent"]),
             )
             wanted = as_saved(like._replace(recent=recent))
+            _check_shapes(saved, wanted)
             state = TrainState(**self._orbax.load(step, abstract_state=wanted))
         except Exception as error:
             error.add_note(

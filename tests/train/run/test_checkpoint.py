@@ -105,6 +105,21 @@ def test_no_checkpoint_is_a_fresh_start(saved):
         saved().saved.restore_params(specs(make_state(0)))
 
 
+def test_tables_saved_before_they_were_padded_come_back_with_zeros(folder):
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints.save(1, make_state(1, size=1030), ABOUT)
+    checkpoints.wait()
+    state = checkpoints.saved.restore(specs(make_state(0, size=1152)))
+    table = np.asarray(state.params["w"])
+    same(table[:1030], make_state(1, size=1030).params["w"])
+    assert table.shape == (1152, 8)
+    assert not table[1030:].any()
+    for size in (1029, 1031, 1280):
+        with pytest.raises(ValueError, match=r"was saved as \(1030, 8\)"):
+            checkpoints.saved.restore(specs(make_state(0, size=size)))
+    checkpoints.close()
+
+
 GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
 
 
