@@ -43,9 +43,10 @@ def _check_shapes(saved: Any, wanted: Any) -> None:
     Raises:
         ValueError: naming the first array of another shape.
     """
+    shapes: dict[str, tuple[int, ...]]
     shapes = {name: tuple(leaf.shape) for name, leaf in named(saved)}
     for name, leaf in named(wanted):
-        shape = shapes.get(name, leaf.shape)
+        shape = shapes.get(name, tuple(leaf.shape))
         padded = tuple(-(-dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE for dim in shape)
         known = len(shape) == len(leaf.shape) and all(
             dim in (before, after)
