@@ -36,31 +36,7 @@ def make_train_step(
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
     left out, because one of the first two was not finite or a spike).
     """
-    microbatches = config.accumulation_steps
-
-    def gradients(params: Any, batch: Batch) -> tuple[Float[Array, ""], Any]:
-        num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
-
-        def mean_loss(
-            params: Any, part: Batch
-        ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-            bound, chunk = bind(model, params), config.loss_chunk_tokens
-            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk, head)
-            return loss / num_targets, nats / num_targets
-
-        value_and_grad = jax.grad(mean_loss, has_aux=True)
-        if microbatches == 1:
-            grads, loss = value_and_grad(params, batch)
-            return loss, grads
-
-        def add(total, part: Batch):
-            grads, loss = value_and_grad(params, part)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        start = (jnp.zeros((), jnp.float32), zeros)
-        with jax.named_scope("microbatches"):
-            return jax.lax.scan(add, start, split(batch, microbatches))[0]
+    gradients = make_gradients(model, how, config, head)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = gradients(state.params, batch)
@@ -88,6 +64,39 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt, recent), metrics
 
     return train_step
+
+
+def make_gradients(
+    model: GPT, how: Execution, config: TrainConfig, head: PartitionSpec
+) -> Callable[[Any, Batch], tuple[Float[Array, ""], Any]]:
+    """Build `gradients(params, batch) -> (loss, gradients)`, over all microbatches."""
+    microbatches = config.accumulation_steps
+
+    def gradients(params: Any, batch: Batch) -> tuple[Float[Array, ""], Any]:
+        num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
+
+        def mean_loss(
+            params: Any, part: Batch
+        ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            bound, chunk = bind(model, params), config.loss_chunk_tokens
+            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk, head)
+            return loss / num_targets, nats / num_targets
+
+        value_and_grad = jax.grad(mean_loss, has_aux=True)
+        if microbatches == 1:
+            grads, loss = value_and_grad(params, batch)
+            return loss, grads
+
+        def add(total, part: Batch):
+            grads, loss = value_and_grad(params, part)
+            return jax.tree.map(jnp.add, total, (loss, grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (jnp.zeros((), jnp.float32), zeros)
+        with jax.named_scope("microbatches"):
+            return jax.lax.scan(add, start, split(batch, microbatches))[0]
+
+    return gradients
 
 
 def split(batch: Batch, parts: int) -> Batch:

@@ -1,167 +1,123 @@
-"""What a step has to send, by the textbook, without a compiler.
+"""What a device sends: gathered parameters, reduced sums, arrays laid out anew.
 
-Of each layer, each microbatch: a matrix that is cut over the batch's axes (`fsdp`) is
-gathered, rounded, forward and backward, and its gradient, float32, is reduced and
-scattered; along the batch's other axes (`data`) gradients are all-reduced. Where heads
-or MLP are cut (`tensor`) activations are all-reduced once forward and once backward for
-attention and MLP each; `remat=full` repeats the first of them.
-
-Outside the layers: the head is gathered and its gradient reduced once a microbatch. A
-table cut along its width is looked up by ids gathered from all rows, and the result
-exchanged all-to-all. Muon exchanges matrices for whole ones, twice, or gathers them for
-both products of each of its steps where the devices do not divide the layers.
+A parameter is gathered once in each loop that uses it, forward and backward, in the
+dtype of its use. A sum over the batch is reduced where the loop makes it: scattered, as
+far as devices keep a part of the parameter each, if a product made it. Where a table is
+larger than what is looked up in it, the ids travel to its parts and the rows back.
 
 Definitions of payload and sent: train/plan/cost.py.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from train.config import Remat
-from train.plan.estimated.local_step import Axes, Share, Weight, is_muons
-
-FLOAT32 = 4
-_SCALARS = 3  # number of targets, loss, norm of the gradient
+from model.axes import mesh_axes
+from train.plan.estimated.arrays import Array, Axes, Dim, Place, ways
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Equal collectives of a step; `payload` is of all of them."""
+    """A collective of a step; `payload` is of all `count` times that it runs."""
 
     axes: Axes
     kind: str
     count: int
     payload: float
     serves: str
-    in_layers: bool = False
+    in_layers: bool
 
 
-def exchanges(share: Share, platform: str, muon: bool) -> list[Exchange]:
-    """List what a device sends in a step."""
-    found = [
-        *(e for w in share.weights for e in _of_weight(share, w, platform)),
-        *_of_activations(share),
-        *_of_embedding(share),
-        *_of_loss(share),
-    ]
-    if muon:
-        found += [
-            e for w in filter(is_muons, share.weights) for e in _of_muon(share, w)
-        ]
-    return [e for e in found if share.ways(e.axes) > 1 and e.payload]
+class Sending:
+    """Collects what a device sends."""
 
+    def __init__(self, sizes: Mapping[str, int], platform: str):
+        """Start with nothing, on a mesh."""
+        self.sizes, self.platform = sizes, platform
+        self.exchanges: list[Exchange] = []
+        self._gathered = set[tuple[int, Array, Axes, bool]]()
 
-def _of_weight(share: Share, weight: Weight, platform: str) -> Iterator[Exchange]:
-    """Gather a weight, and reduce its gradient; a tied table's look-up and head each.
+    def add(
+        self, axes: Axes, kind: str, payload: float, place: Place, label: str = ""
+    ) -> None:
+        """Count a collective as often as its place runs."""
+        axes = self.wide(axes)
+        if axes and payload:
+            each = place.times
+            label = label or place.scope.strip("/").split("/")[-1]
+            self.exchanges.append(
+                Exchange(axes, kind, each, each * payload, label, place.in_layers)
+            )
 
-    What is looked up is not gathered: its rows are exchanged (`_of_embedding`).
-    """
-    looked_up = weight.name == "embedding.weight"
-    if looked_up:
-        yield from _reduced(share, weight, platform, "embedding")
-    if weight is share.head or not looked_up:
-        use = "head" if weight is share.head else _use(weight)
-        yield from _gathered(share, weight, platform, use)
-        yield from _reduced(share, weight, platform, use)
+    def wide(self, axes: Axes) -> Axes:
+        """Take the axes that are more than one device wide, in the mesh's order."""
+        return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
+    def entries(self, spec: Sequence, rank: int) -> list[Axes]:
+        """Give the wide axes of each dim of a PartitionSpec."""
+        wide = [self.wide(mesh_axes(entry)) for entry in spec]
+        return wide + [()] * (rank - len(wide))
 
-def _gathered(
-    share: Share, weight: Weight, platform: str, use: str
-) -> Iterator[Exchange]:
-    """Gather a matrix rounded, anything else as it is.
+    def gather(self, array: Array, axes: Axes, place: Place) -> None:
+        """Gather a parameter along axes, unless this loop has done so.
 
-    XLA's GPU compiler gathers once more for what is recomputed; the last product of a
-    layer is not.
-    """
-    times = share.microbatches
-    if weight.in_layers:
-        last = weight.name.startswith("layers.mlp.down")
-        full = share.how.remat == Remat.full
-        times *= 3 if platform == "gpu" and full and not last else 2
-    rounded = weight.is_matrix and weight.name != "positions.weight"
-    width = share.how.compute_dtype.itemsize if rounded else weight.itemsize
-    payload = times * weight.size * width
-    yield _each(share, weight, use, weight.gathered, "all-gather", times, payload)
+        XLA's GPU compiler gathers once more for what is recomputed.
+        """
+        axes = self.wide(axes)
+        again = place.recomputed and self.platform == "gpu"
+        key = (place.body, array.source, axes, again)
+        if axes and key not in self._gathered:
+            self._gathered.add(key)
+            payload = array.bytes * ways(self.sizes, axes)
+            self.add(axes, "all-gather", payload, place, array.label)
 
+    def reduce(self, array: Array, kept: Axes, label: str = "") -> None:
+        """Reduce an array's partial sums; a device keeps its part along some axes.
 
-def _reduced(
-    share: Share, weight: Weight, platform: str, use: str
-) -> Iterator[Exchange]:
-    """Reduce a gradient: TPU's and GPU's scatter what each device keeps a part of."""
-    times, batch = share.microbatches, share.cut("batch")
-    payload = times * weight.size * FLOAT32
-    parts = tuple(axis for axis in weight.gathered if axis in batch)
-    if parts and use != "embedding":
-        small = not weight.is_matrix or weight.name == "positions.weight"
-        kind = "all-reduce" if small or platform == "cpu" else "reduce-scatter"
-        yield _each(share, weight, use, parts, kind, times, payload)
-    copies = tuple(axis for axis in batch if axis not in weight.gathered)
-    payload /= share.ways(weight.gathered)
-    yield _each(share, weight, use, copies, "all-reduce", times, payload)
+        Sums that one loop has added up before are reduced together.
+        """
+        done = set[tuple[Axes, int, int]]()
+        for part in array.sums:
+            key = part.axes, part.bytes, part.place.body
+            if part.reduced or key in done:
+                part.reduced = True
+                continue
+            done.add(key)
+            part.reduced = True
+            cut = tuple(a for a in part.axes if a in kept and a not in array.axes)
+            rest = tuple(a for a in part.axes if a not in cut)
+            scatter = part.is_product and self.platform != "cpu"
+            kind = "reduce-scatter" if scatter else "all-reduce"
+            self.add(cut, kind, part.bytes, part.place, label)
+            left = part.bytes / ways(self.sizes, cut)
+            self.add(rest, "all-reduce", left, part.place, label)
 
+    def lay_out(
+        self, array: Array, spec: Sequence, place: Place, is_result: bool = False
+    ) -> tuple[Dim, ...]:
+        """Bring an array to a PartitionSpec; return its dims afterwards.
 
-def _each(
-    share: Share, of: Weight, use: str, axes: Axes, kind: str, times: int, total: float
-) -> Exchange:
-    count = times * (share.model.num_layers if of.in_layers else 1)
-    return Exchange(axes, kind, count, total, use, of.in_layers)
+        Where an update drops a parameter's sharding it stays until the result: XLA lays
+        out what is free as what comes behind it.
+        """
+        entries = self.entries(spec, len(array.dims))
+        wanted = {axis for axes in entries for axis in axes}
+        self.reduce(array, tuple(wanted))
+        strict = array.from_batch or is_result
+        dims, moved, dropped = list[Dim](), (), ()
+        for dim, axes in zip(array.dims, entries, strict=True):
+            moved += tuple(a for a in dim.axes if a not in axes and a in wanted)
+            lost = tuple(a for a in dim.axes if a not in wanted)
+            dropped += lost if strict else ()
+            axes += () if strict else lost
+            size = dim.size * ways(self.sizes, dim.axes)
+            dims.append(Dim(-(-size // ways(self.sizes, axes)), axes, dim.known))
+        self.add(moved, "all-to-all", array.bytes, place, array.label)
+        whole = array.bytes * ways(self.sizes, dropped)
+        self.add(dropped, "all-gather", whole, place, array.label)
+        return tuple(dims)
 
-
-def _use(weight: Weight) -> str:
-    parts = [p for p in weight.name.split(".") if p not in ("layers", "weight")]
-    return ".".join(p for p in parts if p != "scale")
-
-
-def _of_activations(share: Share) -> Iterator[Exchange]:
-    width = share.how.activation_dtype.itemsize
-    hidden = share.tokens * share.model.embed_dim * width * share.microbatches
-    layers = share.model.num_layers
-    for axis, use in (("heads", "attention"), ("mlp", "mlp")):
-        again = axis == "heads" and share.how.remat == Remat.full
-        times = layers * (3 if again else 2)
-        count = times * share.microbatches
-        yield Exchange(share.cut(axis), "all-reduce", count, times * hidden, use, True)
-
-
-def _of_embedding(share: Share) -> Iterator[Exchange]:
-    table = share.weight("embedding.weight")
-    hidden = share.tokens * share.model.embed_dim * share.microbatches
-    count = share.microbatches
-    yield Exchange(
-        share.cut("vocab"), "all-reduce", count, hidden * FLOAT32, "embedding"
-    )
-    if table.gathered:
-        ids = share.tokens * share.ways(table.gathered) * FLOAT32 * count
-        yield Exchange(table.gathered, "all-gather", 2 * count, 2 * ids, "embedding")
-        given = hidden * (FLOAT32 + share.how.activation_dtype.itemsize)
-        yield Exchange(table.gathered, "all-to-all", 2 * count, given, "embedding")
-
-
-def _of_loss(share: Share) -> Iterator[Exchange]:
-    """A cut vocabulary: its largest logit, two sums, and the features' cotangent."""
-    tiles = share.length // share.tile * share.microbatches
-    positions = share.tokens * share.microbatches * FLOAT32
-    vocab, batch = share.cut("vocab"), share.cut("batch")
-    cotangent = positions * share.model.embed_dim
-    yield Exchange(vocab, "all-reduce", tiles, cotangent, "head")
-    yield Exchange(vocab, "all-reduce", 3 * tiles, 3 * positions, "head")
-    yield Exchange(batch, "all-reduce", _SCALARS, _SCALARS * FLOAT32, "scalars")
-
-
-def _of_muon(share: Share, weight: Weight) -> Iterator[Exchange]:
-    shard = math.prod(weight.shard)
-    exchanged = tuple(axis for axis in share.spread if axis in weight.held)
-    copied = tuple(axis for axis in share.spread if axis not in weight.held)
-    kept = tuple(axis for axis in weight.held if axis not in share.spread)
-    if exchanged:
-        given = 2 * shard * FLOAT32
-        yield Exchange(exchanged, "all-to-all", 2, given, "muon")
-    if copied:
-        whole = shard * FLOAT32
-        yield Exchange(copied, "all-gather", 1, whole, "muon")
-    if kept:
-        whole = shard * share.ways(kept) / share.ways(copied)
-        width = share.how.compute_dtype.itemsize
-        payload = whole * (10 * width + FLOAT32)
-        yield Exchange(kept, "all-gather", 11, payload, "muon")
+    def exchange(self, axes: Axes, ids: Array, rows: int, place: Place) -> None:
+        """Send ids to the parts of a table, and `rows` bytes back, or there."""
+        payload = ids.bytes * ways(self.sizes, axes)
+        self.add(axes, "all-gather", payload, place)
+        self.add(axes, "all-to-all", rows, place)

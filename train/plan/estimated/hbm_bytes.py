@@ -1,173 +1,163 @@
-"""Memory traffic of one device in a step, from shapes alone.
+"""Memory traffic of one device in a step, without a compiler.
 
 Counted as compiled/hbm_bytes.py counts it in a compiled program: what instructions read
 and write, as if no cache held anything from one to the next.
 
-- A product reads both operands and writes its result, three times a weight: for the
-  result, for the cotangent of its input and for the weight's own gradient, in float32.
-  An attention kernel reads queries, keys, values, and backward also the result and its
-  cotangent; it keeps scores on the chip.
-- Between them stands what is done element by element, each piece one pass: norms,
-  rotation or bias, the activation. `remat=dots` repeats those passes and the kernel,
-  `full` the products too, but for the last.
+- Layers are read and written by the passes of plan/estimated/schedule.py. Rounding or
+  gathering a weight writes what each product reads; the reduction of its gradient reads
+  what a product wrote.
 - What is kept is copied into a stack of all layers; XLA's GPU compiler also zeroes that
   first, and copies out of it what it reads.
 - Where half of a core's memory holds a layer's largest value (TPU), values go from one
   instruction to the next inside it. Those that wait leave it once and come back once.
 """
 
-import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from model.config import Activation, Attention
-from train.config import Remat
-from train.plan.estimated.local_step import Share, Weight, is_muons, sides
+from model.config import Attention
+from train.plan.cost import HbmBytes
+from train.plan.estimated.arrays import Array
+from train.plan.estimated.local_step import LocalStep
+from train.plan.estimated.operation import Operation
+from train.plan.estimated.schedule import Pass, Schedule, schedule
+from train.plan.estimated.temporaries import FLOAT32, loss_products, saved_bytes
 
-_FLOAT32 = 4
-_NEWTON_SCHULZ = 5  # steps
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Bytes: of products and kernels, and of all else."""
-
-    products: float
-    others: float
-
-    def __add__(self, more: "Moved") -> "Moved":
-        return Moved(self.products + more.products, self.others + more.others)
-
-    def __rmul__(self, count: int) -> "Moved":
-        return Moved(count * self.products, count * self.others)
+_SOON = 2  # passes that a value waits in a core's own memory
 
 
-def movements(
-    share: Share,
-    platform: str,
-    muon: bool,
-    state_bytes: int,
-    kept_bytes: int,
-    core_memory: int,
-) -> Moved:
+def count_hbm_bytes(step: LocalStep, state_bytes: int, core_memory: int) -> HbmBytes:
     """Count what a device reads and writes in a step.
 
     Args:
-        share: of the program.
-        platform: JAX's name of it.
-        muon: whether matrices are orthogonalized.
-        state_bytes: of the device's part of the state.
-        kept_bytes: what all layers keep of a microbatch.
+        step: of the device.
+        state_bytes: of its part of the state.
         core_memory: bytes of a core's own, that values may stay in; 0: none.
     """
-    layer = _weights(share) + _kernel(share) + _values(share, core_memory)
-    stacked = Moved(0, (4 if platform == "gpu" else 2) * kept_bytes)
-    gradients = _FLOAT32 * sum(math.prod(w.shard) for w in share.weights)
-    added = Moved(0, 3 * gradients * (share.microbatches > 1))
-    each = (
-        share.model.num_layers * layer + stacked + _loss(share, platform, core_memory)
-    )
+    products, others = _loss(step, core_memory)
+    for loop in step.layers:
+        inside = _layer(step, loop, core_memory)
+        products, others = products + inside[0], others + inside[1]
+    others += (4 if step.platform == "gpu" else 2) * saved_bytes(step)
+    gradients = FLOAT32 * sum(param.size for param in step.params)
+    if step.microbatches > 1:
+        others += 3 * gradients  # each is added to the sum
+    products, others = step.microbatches * products, step.microbatches * others
     # The state is read and written, gradients read by their norm and by the update.
-    update = Moved(0, 2 * state_bytes + 2 * gradients)
-    step = share.microbatches * (each + added) + update
-    return step + _muon(share) if muon else step
+    others += 2 * state_bytes + 2 * gradients
+    for op in step.update.each():
+        if op.flops:
+            products += _sum(op.operands) + op.results[0].bytes
+            others += _around(op)
+    return HbmBytes(int(products), int(others))
 
 
-def _uses(share: Share, weight: Weight) -> int:
-    """Count the products of a weight: nothing needs the last result once more."""
-    last = weight.name == "layers.mlp.down.weight"
-    return 3 + (share.how.remat == Remat.full and not last)
+def _layer(step: LocalStep, loop: Operation, core: int) -> tuple[float, float]:
+    """Count one loop over the layers: by products, and by all else."""
+    transposes = step.attention is not Attention.cudnn
+    plan = schedule(loop.body, [*loop.carried, *loop.stacked], transposes)
+    values = [a for one in plan.passes for a in one.writes if a.from_batch]
+    values = [a for a in values if a not in plan.results]
+    stays = max(a.bytes for a in values) < core / 2
+    products, others = 0.0, 0.0 if stays else _elementwise(step, loop, plan)
+    for one in plan.passes:
+        operation = one.operation
+        if operation is None:
+            continue
+        if operation.is_kernel:
+            products += _kernel(one)
+        elif operation.flops:
+            weights = [a for a in one.reads if not a.from_batch]
+            results = [a for a in one.writes if a in plan.results]
+            results = [a for a in results if a not in loop.carried]
+            products += _sum(weights) + _sum(results)
+            others += _sum(weights) + _sum(results)
+            activations = [a for a in (*one.reads, *one.writes) if a.from_batch]
+            activations = [a for a in activations if a not in results]
+            products += 0 if stays else _sum(activations)
+    others += _waiting(loop, plan, set(values)) if stays else 0
+    return loop.trips * products, loop.trips * others
 
 
-def _in_layers(share: Share) -> list[Weight]:
-    return [w for w in share.weights if w.in_layers and w.is_matrix]
-
-
-def _weights(share: Share) -> Moved:
-    """Count a layer's weights and their gradients.
-
-    Rounding or gathering writes what each product reads, but for one, which writes the
-    gradient that the reduction reads.
-    """
-    width, layers = share.how.compute_dtype.itemsize, share.model.num_layers
+def _waiting(loop: Operation, plan: Schedule, values: set[Array]) -> float:
+    """Count values that leave a core and come back, and what it computes again from."""
+    passes = [one for one in plan.passes if any(a.from_batch for a in one.writes)]
+    numbers = {id(one): number for number, one in enumerate(passes)}
+    last = {a: numbers[id(one)] for one in passes for a in one.reads}
     moved = sum(
-        ((_uses(share, weight) - 1) * width + _FLOAT32) * weight.size / layers
-        for weight in _in_layers(share)
+        a.bytes
+        for one in passes
+        for a in one.writes
+        if a in values and last.get(a, 0) > numbers[id(one)] + _SOON
     )
-    return Moved(moved, moved)
+    if any(op.place.recomputed for op in loop.body):
+        moved += _sum(a for a in loop.slices if a.from_batch)
+    return 2 * moved
 
 
-def _kernel(share: Share) -> Moved:
-    """Count attention of a layer: a kernel, or plain products that write scores."""
-    model, how = share.model, share.how
-    width, again = how.activation_dtype.itemsize, how.remat != Remat.none
-    N, K, T = model.num_heads, model.kv_heads, share.length
-    heads = (2 * N + 2 * K) * (1 + again) + 4 * N + 4 * K
-    moved = share.tokens * heads * model.head_size * width
-    square = share.rows * T * T * width
-    if how.attention is Attention.cudnn and share.documents:
-        moved += square * (2 + again)  # its mask
-    if how.attention is not Attention.xla:
-        return Moved(moved, 0)
-    # Each of six products writes or reads scores or their cotangent, rounded; softmax
-    # reads and writes them, forward and backward.
-    return Moved(moved + N * square * (6 + 2 * again), N * square * (5 + 2 * again))
+def _elementwise(step: LocalStep, loop: Operation, plan: Schedule) -> float:
+    """Count the passes between products.
+
+    What only keeps an array for the backward pass is done with what makes it, and what
+    reads the same as an earlier pass, if that could have done it, together with that.
+    """
+    made, passes = dict[Array, int](), list[tuple[int, set[Array]]]()
+    total = 0.0
+    for number, one in enumerate(plan.passes):
+        made.update(dict.fromkeys(one.writes, number))
+        writes = [a for a in one.writes if a not in loop.stacked]
+        reads = {a for a in one.reads if a.from_batch}
+        if one.operation or not writes or not reads:
+            continue
+        largest = max(a.bytes for a in reads)
+        large = {a for a in reads if 2 * a.bytes >= largest}
+        newest = max(made.get(a, -1) for a in reads)
+        total += _sum(writes)
+        if any(newest <= before and large <= others for before, others in passes):
+            continue
+        total += _sum(reads)
+        passes.append((number, large | set(one.writes)))
+    return total
 
 
-def _values(share: Share, core_memory: int) -> Moved:
-    """Count what products of a layer, and the passes between them, do with values."""
-    model, remat = share.model, share.how.remat
-    D, F, H = model.embed_dim, model.mlp_size, model.head_size
-    N, K = model.num_heads, model.kv_heads
-    gated = model.activation is Activation.swiglu
-    each = share.tokens * share.how.activation_dtype.itemsize
-    forwards = 1 + (remat != Remat.none)
-    if each * max(F, D, N * H) < core_memory / 2:
-        values = 4 * D + (2 * N + 2 * K) * H + (2 + gated) * F
-        return Moved(0, 2 * each * values * (forwards + 1))
-    dims = sum(_uses(share, w) * sum(_dims(w)) for w in _in_layers(share))
-    heads = 2 * (N + 2 * K) * H
-    forward = 6 * D + heads + (2 + gated) * F  # a norm reads twice and writes once
-    backward = 12 * D + heads + (7 if gated else 3) * F
-    return Moved(each * dims, each * (forwards * forward + backward))
+def _kernel(one: Pass) -> float:
+    """Count a kernel's heads; its sums of a query each are small."""
+    arrays = [a for a in (*one.reads, *one.writes) if a.from_batch and len(a.dims) > 3]
+    width = arrays[0].itemsize
+    return _sum(a for a in arrays if a.itemsize == width)
 
 
-def _dims(weight: Weight) -> tuple[int, int]:
-    """Give the inputs and outputs of one layer's matrix that a device uses."""
-    split = 1 + weight.info.inputs
-    return math.prod(weight.used[1:split]), math.prod(weight.used[split:])
-
-
-def _loss(share: Share, platform: str, core_memory: int) -> Moved:
-    """Count the head: logits are float32, and each tile reads it and adds to its sum.
+def _loss(step: LocalStep, core: int) -> tuple[float, float]:
+    """Count the loss: logits are float32, and each tile reads the head and adds to it.
 
     Logits are written and read by their sums; two products read their cotangent. XLA's
     TPU compiler makes the maximum with the logits, and the cotangent where it is read.
     The GPU's reads logits for each of three sums, and writes the cotangent, rounded.
     """
-    width, vocab = share.how.compute_dtype.itemsize, share.model.vocab_size or 0
-    logits = share.tokens * vocab
-    tiles = share.length // share.tile
-    head = tiles * share.head.size * (2 * width + 2 * _FLOAT32)
-    if share.rows * share.tile * vocab * _FLOAT32 < core_memory / 2:
-        return Moved(head, 0)
-    if platform == "gpu":
-        sums = 3 * _FLOAT32 + _FLOAT32 + width
-        return Moved(head + logits * (_FLOAT32 + 2 * width), logits * sums)
-    return Moved(head + logits * 3 * _FLOAT32, logits * _FLOAT32)
+    found = loss_products(step)
+    if found is None:
+        return 0.0, 0.0
+    logits, head, trips = found
+    moved = trips * head.size * (2 * head.itemsize + 2 * FLOAT32)
+    if logits.bytes < core / 2:
+        return moved, 0.0
+    size, width = trips * logits.size, head.itemsize
+    if step.platform == "gpu":
+        sums = 3 * FLOAT32 + FLOAT32 + width
+        return moved + size * (FLOAT32 + 2 * width), size * sums
+    return moved + size * 3 * FLOAT32, size * FLOAT32
 
 
-def _muon(share: Share) -> Moved:
-    """Count Newton-Schulz: of each matrix three products a step, and their sum.
+def _around(op: Operation) -> float:
+    """Count what is done with a product of the update: it is added up, and rounded.
 
-    A matrix that stays cut is gathered for two of them, which writes it once more.
+    An operand that was gathered was written for it.
     """
-    width, layers = share.how.compute_dtype.itemsize, share.model.num_layers
-    matrices = list(filter(is_muons, share.weights))
-    kept = tuple(axis for axis in matrices[0].held if axis not in share.spread)
-    products = others = 0.0
-    for short, long in map(sides, matrices):
-        whole = short * long * layers / share.ways(share.spread)
-        part = whole / share.ways(kept)
-        products += 2 * width * whole + _FLOAT32 * part
-        others += (3 * _FLOAT32 + width) * part + 2 * width * whole * bool(kept)
-    return _NEWTON_SCHULZ * Moved(products, others)
+    result = op.results[0]
+    if any(result.size < array.size for array in op.operands):
+        return 0.0
+    gathered = [a for a in op.operands if a.size > a.source.size]
+    return 3 * result.bytes + _sum(gathered)
+
+
+def _sum(arrays: Iterable[Array]) -> int:
+    return sum(array.bytes for array in arrays)

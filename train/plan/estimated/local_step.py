@@ -1,201 +1,119 @@
-"""One device's share of a program: its rows, its part of each layer, its weights.
-
-A dim of a weight that the table for activations puts on the same mesh axes as the one
-for parameters stays cut while it multiplies (heads, MLP and vocabulary over `tensor`).
-Over the other axes of the parameter it is gathered first (`fsdp`).
-"""
+"""What one device does in one step: the walks over its gradients and its update."""
 
 import functools
-import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from model.axes import MeshAxes, mesh_axes
-from model.config import ModelConfig
-from model.layers import Execution
-from model.params import STACKED, Kind, ParamInfo, named
-from train.loss import tile
+from jax.sharding import NamedSharding
+
+from model.axes import mesh_axes
+from model.config import Attention
+from model.params import named
+from train.plan.estimated.arrays import Array, Dim
+from train.plan.estimated.collectives import Exchange
+from train.plan.estimated.operation import Operation
+from train.plan.estimated.trace import trace_gradients, trace_update
+from train.plan.estimated.walk import Walk
 from train.program import Program
-from train.sharding import num_shards, param_specs, rule_table
-
-Axes = tuple[str, ...]
-_CUT = ("batch", "heads", "mlp", "vocab")
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter; shapes with a leading dim that counts layers, if it has one.
+class LocalStep:
+    """One device's part of a step.
 
-    whole, shard, used: its shape, that of what a device holds and of what it uses.
-    held: the mesh axes that cut it; gathered: those along which devices gather it.
-    itemsize: bytes of an element.
+    gradients: of one of its `microbatches`; update: behind them.
+    params: its part of each parameter; batch: of each field of a microbatch.
+    exchanges: of the whole step.
     """
 
-    name: str
-    info: ParamInfo
-    whole: tuple[int, ...]
-    shard: tuple[int, ...]
-    used: tuple[int, ...]
-    held: Axes
-    gathered: Axes
-    itemsize: int
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether each layer has one."""
-        return self.name.startswith(f"{STACKED}.")
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it multiplies, rounded to the compute dtype: no scale, no bias."""
-        return self.info.kind is not Kind.vector
-
-    @property
-    def size(self) -> int:
-        """Elements that a device uses."""
-        return math.prod(self.used)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one device does in one microbatch.
-
-    model: the heads, the MLP's and the vocabulary's part that it computes.
-    how: execution, without rules.
-    rows, length: of its part of a microbatch, B and T.
-    tile: positions of a row whose logits exist at once, C.
-    documents: whether attention stays inside them.
-    microbatches: of a step.
-    sizes: of the mesh axes.
-    cuts: of rows, heads, MLP and vocabulary, the mesh axes that cut them.
-    """
-
-    model: ModelConfig
-    how: Execution
-    rows: int
-    length: int
-    tile: int
+    platform: str
+    attention: Attention
     documents: bool
     microbatches: int
-    weights: tuple[Weight, ...]
-    sizes: tuple[tuple[str, int], ...]
-    cuts: tuple[tuple[str, Axes], ...]
+    gradients: Walk
+    update: Walk
+    params: list[Array]
+    batch: list[Array]
+    exchanges: list[Exchange]
 
     @property
-    def tokens(self) -> int:
-        """Of a microbatch."""
-        return self.rows * self.length
+    def layers(self) -> list[Operation]:
+        """The loops over the layers of the gradients, forward and backward."""
+        loops = [op for op in self.gradients.operations if op.body]
+        return [loop for loop in loops if loop.place.in_layers]
 
     @property
-    def head(self) -> Weight:
-        """The table that makes logits."""
-        name = "embedding.weight" if self.model.tied_head else "head.weight"
-        return self.weight(name)
+    def tiles(self) -> list[Operation]:
+        """Other loops, forward and backward."""
+        loops = [op for op in self.gradients.operations if op.body]
+        return [loop for loop in loops if not loop.place.in_layers]
 
-    @property
-    def spread(self) -> Axes:
-        """The mesh axes over which Muon spreads the layers (train/optimizer.py)."""
-        axes: Axes = ()
-        for axis, size in self.sizes:
-            if size > 1 and self.model.num_layers % (size * self.ways(axes)) == 0:
-                axes = (*axes, axis)
-        return axes
+    @functools.cached_property
+    def weights(self) -> dict[Array, Array]:
+        """Of each layer's parameters that multiply: a device's part, and what it uses.
 
-    def weight(self, name: str) -> Weight:
-        """Find a weight by its name."""
-        return next(w for w in self.weights if w.name == name)
-
-    def cut(self, axis: str) -> Axes:
-        """Give the mesh axes that cut a logical axis of activations."""
-        return dict(self.cuts)[axis]
-
-    def ways(self, axes: Axes) -> int:
-        """Count the devices along some mesh axes."""
-        return math.prod(dict(self.sizes)[axis] for axis in axes)
+        The second is gathered and has the dtype of the product.
+        """
+        return {
+            array.source: array
+            for loop in self.layers
+            for op in loop.body
+            if op.flops and loop.place.is_backward
+            for array in op.operands
+            if not array.from_batch and array.source in loop.slices
+        }
 
 
-def is_muons(weight: Weight) -> bool:
-    """Say whether Muon orthogonalizes a weight, if the optimizer is Muon."""
-    return weight.info.kind is Kind.matrix and weight.in_layers
-
-
-def sides(weight: Weight) -> tuple[int, int]:
-    """Give the smaller and the larger side of one layer's matrix."""
-    split = 1 + weight.info.inputs
-    both = math.prod(weight.whole[1:split]), math.prod(weight.whole[split:])
-    return min(both), max(both)
-
-
-def share_of(program: Program) -> Share:
-    """Cut a program to what one device does of it."""
-    config, mesh = program.config, program.mesh
-    rules = rule_table(config.mesh.activations)
-
-    def cut(size: int, axis: str) -> int:
-        return size // math.gcd(size, num_shards(mesh.shape, rules[axis]))
-
-    model = config.model
-    assert model.vocab_size is not None, "settled"
-    local = replace(
-        model,
-        num_heads=cut(model.num_heads, "heads"),
-        num_kv_heads=cut(model.kv_heads, "kv_heads"),
-        head_dim=model.head_size,
-        mlp_dim=cut(model.mlp_size, "mlp"),
-        vocab_size=cut(model.vocab_size, "vocab"),
-    )
-    batch, train = config.data, config.train
-    rows = batch.batch_size // num_shards(mesh.shape, rules["batch"])
-    return Share(
-        model=local,
-        how=program.how._replace(rules=Execution().rules),
-        rows=rows // train.accumulation_steps,
-        length=batch.sequence_length,
-        tile=tile(batch.sequence_length, model.vocab_size, train.loss_chunk_tokens),
-        documents=batch.document_mask,
-        microbatches=train.accumulation_steps,
-        weights=tuple(_weights(program)),
-        sizes=tuple(mesh.shape.items()),
-        cuts=tuple((axis, _wide(program, rules[axis])) for axis in _CUT),
+def local_step(program: Program) -> LocalStep:
+    """Walk a program, without lowering it."""
+    platform = program.mesh.devices.flat[0].platform
+    microbatches = program.config.train.accumulation_steps
+    params, batch = _parts(program.state.params), _parts(program.batch)
+    for rows in batch:
+        first, *rest = rows.dims
+        rows.dims = (first._replace(size=first.size // microbatches), *rest)
+        rows.from_batch = True
+    gradients = Walk(program.mesh.shape, platform)
+    loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
+    gradients.sending.reduce(loss, ())
+    for result, param in zip(results, params, strict=True):
+        gradients.sending.reduce(result, param.axes, param.label)
+    each = [
+        replace(e, count=e.count * microbatches, payload=e.payload * microbatches)
+        for e in gradients.sending.exchanges
+    ]
+    update = Walk(program.mesh.shape, platform)
+    grads, state = _parts(program.state.params), _parts(program.state.optimizer)
+    results = update.run(trace_update(program), [*grads, *state, *params])
+    for result, param in zip(results[: len(params)], params, strict=True):
+        spec = [dim.axes for dim in param.dims]
+        update.sending.lay_out(result, spec, update.place, is_result=True)
+    return LocalStep(
+        platform=platform,
+        attention=program.how.attention,
+        documents=program.batch.segment_ids is not None,
+        microbatches=microbatches,
+        gradients=gradients,
+        update=update,
+        params=params,
+        batch=batch,
+        exchanges=[*each, *update.sending.exchanges],
     )
 
 
-def _weights(program: Program):
-    table = program.config.mesh.params
-    rules = rule_table(program.config.mesh.activations) | {"layers": None}
-    params, mesh = program.state.params, program.mesh
-    specs = param_specs(params, program.infos, mesh.shape, table)
-    cut = functools.partial(_cut, program)
-    leaves = zip(
-        named(params),
-        named(program.infos, lambda x: isinstance(x, ParamInfo)),
-        named(specs, lambda x: not isinstance(x, dict)),
-        strict=True,
+def _parts(tree: Any) -> list[Array]:
+    return [_part(leaf, label) for label, leaf in named(tree)]
+
+
+def _part(leaf: Any, label: str) -> Array:
+    """Give a device's part of an array of the state or the batch."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    shape, spec = sharding.shard_shape(leaf.shape), sharding.spec
+    sizes = sharding.mesh.shape
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    dims = tuple(
+        Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
+        for size, entry in zip(shape, entries, strict=True)
     )
-    for (name, param), (_, info), (_, spec) in leaves:
-        held = [_wide(program, entry) for entry in spec]
-        kept = [_wide(program, rules[axis]) for axis in info.axes]
-        yield Weight(
-            name=name,
-            info=info,
-            whole=param.shape,
-            shard=cut(param.shape, held),
-            used=cut(param.shape, kept),
-            held=tuple(axis for axes in held for axis in axes),
-            gathered=tuple(
-                axis
-                for axes, keeps in zip(held, kept, strict=True)
-                for axis in axes
-                if axis not in keeps
-            ),
-            itemsize=param.dtype.itemsize,
-        )
-
-
-def _cut(program: Program, shape: tuple[int, ...], axes: list[Axes]) -> tuple[int, ...]:
-    parts = [math.prod(program.mesh.shape[a] for a in of) for of in axes]
-    return tuple(-(-dim // part) for dim, part in zip(shape, parts, strict=True))
-
-
-def _wide(program: Program, entry: MeshAxes) -> Axes:
-    """Give the mesh axes of a rule that are more than one device wide."""
-    return tuple(axis for axis in mesh_axes(entry) if program.mesh.shape[axis] > 1)
+    return Array(dims, leaf.dtype.itemsize, label=label)

@@ -10,21 +10,19 @@ from itertools import groupby
 
 import jax
 
-from train.config import Optimizer
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import group_along
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
-    HbmBytes,
     StepCost,
     sent_bytes,
 )
-from train.plan.estimated.collectives import Exchange, exchanges
-from train.plan.estimated.flops import effort
-from train.plan.estimated.hbm_bytes import movements
-from train.plan.estimated.local_step import Share, share_of
-from train.plan.estimated.temporaries import saved_bytes, temporaries
+from train.plan.estimated.collectives import Exchange
+from train.plan.estimated.flops import count_flops
+from train.plan.estimated.hbm_bytes import count_hbm_bytes
+from train.plan.estimated.local_step import local_step
+from train.plan.estimated.temporaries import temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -40,22 +38,17 @@ _BESIDE = {
 
 def estimate_step(program: Program) -> StepCost:
     """Estimate what one device computes, moves and sends in a step."""
-    share, platform, muon = _facts(program)
+    step = local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
-    sent = exchanges(share, platform, muon)
     chip = chip_of(program.mesh.devices.flat[0].device_kind)
     core_memory = (chip.core_memory if chip else None) or 0
-    kept = saved_bytes(share, platform)
-    moved = movements(share, platform, muon, state, kept, core_memory)
-    products, total = int(moved.products), int(moved.products + moved.others)
+    outside = [e for e in step.exchanges if not e.in_layers]
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        flops=effort(share, muon),
-        hbm_bytes=HbmBytes(products, total - products),
-        sent=_totals(sent, program, by_use=False),
-        outside_layers=_totals(
-            (e for e in sent if not e.in_layers), program, by_use=True
-        ),
+        flops=count_flops(step),
+        hbm_bytes=count_hbm_bytes(step, state, core_memory),
+        sent=_totals(step.exchanges, program, by_use=False),
+        outside_layers=_totals(outside, program, by_use=True),
         how=ESTIMATED,
     )
 
@@ -76,13 +69,8 @@ def estimate_memory(program: Program) -> DeviceMemory:
 
 def estimate_items(program: Program) -> dict[str, Figure]:
     """Estimate what the temporaries of a step hold."""
-    items = temporaries(*_facts(program))
+    items = temporaries(local_step(program))
     return {name: Figure(size, ESTIMATED) for name, size in items.items()}
-
-
-def _facts(program: Program) -> tuple[Share, str, bool]:
-    muon = program.config.optimizer.name is Optimizer.muon
-    return share_of(program), program.mesh.devices.flat[0].platform, muon
 
 
 def _totals(

@@ -2,52 +2,48 @@
 
 Three moments are weighed; the one that needs most gives the items.
 
-- `loss`: a tile's logits in float32 and their cotangent, the gathered head, its
-  gradient before it is scattered.
-- `layers`: the gradients of all layers, that of the head, which XLA scatters behind the
+- `loss`: a tile's logits and what they are rounded to, its operand, and the sum over
+  all tiles of that operand's gradient, before devices reduce it.
+- `layers`: the gradients of all layers, that of the loss, which XLA reduces behind the
   loop over the layers, and the backward pass of one layer: the weights that it gathers
   (on TPU the next one's travel meanwhile), their gradients before they are scattered,
-  and what its products read and write (`_one_layer`). There is none of the embedding
-  yet.
-- `update`: the gradients, and Muon's matrices.
+  and what its passes make (plan/estimated/schedule.py).
+- `update`: the gradients, and the largest product of the update.
 
-At the first two lives what the layers kept (plan/estimated/residuals.py), the features,
-and the sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of
-all layers are also rounded once, before the loop over them.
+At the first two lives what the layers kept for their backward pass, the features, and
+the sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all
+layers are also rounded once, before the loop over them.
 """
 
 import math
 from collections.abc import Iterable
 
-from model.config import Activation, Attention
-from train.config import Remat
-from train.plan.estimated.local_step import Share, Weight, is_muons, sides
-from train.plan.estimated.residuals import Residual, kept
+from model.config import Attention
+from train.plan.estimated.arrays import Array
+from train.plan.estimated.local_step import LocalStep
+from train.plan.estimated.operation import Operation
+from train.plan.estimated.schedule import schedule
 
 _LANES, _SUBLANES = 128, 8
 FLOAT32 = 4
 
 
-def temporaries(share: Share, platform: str, muon: bool) -> dict[str, int]:
-    """Give bytes by what holds them at the step's peak."""
-    model = _model(share, platform)
-    moments = [
-        model | _loss(share, platform),
-        model | _layers(share, platform),
-        _update(share, platform, muon),
-    ]
+def temporaries(step: LocalStep) -> dict[str, int]:
+    """Return bytes by what holds them at the step's peak."""
+    held = _held(step)
+    moments = [held | _loss(step), held | _layers(step), _update(step)]
     return max(moments, key=lambda items: sum(items.values()))
 
 
 def tiled(shape: Iterable[int], itemsize: int, platform: str) -> int:
-    """Count the bytes of an array, with the padding of TPU's tiles.
+    """Return the bytes of an array, with the padding of TPU's tiles.
 
     A tile is 8 x 128 elements of the two minor dims. XLA makes those dims minor that
     fill tiles best.
     """
     dims = list(shape)
     size = math.prod(dims) * itemsize
-    if platform != "tpu" or len(dims) < 2:
+    if platform != "tpu" or len(dims) < 2 or not size:
         return size
 
     def padded(lanes: int, sublanes: int) -> float:
@@ -59,102 +55,130 @@ def tiled(shape: Iterable[int], itemsize: int, platform: str) -> int:
     return math.ceil(min(padded(*pair) for pair in pairs))
 
 
-def saved_bytes(share: Share, platform: str) -> int:
-    """Count what all layers keep of a microbatch."""
-    how, model = share.how, share.model
-
-    def size(array: Residual) -> int:
-        shape, H = array.shape, model.head_size
-        if len(shape) == 4 and shape[-1] == H:
-            shape = (*shape[:-1], _lanes(share))
-        return tiled(shape, array.dtype.itemsize, platform)
-
-    arrays = kept(model, how, share.rows, share.length, share.documents)
-    return model.num_layers * sum(map(size, arrays))
-
-
-def _lanes(share: Share) -> int:
-    """Give a head's dim as it lies in memory: minor where splash reads it."""
-    H = share.model.head_size
-    return -(-H // _LANES) * _LANES if share.how.attention is Attention.splash else H
+def saved_bytes(step: LocalStep) -> int:
+    """Return what all layers keep of a microbatch for their backward pass."""
+    forward, *_ = step.layers
+    kept = forward.stacked
+    if step.attention is Attention.cudnn:  # transposed arrays are one
+        kept = schedule(forward.body, kept, transposes=False).results
+    positions = math.prod(dim.size for dim in step.batch[0].dims)
+    return forward.trips * sum(
+        _bytes(step, array)
+        for array in dict.fromkeys(kept)
+        if array.from_batch and array.size >= positions
+    )
 
 
-def _model(share: Share, platform: str) -> dict[str, int]:
-    width = share.how.compute_dtype.itemsize
-    hidden = share.tokens * share.model.embed_dim * share.how.activation_dtype.itemsize
-    items = {"saved activations": saved_bytes(share, platform), "features": 3 * hidden}
-    if share.microbatches > 1:
-        items["sum over microbatches"] = _held(share.weights, FLOAT32, platform)
-    if share.documents and share.how.attention is Attention.cudnn:
-        items["attention mask"] = share.rows * share.length**2 * width
-    if platform == "tpu" and width < FLOAT32:
-        matrices = [w for w in share.weights if w.in_layers and w.is_matrix]
-        items["rounded weights"] = _held(matrices, width, platform)
-    return items
+def _bytes(step: LocalStep, array: Array) -> int:
+    """Return the bytes of an activation; kernels want a head's dim to be minor."""
+    shape = [dim.size for dim in array.dims]
+    if step.attention is Attention.splash and len(shape) == 4:
+        shape[-1] = -(-shape[-1] // _LANES) * _LANES
+    return tiled(shape, array.itemsize, step.platform)
 
 
-def _loss(share: Share, platform: str) -> dict[str, int]:
-    V, head = share.model.vocab_size or 0, share.head
-    width = share.how.compute_dtype.itemsize
-    logits = (share.rows, share.tile, V)
-    return {
-        "logits of a tile": tiled(logits, FLOAT32 + width, platform),
-        "rounded head": tiled(head.used, width, platform),
-        "head's gradient": tiled(head.used, FLOAT32, platform),
-    }
-
-
-def _layers(share: Share, platform: str) -> dict[str, int]:
-    layers, width = share.model.num_layers, share.how.compute_dtype.itemsize
-    weights = [w for w in share.weights if w.in_layers]
-    gathered = sum(w.size for w in weights if w.gathered and w.is_matrix) // layers
-    return {
-        "gradients": _held(weights, FLOAT32, platform),
-        "head's gradient": tiled(share.head.used, FLOAT32, platform),
-        "gathered weights": (2 if platform == "tpu" else 1) * gathered * width,
-        "gradients to scatter": gathered * FLOAT32,
-        "one layer": _one_layer(share, platform),
-    }
-
-
-def _one_layer(share: Share, platform: str) -> int:
-    """Count what the backward pass of one layer makes.
-
-    XLA fuses what is done element by element, so that only what products and the
-    kernel read and write exists. That is most in its MLP (the cotangents of all that is
-    as wide) or in its attention. Recomputed values wait for their use: until the MLP's
-    cotangents take their place there is one array more, and attention's stay longer.
-    """
-    model, how = share.model, share.how
-    width, again = how.activation_dtype.itemsize, how.remat != Remat.none
-    heads = 2 * model.num_heads + 2 * model.kv_heads
-    shape = (share.rows, heads, share.length, _lanes(share))
-    attention = tiled(shape, width, platform)
-    if how.attention is Attention.xla:
-        scores = share.rows * model.num_heads * share.length**2
-        attention += scores * (FLOAT32 + width)
-    wide = 2 + (model.activation is Activation.swiglu) + again
-    mlp = wide * share.tokens * model.mlp_size * width
-    hidden = share.tokens * model.embed_dim * width
-    return max(mlp, attention) + again * attention + (5 if again else 2) * hidden
-
-
-def _update(share: Share, platform: str, muon: bool) -> dict[str, int]:
-    """Count gradients, and what Muon makes of the largest weight.
-
-    Whole matrices of its part of the layers: the direction, float32 and rounded, a
-    product of that size, and the small squares.
-    """
-    items = {"gradients": _held(share.weights, FLOAT32, platform)}
-    if muon:
-        width = share.how.compute_dtype.itemsize
-        layers = share.model.num_layers // share.ways(share.spread)
-        items["Muon's matrices"] = layers * max(
-            (2 * FLOAT32 + width) * long * short + (FLOAT32 + width) * short**2
-            for short, long in map(sides, filter(is_muons, share.weights))
+def _held(step: LocalStep) -> dict[str, int]:
+    carried = [a for loop in step.layers for a in loop.carried if a.from_batch]
+    hidden = max((array.bytes for array in carried), default=0)
+    items = {"saved activations": saved_bytes(step), "features": 3 * hidden}
+    if step.microbatches > 1:
+        items["sum over microbatches"] = _in_float32(step, step.params)
+    weights = step.weights
+    width = min((array.itemsize for array in weights.values()), default=FLOAT32)
+    if step.attention is Attention.cudnn and step.documents:
+        rows, length = (dim.size for dim in step.batch[0].dims)
+        items["attention mask"] = rows * length**2 * width
+    if step.platform == "tpu" and width < FLOAT32:
+        trips = step.layers[0].trips
+        items["rounded weights"] = trips * sum(
+            _tiled(step, own, used.itemsize) for own, used in weights.items()
         )
     return items
 
 
-def _held(weights: Iterable[Weight], itemsize: int, platform: str) -> int:
-    return sum(tiled(w.shard, itemsize, platform) for w in weights)
+def loss_products(step: LocalStep) -> tuple[Array, Array, int] | None:
+    """Return a tile's logits, the weight that makes them, and how many tiles there are.
+
+    None if no loop but that over the layers multiplies.
+    """
+    for loop in step.tiles:
+        linear = [op for op in loop.body if op.flops]
+        linear = [op for op in linear if not all(a.from_batch for a in op.operands)]
+        if linear:
+            logits = max((op.results[0] for op in linear), key=lambda array: array.size)
+            (head,) = {a for a in linear[0].operands if not a.from_batch}
+            return logits, head, loop.trips
+    return None
+
+
+def _loss(step: LocalStep) -> dict[str, int]:
+    found = loss_products(step)
+    if found is None:
+        return {}
+    logits, head, _ = found
+    return {
+        "logits of a tile": _tiled(step, logits, logits.itemsize + head.itemsize),
+        "rounded head": _tiled(step, head, head.itemsize),
+        "head's gradient": _loss_gradient(step),
+    }
+
+
+def _loss_gradient(step: LocalStep) -> int:
+    sums = [a for loop in step.tiles for a in loop.carried]
+    return max((_tiled(step, array, array.itemsize) for array in sums), default=0)
+
+
+def _layers(step: LocalStep) -> dict[str, int]:
+    given = {array for loop in step.layers for array in loop.operands}
+    weights = [p for p in step.params if p in given]
+    gathered = [used for own, used in step.weights.items() if used.size > own.size]
+    held = sum(array.bytes for array in gathered)
+    return {
+        "gradients": _in_float32(step, weights),
+        "head's gradient": _loss_gradient(step),
+        "gathered weights": (2 if step.platform == "tpu" else 1) * held,
+        "gradients to scatter": FLOAT32 * sum(array.size for array in gathered),
+        "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
+    }
+
+
+def _peak(step: LocalStep, loop: Operation) -> int:
+    """Return what one trip of a loop makes.
+
+    Of what was kept it copies what its products read; all of it where it computes the
+    rest again.
+    """
+    transposes = step.attention is not Attention.cudnn
+    plan = schedule(loop.body, [*loop.carried, *loop.stacked], transposes)
+    again = any(op.place.recomputed for op in loop.body)
+    copied = {a for one in plan.passes if one.operation for a in one.reads}
+    made = {array for one in plan.passes for array in one.writes}
+    made.update(a for a in loop.slices if again or a in copied)
+    made.difference_update(plan.results)
+
+    def size(array: Array) -> int:
+        return _bytes(step, array) if array.from_batch and array in made else 0
+
+    return plan.peak(size)
+
+
+def _update(step: LocalStep) -> dict[str, int]:
+    """Count gradients, and the largest product, with what its result is added to."""
+    items = {"gradients": _in_float32(step, step.params)}
+    largest = max(
+        (
+            sum(array.bytes for array in op.operands) + 2 * op.results[0].bytes
+            for op in step.update.each()
+            if op.flops
+        ),
+        default=0,
+    )
+    return items | ({"optimizer's products": largest} if largest else {})
+
+
+def _in_float32(step: LocalStep, arrays: Iterable[Array]) -> int:
+    return sum(_tiled(step, array, FLOAT32) for array in arrays)
+
+
+def _tiled(step: LocalStep, array: Array, itemsize: int) -> int:
+    return tiled((dim.size for dim in array.dims), itemsize, step.platform)

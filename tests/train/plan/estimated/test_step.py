@@ -1,6 +1,7 @@
 """The whole estimate, without a compiler."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
@@ -32,7 +33,26 @@ def laid_out(composed, monkeypatch):
     return laid_out
 
 
+FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text())
 GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "data.batch_size=64")
+
+
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda row: row["case"])
+def test_estimates_stay_as_near_to_compiled_steps_as_they_are(laid_out, figures):
+    """`benchmarks.estimates` compiles them again; after a change that brings estimates
+    nearer, write what this test says into compiled_figures.json."""
+    target, *overrides = figures["case"].split()
+    vocabulary = f"model.vocab_size={figures['vocab_size']}"
+    program = laid_out(target, vocabulary, *overrides)
+    cost, items = estimate_step(program), estimate_items(program)
+    estimates = {
+        "temporaries": sum(figure.bytes for figure in items.values()),
+        "flops": cost.flops.total,
+        "hbm_bytes": cost.hbm_bytes.total,
+    }
+    ratios = figures["estimated_over_compiled"]
+    now = {name: estimates[name] / figures[name] for name in ratios}
+    assert now == pytest.approx(ratios, rel=0.01)
 
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):

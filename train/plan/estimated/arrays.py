@@ -1,0 +1,154 @@
+"""What one device holds of an array, and how that follows through an operation.
+
+A dim knows its size on a device and the mesh axes that cut it. What is made of
+constants alone has the size that was traced; beside anything else it takes that one's.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Axes = tuple[str, ...]
+
+
+class Dim(NamedTuple):
+    """Size of a device's part, the mesh axes that cut it, whether both are known."""
+
+    size: int
+    axes: Axes = ()
+    known: bool = True
+
+
+class Place(NamedTuple):
+    """Where an operation stands: how often it runs, its scopes, the loop's body."""
+
+    times: int
+    scope: str
+    body: int
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it is part of the loop over the layers (model/gpt.py's scope)."""
+        return "layers" in self.scope
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether it repeats a forward pass; the name is jax's own."""
+        return "rematted_computation" in self.scope
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of a backward pass, which jax calls a transpose."""
+        return "transpose(" in self.scope and not self.recomputed
+
+
+@dataclass(eq=False)
+class PartialSum:
+    """A sum of which devices along some axes have a part each, until it is reduced."""
+
+    axes: Axes
+    bytes: int
+    place: Place
+    is_product: bool
+    reduced: bool = False
+
+
+@dataclass(eq=False)
+class Array:
+    """A device's part of an array.
+
+    from_batch: whether it depends on the batch, not on parameters alone.
+    sums: of which it is made; some may not be reduced yet.
+    made_from: the parameter that it is but for dtype and shape; None: itself.
+    label: what it serves, for people.
+    """
+
+    dims: tuple[Dim, ...]
+    itemsize: int
+    from_batch: bool = False
+    sums: tuple[PartialSum, ...] = ()
+    made_from: "Array | None" = None
+    label: str = ""
+
+    def __post_init__(self):
+        self.source = self.made_from or self
+        self.size = math.prod(dim.size for dim in self.dims)
+        self.bytes = self.size * self.itemsize
+
+    @property
+    def axes(self) -> Axes:
+        """All mesh axes that cut it."""
+        return tuple(axis for dim in self.dims for axis in dim.axes)
+
+
+def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Count the devices along some mesh axes."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def uncut(dim: Dim, axes: Iterable[str], sizes: Mapping[str, int]) -> Dim:
+    """Give a dim that some axes do not cut any more."""
+    gone = [axis for axis in dim.axes if axis in axes]
+    kept = tuple(axis for axis in dim.axes if axis not in axes)
+    return Dim(dim.size * ways(sizes, gone), kept, dim.known)
+
+
+def merged(shape: Sequence[int], operands: list[tuple[Array, Sequence[int]]]):
+    """Lay out what is made element by element: as operands made of the batch are.
+
+    Args:
+        shape: that was traced, of the result.
+        operands: with the shapes that were traced; those of another rank are ignored.
+    """
+    order = sorted(operands, key=lambda pair: not pair[0].from_batch)
+    dims, used = list[Dim](), set[str]()
+    for at, size in enumerate(shape):
+        candidates = [
+            array.dims[at]
+            for array, traced in order
+            if len(traced) == len(shape) and traced[at] == size
+        ]
+        dim = next((d for d in candidates if d.known), Dim(size, (), False))
+        axes = tuple(axis for axis in dim.axes if axis not in used)
+        used.update(axes)
+        dims.append(dim._replace(axes=axes))
+    return tuple(dims)
+
+
+def reshaped(
+    dims: Sequence[Dim], before: Sequence[int], after: Sequence[int]
+) -> tuple[Dim, ...]:
+    """Lay out a reshaped array: the first of several dims takes their axes."""
+    result, i, j = list[Dim](), 0, 0
+    while j < len(after):
+        old, new = (before[i], after[j]) if i < len(before) else (1, after[j])
+        start, first = i, j
+        i, j = min(i + 1, len(before)), j + 1
+        while old != new:
+            if old < new:
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+        group = dims[start:i]
+        local = math.prod(dim.size for dim in group)
+        rest = math.prod(after[first + 1 : j])
+        axes = tuple(axis for dim in group for axis in dim.axes)
+        known = all(dim.known for dim in group)
+        result.append(Dim(max(1, local // rest), axes, known))
+        result += [Dim(size, (), known) for size in after[first + 1 : j]]
+    return tuple(result)
+
+
+def broadcast(
+    dims: Sequence[Dim],
+    before: Sequence[int],
+    after: Sequence[int],
+    places: Sequence[int],
+) -> tuple[Dim, ...]:
+    """Lay out an array that is repeated along new dims, and along those of size 1."""
+    result = [Dim(size, (), False) for size in after]
+    for dim, size, place in zip(dims, before, places, strict=True):
+        if size == after[place]:
+            result[place] = dim
+    return tuple(result)
