@@ -5,8 +5,8 @@ and the order of a source's own rows is Grain's shuffle of their numbers, anothe
 each epoch. Batch s is the rows [s B, s B + B) of that endless order, so any batch
 costs the same to reach, a process looks up and reads only its own rows, and any
 division of the rows over processes gives the same batch. Nothing need be remembered.
-Step s trains on batch s, or with `data.skip_steps` on a later one: the batches left out
-keep their numbers and their rows, so that the others are what they would be without.
+Step s trains on batch s, or with `data.skip_batches` on a later one: the batches left
+out keep their numbers and rows, so that the others are what they would be without.
 Reading runs ahead of the consumer in threads, bounded by `prefetch` batches; they end
 with the iterator, and never keep the process alive.
 """
@@ -112,7 +112,7 @@ class Order:
 
     def batch_number(self, step: int) -> int:
         """Number the batch of a step: so many precede it, with those left out."""
-        return batch_number(step, self._config.skip_steps)
+        return batch_number(step, self._config.skip_batches)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
@@ -180,10 +180,10 @@ class Order:
         return math.inf if source is None or source.epochs is None else source.epochs
 
 
-def batch_number(step: int, skip_steps: Sequence[int]) -> int:
-    """Number the batch of a step, where `data.skip_steps` are left out."""
+def batch_number(step: int, skip_batches: Sequence[int]) -> int:
+    """Number the batch of a step, where `data.skip_batches` are left out."""
     number, judged = step, 0  # batches below `judged` are left out or counted
-    skipped = iter(skip_steps)
+    skipped = iter(skip_batches)
     for first, last in zip(skipped, skipped, strict=True):
         first = max(first, judged)
         if number >= first:

@@ -1,16 +1,31 @@
 """Which text becomes which batches."""
 
-import math
+import difflib
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Lt
+
+Count = Annotated[int, Ge(1)]
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
 
 
-def rank_file_without_hash(tokenizer: str, sha256: str | None) -> bool:
-    """Say whether a tokenizer's name means a file, and no hash is given."""
-    return tokenizer not in ("bytes", *PUBLISHED) and sha256 is None
+def tokenizer_mistakes(name: str, sha256: str | None) -> list[tuple[str, object, str]]:
+    """List what is wrong with a tokenizer's name, or with a rank file's hash."""
+    published = ("bytes", *PUBLISHED)
+    if name in published or sha256 is not None:
+        return []
+    if Path(name).name != name or Path(name).suffix or Path(name).exists():
+        rule = f"is required with a rank file: sha256sum {name}"
+        return [("tokenizer_sha256", None, rule)]
+    meant = difflib.get_close_matches(name, published, n=1)
+    hint = f"; did you mean {meant[0]}?" if meant else ""
+    rule = f"must be one of {', '.join(published)}, or a rank file's path{hint}"
+    return [("tokenizer", name, rule)]
 
 
 class Source(StrEnum):
@@ -41,54 +56,51 @@ class Packing(StrEnum):
     none = "none"
 
 
-@dataclass  # not frozen: OmegaConf would take new entries of a table for read-only
+@dataclass(frozen=True)
 class MixtureSource:
     """One of the stores of a mixture."""
 
     path: str = ""  # a folder, gs://, s3:// or http://
-    weight: float = 1.0  # share of the rows, relative to the other sources'
-    epochs: float | None = None  # how often its rows may be used; null: without end
+    # Share of the rows, relative to the other sources'.
+    weight: Annotated[float, Ge(0), Lt(inf)] = 1.0
+    # How often its rows may be used; null: without end.
+    epochs: Annotated[float, Gt(0)] | None = None
 
 
-@dataclass  # as above
+@dataclass(frozen=True)
 class WeightChange:
     """Weights from a step on; a source that is not named has weight 0."""
 
-    step: int = 0  # a batch's number, so that skip_steps moves no row
-    weights: dict[str, float] = field(default_factory=dict)
+    step: int = 0  # a batch's number, so that skip_batches moves no row
+    weights: dict[str, float] = field(default_factory=dict)  # of the sources, by name
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer, rows and batches. Batch s is a function of this and the seed."""
 
-    name: str = "python"
-    source: Source = Source.python
+    name: str = "python"  # for the run's name
+    source: Source = Source.python  # where the text comes from
     path: str | None = None  # file or folder of text; a store, for source=tokens
     sources: dict[str, MixtureSource] = field(default_factory=dict)  # for mixture
     weight_changes: list[WeightChange] = field(default_factory=list)  # for mixture
     pattern: str = "**/*"  # which files of a folder
-    validation: float = 0.1  # part held out: by document; of a single file its end
+    # Part held out, say 0.1: by document; of a single file its end.
+    validation: Annotated[float, Gt(0), Lt(1)] = 0.1
     tokenizer: str = "bytes"  # gpt2, cl100k_base, o200k_base, or a rank file's path
     tokenizer_sha256: str | None = None  # required with a rank file
-    sequence_length: int = 256  # T: tokens in a row
-    batch_size: int = 16  # B: rows in the global batch of one step
-    packing: Packing = Packing.concat
+    sequence_length: Count = 256  # T: tokens in a row
+    batch_size: Count = 16  # B: rows in the global batch of one step
+    packing: Packing = Packing.concat  # how documents become rows
     document_mask: bool = True  # attention stays inside a document
     cache_dir: str | None = None  # of token stores; null: ~/.cache/longhaul
-    prefetch: int = 2  # batches read ahead
-    skip_steps: list[int] = field(default_factory=list)  # batches: [first,last, ...]
+    prefetch: Count = 2  # batches read ahead
+    # Batches to leave out: [first,last, ...] (before: data.skip_steps).
+    skip_batches: list[int] = field(default_factory=list)
 
     def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what is wrong as (field, value, rule and remedy)."""
+        """List what does not go together as (field, value, rule and remedy)."""
         found: list[tuple[str, object, str]] = []
-        for key in ("sequence_length", "batch_size", "prefetch"):
-            if getattr(self, key) < 1:
-                found.append((key, getattr(self, key), "must be at least 1"))
-        if not 0 < self.validation < 1:
-            found.append(
-                ("validation", self.validation, "must lie between 0 and 1, say 0.1")
-            )
         if self.source in (Source.text, Source.tokens) and not self.path:
             kind = "a file or a folder" if self.source is Source.text else "a store"
             rule = f"must name {kind} with data={self.source}"
@@ -96,16 +108,14 @@ class DataConfig:
         if self.source in (Source.python, Source.mixture) and self.path:
             rule = f"is not read by data={self.source}; add data=text or data=tokens"
             found.append(("path", self.path, rule))
-        if rank_file_without_hash(self.tokenizer, self.tokenizer_sha256):
-            rule = f"is required with a rank file: sha256sum {self.tokenizer}"
-            found.append(("tokenizer_sha256", None, rule))
+        found += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"
             found.append(("packing", self.packing, rule))
-        pairs = self.skip_steps
+        pairs = self.skip_batches
         if len(pairs) % 2 or pairs != sorted(pairs) or (pairs and pairs[0] < 0):
             rule = "must be pairs, ascending: the first and last batch to leave out"
-            found.append(("skip_steps", pairs, rule))
+            found.append(("skip_batches", pairs, rule))
         return found + self._mixture_mistakes()
 
     def _mixture_mistakes(self) -> list[tuple[str, object, str]]:
@@ -122,12 +132,6 @@ class DataConfig:
             if not source.path:
                 rule = "must name a store that python -m data.prepare made"
                 found.append((f"sources.{name}.path", source.path, rule))
-            if not 0 <= source.weight < math.inf:
-                rule = "must be at least 0 and finite"
-                found.append((f"sources.{name}.weight", source.weight, rule))
-            if source.epochs is not None and source.epochs <= 0:
-                rule = "must be above 0, or null for no limit"
-                found.append((f"sources.{name}.epochs", source.epochs, rule))
         steps = [change.step for change in self.weight_changes]
         if steps != sorted(set(steps)) or (steps and steps[0] < 1):
             rule = "must come at steps from 1 on, in ascending order"
@@ -160,13 +164,14 @@ class PrepareConfig:
     pattern: str = "**/*"  # which files of a folder
     text_field: str = "text"  # of records
     id_field: str | None = None  # of records; null: file and place
-    validation: float = 0.01  # part held out: by document; of a single text its end
+    # Part held out, say 0.01: by document; of a single text its end; 0: nothing.
+    validation: Annotated[float, Ge(0), Lt(1)] = 0.01
     tokenizer: str = "bytes"  # gpt2, cl100k_base, o200k_base, or a rank file's path
     tokenizer_sha256: str | None = None  # required with a rank file
-    on_error: OnError = OnError.fail
+    on_error: OnError = OnError.fail  # of a record that cannot be used
     keep_invalid_utf8: bool = False  # of text files: encode such bytes one by one
-    max_record_bytes: int = 2**26  # longer records are bad
-    workers: int | None = None  # processes; null: the cores
+    max_record_bytes: Count = 2**26  # longer records are bad
+    workers: Count | None = None  # processes; null: the cores
     work_dir: str | None = None  # of parts; null: beside output, or the cache folder
 
     @property
@@ -176,7 +181,7 @@ class PrepareConfig:
         return [str(path) for path in given if path not in (None, "")]
 
     def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what is wrong as (field, value, rule and remedy)."""
+        """List what does not go together as (field, value, rule and remedy)."""
         found: list[tuple[str, object, str]] = []
         if not self.inputs:
             rule = "must name files, folders or patterns, say input=corpus/"
@@ -184,14 +189,4 @@ class PrepareConfig:
         if not self.output:
             rule = "must name the store's folder, say output=stores/corpus"
             found.append(("output", self.output, rule))
-        if not 0 <= self.validation < 1:
-            rule = "must lie in [0, 1), say 0.01; 0 holds nothing out"
-            found.append(("validation", self.validation, rule))
-        if rank_file_without_hash(self.tokenizer, self.tokenizer_sha256):
-            rule = f"is required with a rank file: sha256sum {self.tokenizer}"
-            found.append(("tokenizer_sha256", None, rule))
-        for name in ("max_record_bytes", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append((name, value, "must be at least 1"))
-        return found
+        return found + tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)

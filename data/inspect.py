@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 from data.config import DataConfig, Packing, Source
 from train.cli.command import run_command
-from train.config import Config, RunConfig
+from train.config import Config, Count, Number, RunConfig
 from train.errors import Mistake
 from train.identity import run_dir
 
@@ -15,16 +15,15 @@ class InspectConfig:
     """A store, or a run's batches."""
 
     store: str | None = None  # folder or URL of a token store
-    run: RunConfig = field(
-        default_factory=RunConfig
-    )  # name or dir: whose batch to show
-    step: int | None = None  # the batch of this step, 0 being the first
-    samples: int = 4  # documents shown of a store
-    width: int = 60  # characters shown of each document
+    # run.dir or run.name: whose batch to show.
+    run: RunConfig = field(default_factory=RunConfig)
+    step: Number | None = None  # the batch of this step, 0 being the first
+    samples: Number = 4  # documents shown of a store
+    width: Number = 60  # characters shown of each document
     seed: int = 0  # of a store's samples and batches; a run has its own
-    sequence_length: int = 1024  # of a store's batches; a run has its own
-    batch_size: int = 8
-    packing: Packing = Packing.concat
+    sequence_length: Count = 1024  # of a store's batches; a run has its own
+    batch_size: Count = 8  # rows of a store's batches; a run has its own
+    packing: Packing = Packing.concat  # of a store's documents; a run has its own
 
 
 def main(config: InspectConfig) -> int:
@@ -60,14 +59,14 @@ def main(config: InspectConfig) -> int:
     order = Order(open_sources(data), data, seed)
     number = order.batch_number(config.step)
     if number > config.step:
-        print(f"batch {number}, as data.skip_steps leaves out {number - config.step}")
+        print(f"batch {number}, as data.skip_batches leaves out {number - config.step}")
     for line in describe_batch(order.excerpts(config.step), config.width):
         print(line)
     return 0
 
 
 def validate(config: InspectConfig) -> list[Mistake]:
-    """List the mistakes of a config."""
+    """List what does not go together."""
     found = []
     of_run = bool(config.run.dir or config.run.name)
     if bool(config.store) == of_run:
@@ -76,11 +75,6 @@ def validate(config: InspectConfig) -> list[Mistake]:
     if of_run and config.step is None:
         rule = "must say which batch of the run to show, say step=1000"
         found.append(Mistake("step", config.step, rule))
-    for key in ("step", "samples", "width", "sequence_length", "batch_size"):
-        value = getattr(config, key)
-        least = 0 if key in ("step", "samples", "width") else 1
-        if value is not None and value < least:
-            found.append(Mistake(key, value, f"must be at least {least}"))
     return found
 
 

@@ -9,6 +9,9 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.errors import DataError
@@ -16,6 +19,7 @@ from data.text.records import Reading
 from data.token_store.storage import written_whole
 from data.tokenizer import encode, load_tokenizer
 from train.cli.command import run_command
+from train.config import Count
 from train.errors import Mistake
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published; memory is set aside for all
@@ -31,8 +35,9 @@ class TrainTokenizerConfig:
     output: str | None = None  # the rank file
     pattern: str = "**/*"  # which files of a folder
     text_field: str = "text"  # of records
-    vocab_size: int = 32000  # with the 256 single bytes, without <|endoftext|>
-    max_bytes: int = 2**28  # of text: a minute and 0.7 GB on two cores
+    # Tokens: the 256 single bytes are counted, <|endoftext|> is not.
+    vocab_size: Annotated[int, Ge(NUM_BYTES + 1), Le(MAX_VOCAB_SIZE)] = 32000
+    max_bytes: Count = 2**28  # of text: a minute and 0.7 GB on two cores
 
     def mistakes(self) -> list[tuple[str, object, str]]:
         """List what is wrong as (field, value, rule and remedy)."""
@@ -50,12 +55,6 @@ class TrainTokenizerConfig:
             if target.is_relative_to(source):
                 rule = f"must lie outside of input={self.input}, which is read as text"
                 found.append(("output", self.output, rule))
-        if not NUM_BYTES < self.vocab_size <= MAX_VOCAB_SIZE:
-            rule = f"must lie in {NUM_BYTES + 1} .. {MAX_VOCAB_SIZE}: the 256 single "
-            rule += "bytes are counted"
-            found.append(("vocab_size", self.vocab_size, rule))
-        if self.max_bytes < 1:
-            found.append(("max_bytes", self.max_bytes, "must be at least 1"))
         return found
 
 

@@ -48,12 +48,6 @@ def main(config: Any) -> int:
 def mistakes(config: Any) -> list[Mistake]:
     """List what is wrong, with the keys of training too."""
     found = validate(config)
-    if config.cluster.max_restarts < 0:
-        rule = "must not be negative; 0 is never again"
-        found.append(Mistake("cluster.max_restarts", config.cluster.max_restarts, rule))
-    if config.cluster.backoff_s < 0:
-        rule = "must not be negative"
-        found.append(Mistake("cluster.backoff_s", config.cluster.backoff_s, rule))
     if config.follow and config.action is not Action.logs:
         found.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:

@@ -8,9 +8,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from train.config import OPEN, Config
+from annotated_types import Ge, Gt, Le
+
+from train.config import Config, Count, Number
 
 
 class Action(StrEnum):
@@ -36,17 +38,19 @@ class Code(StrEnum):
 class ClusterConfig:
     """What all kinds have."""
 
-    max_restarts: int = 10  # after crashes; preemptions and lost nodes do not count
-    backoff_s: float = 10.0  # after a crash; doubles with each, up to 10 minutes
+    max_restarts: Number = 10  # after crashes, not preemptions; 0: never again
+    backoff_s: Annotated[float, Ge(0)] = (
+        10.0  # after a crash; doubles with each, up to 10 minutes
+    )
     # More of it; no secrets.
-    environment: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LocalCluster(ClusterConfig):
     """ProcessGroup of this machine."""
 
-    processes: int = 1
+    processes: Count = 1  # that train together
     detach: bool = False  # go on in the background
 
 
@@ -55,7 +59,7 @@ class SshCluster(ClusterConfig):
     """Machines that ssh reaches, with the run's folder on all of them."""
 
     hosts: list[str] = field(default_factory=list)  # [user@]host; the first leads
-    processes_per_node: int = 1
+    processes_per_node: Count = 1  # or one for each GPU
     address: str | None = None  # of process 0, for the others; null: the first host's
     port: int | None = None  # of process 0's coordinator; null: from the run's name
     options: list[str] = field(default_factory=list)  # of ssh
@@ -63,7 +67,7 @@ class SshCluster(ClusterConfig):
     python: str | None = None  # there; null: as here
     code: Code = Code.shared
     workdir: str | None = None  # there; null: as here
-    poll_s: float = 5.0
+    poll_s: Annotated[float, Gt(0)] = 5.0
     detach: bool = False
 
 
@@ -71,23 +75,24 @@ class SshCluster(ClusterConfig):
 class SlurmCluster(ClusterConfig):
     """One sbatch job that puts itself in the queue again."""
 
-    nodes: int = 1
-    gpus_per_node: int | None = None
+    nodes: Count = 1  # machines
+    gpus_per_node: Count | None = None  # all of a node's
     gpu: str | None = None  # their kind, to plan for: a100, h100, h200, b200
-    processes_per_node: int = 1
+    processes_per_node: Count = 1  # or one for each GPU
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     time: str | None = None  # [days-]hours:minutes:seconds
-    cpus_per_task: int | None = None  # null: from the plan (host_resources.py)
+    cpus_per_task: Count | None = None  # null: from the plan (host_resources.py)
     memory: str | None = None  # of a node; 0: all; null: from the plan
-    signal_s: int = 120  # before the time limit, to save
+    # Before the time limit, to save: Slurm can warn so long ahead.
+    signal_s: Annotated[int, Ge(1), Le(65535)] = 120
     container_image: str | None = None  # of pyxis
     container_mounts: list[str] = field(default_factory=list)  # from:to, more of them
     # More of sbatch.
-    options: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    options: dict[str, Any] = field(default_factory=dict)
     # More of srun.
-    srun_options: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    srun_options: dict[str, Any] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)  # lines of shell, before
     python: str | None = None  # there; null: as here, in a container python3
     code: Code = Code.shared
@@ -105,16 +110,16 @@ class KubernetesCluster(ClusterConfig):
     service_account: str | None = None  # with leave to read and write the bucket
     image: str | None = None  # required
     spot: bool = False
-    grace_period_s: int = 120  # to save, from SIGTERM on
-    cpus: int | None = None  # of a pod; null: from the plan (host_resources.py)
+    grace_period_s: Count = 120  # to save, from SIGTERM on
+    cpus: Count | None = None  # of a pod; null: from the plan (host_resources.py)
     memory: str | None = None  # of a pod, 200Gi; null: from the plan
-    ttl_s: int = 604_800  # a JobSet that is over is deleted after these
+    ttl_s: Number = 604_800  # a JobSet that is over is deleted after these
     # {WANDB_API_KEY: wandb/api-key}: variable: secret/key, of Kubernetes Secrets.
-    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    secrets: dict[str, str] = field(default_factory=dict)
     # More labels that nodes must have.
-    node_selector: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    node_selector: dict[str, str] = field(default_factory=dict)
     # Into the JobSet.
-    merge: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    merge: dict[str, Any] = field(default_factory=dict)
     code: Code = Code.image  # or archive: over the image's own
 
 
@@ -130,10 +135,10 @@ class GkeTpuCluster(KubernetesCluster):
 class GkeGpuCluster(KubernetesCluster):
     """GPU nodes of GKE, or of any Kubernetes with JobSet."""
 
-    nodes: int = 1
-    gpus_per_node: int = 8
+    nodes: Count = 1  # machines
+    gpus_per_node: Count = 8  # all of a node's
     gpu: str | None = None  # a100, h100, h200, b200
-    processes_per_node: int = 1
+    processes_per_node: Count = 1  # or one for each GPU
 
 
 @dataclass(frozen=True)
@@ -150,17 +155,17 @@ class TpuVmCluster(ClusterConfig):
     network: str | None = None
     subnetwork: str | None = None
     service_account: str | None = None
-    labels: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    labels: dict[str, str] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)  # more of create
     ssh_options: list[str] = field(default_factory=list)  # more of ssh and scp
     setup: list[str] | None = None  # lines of shell on each VM; null: what code needs
     python: str = "python3"
     image: str | None = None  # to run in docker there
     # {WANDB_API_KEY: wandb-key}: variable: name in Secret Manager.
-    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    secrets: dict[str, str] = field(default_factory=dict)
     code: Code = Code.archive
     keep: bool = False  # the machines, when the run is over; else they are deleted
-    poll_s: float = 30.0
+    poll_s: Annotated[float, Gt(0)] = 30.0
     detach: bool = False
 
 
@@ -168,7 +173,7 @@ class TpuVmCluster(ClusterConfig):
 class SkypilotCluster(ClusterConfig):
     """A managed job of SkyPilot's."""
 
-    nodes: int = 1
+    nodes: Count = 1  # machines
     accelerators: str | None = None  # H100:8
     cloud: str | None = None
     region: str | None = None
@@ -176,9 +181,9 @@ class SkypilotCluster(ClusterConfig):
     image: str | None = None
     setup: list[str] = field(default_factory=list)
     # {WANDB_API_KEY: WANDB_API_KEY}: variable: variable of the environment here.
-    secrets: dict[str, str] = field(default_factory=dict, metadata=OPEN)
+    secrets: dict[str, str] = field(default_factory=dict)
     # Into the task.
-    merge: dict[str, Any] = field(default_factory=dict, metadata=OPEN)
+    merge: dict[str, Any] = field(default_factory=dict)
     code: Code = Code.archive
 
 

@@ -47,8 +47,6 @@ _LOOK_S = 10.0
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
     found = []
-    if cluster.nodes < 1:
-        found.append(Mistake("cluster.nodes", cluster.nodes, "must be at least 1"))
     if cluster.region is not None and cluster.cloud is None:
         rule = "is a region of what? Give cluster.cloud too"
         found.append(Mistake("cluster.region", cluster.region, rule))

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+Count = Annotated[int, Ge(1)]
 
 VOCAB_MULTIPLE = 128  # large vocabularies are padded to it
 _PADDED_FROM = 1024
@@ -77,33 +82,37 @@ class Attention(StrEnum):
 class ModelConfig:
     """Shape and choices of a GPT. Sizes are of the whole model, not of a device."""
 
-    name: str = "gpt"
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None  # fewer than num_heads: grouped-query attention
-    embed_dim: int = 128
-    head_dim: int | None = None  # null: embed_dim / num_heads
-    mlp_dim: int | None = None  # null: 4 embed_dim
-    vocab_size: int | None = None  # null: the tokenizer's, up to a multiple of 128
+    name: str = "gpt"  # for the run's name
+    num_layers: Count = 4  # blocks of attention and MLP
+    num_heads: Count = 4  # query heads
+    # Key and value heads: fewer is grouped-query attention; null: as many as num_heads.
+    num_kv_heads: Count | None = None
+    embed_dim: Count = 128  # width of the residual stream
+    head_dim: Count | None = None  # null: embed_dim / num_heads
+    mlp_dim: Count | None = None  # null: 4 embed_dim
+    # Null: the tokenizer's, up to a multiple of 128.
+    vocab_size: Count | None = None
     max_sequence_length: int | None = None  # learned positions; null: the data's
 
-    norm: Norm = Norm.rmsnorm
-    norm_epsilon: float = 1e-5
-    position: Position = Position.rotary
-    rope_theta: float = 10000.0
-    rotary_fraction: float = 1.0  # the part of each head that is rotated
-    activation: Activation = Activation.swiglu
-    qk_norm: bool = False
-    tied_head: bool = False
+    norm: Norm = Norm.rmsnorm  # before each block and before the head
+    norm_epsilon: Annotated[float, Gt(0)] = 1e-5  # added to the mean square
+    position: Position = Position.rotary  # how the model knows where a token stands
+    rope_theta: float = 10000.0  # the longest wavelength of rotary positions / 2 pi
+    # The part of each head that is rotated; 1: the whole head.
+    rotary_fraction: Annotated[float, Gt(0), Le(1)] = 1.0
+    activation: Activation = Activation.swiglu  # of the MLP; swiglu adds a gate
+    qk_norm: bool = False  # normalise queries and keys of each head
+    tied_head: bool = False  # the embedding is the head's weight too
     bias: bool = False  # in linear layers and LayerNorm
-    logit_soft_cap: float | None = None  # c tanh(logits / c)
-    init: Init = Init.scaled
-    embedding_std: float = 0.02
+    # The cap c of c tanh(logits / c); null: none.
+    logit_soft_cap: Annotated[float, Gt(0)] | None = None
+    init: Init = Init.scaled  # standard deviations of the matrices
+    embedding_std: Annotated[float, Gt(0)] = 0.02  # of the embedding at the start
 
-    param_dtype: Dtype = Dtype.float32
+    param_dtype: Dtype = Dtype.float32  # of the weights as they are kept
     compute_dtype: Dtype = Dtype.auto  # of the operands of matrix products
-    attention: Attention = Attention.auto
-    layer_unroll: int = 1  # layers per iteration of the scan; -1: all, no loop
+    attention: Attention = Attention.auto  # kernel
+    layer_unroll: Count | Literal[-1] = 1  # layers a scan iteration; -1: all, no loop
 
     @property
     def vocab_rows(self) -> int:
@@ -139,20 +148,13 @@ class ModelConfig:
         return int(self.head_size * self.rotary_fraction) // 2 * 2
 
     def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what is wrong as (field, value, rule and remedy)."""
+        """List what does not go together as (field, value, rule and remedy)."""
         found: list[tuple[str, object, str]] = []
 
         def check(ok: bool, field: str, rule: str) -> None:
             if not ok:
                 found.append((field, getattr(self, field), rule))
 
-        for field in ("num_layers", "num_heads", "embed_dim"):
-            check(getattr(self, field) >= 1, field, "must be at least 1")
-        for field in ("num_kv_heads", "head_dim", "mlp_dim", "vocab_size"):
-            value = getattr(self, field)
-            check(value is None or value >= 1, field, "must be at least 1, or null")
-        if found:
-            return found
         check(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             "embed_dim",
@@ -166,31 +168,14 @@ class ModelConfig:
             "each key/value head serves the same number of query heads",
         )
         check(
-            0 < self.rotary_fraction <= 1,
-            "rotary_fraction",
-            "must lie in (0, 1]; 1 rotates the whole head",
-        )
-        check(
             self.position is not Position.rotary or self.rotary_dim >= 2,
             "rotary_fraction",
             f"leaves {self.rotary_dim} of {self.head_size} head dims to rotate; "
             "raise it, or choose model.position=learned",
         )
         check(
-            self.logit_soft_cap is None or self.logit_soft_cap > 0,
-            "logit_soft_cap",
-            "must be positive, or null for no cap",
-        )
-        check(
-            self.layer_unroll == -1 or self.layer_unroll >= 1,
-            "layer_unroll",
-            "must be at least 1, or -1 for all layers",
-        )
-        check(
             self.param_dtype is not Dtype.auto,
             "param_dtype",
             "must be float32 or bfloat16",
         )
-        check(self.embedding_std > 0, "embedding_std", "must be positive")
-        check(self.norm_epsilon > 0, "norm_epsilon", "must be positive")
         return found

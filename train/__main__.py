@@ -5,6 +5,7 @@ import sys
 
 from train.cli.command import run_command
 from train.config import Config
+from train.identity import run_dir
 
 _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
@@ -16,5 +17,17 @@ def main(config: Config) -> int:
     return train(config, _TYPED)
 
 
+def outcome(config: Config) -> tuple[str, float | None]:
+    """Return the directory of a run, and the loss of its last evaluation, if any."""
+    from data.sources import encoding_of
+    from data.tokenizer import padded_vocab_size
+    from train.program import settle
+    from train.run.starts import read_results
+    from train.run.storage import run_folder
+
+    directory = run_dir(settle(config, padded_vocab_size(encoding_of(config.data))))
+    return directory, read_results(run_folder(directory)).get("eval/loss")
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, outcome=outcome)

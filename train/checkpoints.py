@@ -1,10 +1,20 @@
 """`python -m train.checkpoints run.dir=...`: list checkpoints, and check them."""
 
 import time
+from dataclasses import dataclass, field
 
 from train.cli.command import run_command
-from train.config import CheckpointsConfig, Config
+from train.cli.rules import must_name_run
+from train.config import Config, RunConfig
 from train.errors import WRONG_DATA
+
+
+@dataclass(frozen=True)
+class CheckpointsConfig:
+    """Keys of `python -m train.checkpoints`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    verify: bool = True  # read and hash every file; false: only list
 
 
 def main(asked: CheckpointsConfig) -> int:
@@ -37,4 +47,4 @@ def main(asked: CheckpointsConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "checkpoints", CheckpointsConfig)
+    run_command(main, "checkpoints", CheckpointsConfig, must_name_run)

@@ -1,21 +1,27 @@
 """The whole configuration as frozen dataclasses.
 
-Defaults stand here, once; the YAML files under `configs/` hold what a preset
-changes. Everything below `train/` takes the dataclass it needs, never all of it.
-What values are allowed stands in `train/cli/rules.py`.
+Defaults, bounds and meanings stand here, once; the YAML files under `configs/` hold
+what a preset changes, docs/config.md lists it all. Everything below `train/` takes the
+dataclass it needs, never all of it. Rules between keys stand in `train/cli/rules.py`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Any
+from math import inf
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
 from model.config import ModelConfig
 
-# Marks the field of a table, empty by default, that takes any entry.
-OPEN: Mapping[str, bool] = MappingProxyType({"open": True})
+Count = Annotated[int, Ge(1)]
+Number = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0), Lt(inf)]
+NotNegative = Annotated[float, Ge(0), Lt(inf)]
+Seconds = Annotated[float, Gt(0)]
+Batches = Count | Literal[-1]  # -1: the whole validation split
+AxisSize = Count | Literal[-1]  # -1: what is left of the devices
 
 
 class Platform(StrEnum):
@@ -27,7 +33,7 @@ class Platform(StrEnum):
     tpu = "tpu"
 
 
-class Optimizer(StrEnum):
+class OptimizerName(StrEnum):
     """`muon` is for matrices; everything else gets AdamW beside it."""
 
     adamw = "adamw"
@@ -50,7 +56,7 @@ class Remat(StrEnum):
     full = "full"
 
 
-class Tracker(StrEnum):
+class TrackerName(StrEnum):
     """Where metrics go besides metrics.jsonl."""
 
     none = "none"
@@ -63,18 +69,21 @@ class RunConfig:
 
     name: str | None = None  # null: model-data-hash of what makes the run itself
     dir: str | None = None  # null: runs/<name>
+    # Keys or sections, refused else, that this start may change: [data, seed].
     allow_change: list[str] = field(default_factory=list)
-    rewind_to: int | None = None  # go on from the newest checkpoint up to this step
-    lease_interval_s: float = 2.0  # the owner says this often that it is alive
-    lease_timeout_s: float = 20.0  # an owner that was silent this long is dead
+    # Go on from the newest checkpoint up to this step; null: from the newest.
+    rewind_to: Number | None = None
+    lease_interval_s: Seconds = 2.0  # the owner says this often that it is alive
+    lease_timeout_s: Seconds = 20.0  # an owner that was silent this long is dead
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
     """The machine."""
 
-    platform: Platform = Platform.auto
-    cpu_devices: int | None = None  # null: the CPU's cores, up to two
+    platform: Platform = Platform.auto  # that computes; auto: TPU, else GPU, else CPU
+    # Virtual devices of a process on a CPU; null: its cores, up to two.
+    cpu_devices: Count | None = None
     deterministic: bool = False  # GPU: reproducible to the bit, slower
     # A folder; null: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/longhaul/xla.
     compilation_cache: str | None = None
@@ -88,37 +97,43 @@ class DistributedConfig:
     torchrun's variables, SkyPilot's, or these keys tell (distributed/detection.py).
     """
 
-    coordinator_address: str | None = None  # host:port of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
-    init_timeout_s: int = 300  # for all processes to arrive
-    heartbeat_timeout_s: int = 60  # a process that is silent this long is lost
-    barrier_timeout_s: int = 300  # for all processes to say what one must know
+    coordinator_address: str | None = None  # host:port of process 0; null: found
+    num_processes: Count | None = None  # of the run; null: found
+    process_id: Number | None = None  # of this one, from 0; null: found
+    init_timeout_s: Count = 300  # for all processes to arrive
+    heartbeat_timeout_s: Count = 60  # a process that is silent this long is lost
+    barrier_timeout_s: Count = 300  # for all processes to say what one must know
 
 
 @dataclass(frozen=True)
 class WatchdogConfig:
     """How long each phase may take before the process is aborted, exit code 134."""
 
-    enabled: bool = True
-    init_timeout_s: float = 900.0
-    compile_timeout_s: float = 3600.0
-    restore_timeout_s: float = 3600.0
-    step_timeout_s: float = 300.0  # at least, between two steps
-    step_timeout_factor: float = 20.0  # times what log.interval_steps take at present
-    eval_timeout_s: float = 1800.0
-    save_timeout_s: float = 1800.0
+    enabled: bool = True  # false: a process that hangs, hangs
+    init_timeout_s: Seconds = 900.0  # to find devices and processes
+    compile_timeout_s: Seconds = 3600.0  # to compile the step
+    restore_timeout_s: Seconds = 3600.0  # to read a checkpoint
+    step_timeout_s: Seconds = 300.0  # at least, between two steps
+    # Between two steps: times what log.interval_steps take at present.
+    step_timeout_factor: Seconds = 20.0
+    eval_timeout_s: Seconds = 1800.0  # between two batches of an evaluation
+    save_timeout_s: Seconds = 1800.0  # to save a checkpoint
 
 
 @dataclass(frozen=True)
 class DcnConfig:
-    """Factor of each mesh axis that crosses slices or hosts."""
+    """Factor of each mesh axis that crosses slices or hosts, the slower network."""
 
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
+    data: Count = 1  # slices or hosts that hold copies of the model
+    fsdp: Count = 1  # slices or hosts that shard the parameters
+    context: Count = 1  # 1: a sequence stays inside a slice
+    expert: Count = 1  # 1: experts stay inside a slice
+    tensor: Count = 1  # slices or hosts that share each layer
+
+
+# data: copies of the model; fsdp: parameter shards; context, expert: to come; tensor:
+# parts of each layer. Slowest network first.
+MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 
 
 @dataclass(frozen=True)
@@ -128,99 +143,106 @@ class MeshConfig:
     A table maps a logical axis to a mesh axis, a list of them, or null (replicated).
     """
 
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
+    data: AxisSize = 1  # copies of the model; -1: what is left
+    fsdp: AxisSize = 1  # parameter shards; -1: what is left
+    context: AxisSize = 1  # parts of a sequence; must be 1 so far
+    expert: AxisSize = 1  # groups of experts; must be 1 so far
+    tensor: AxisSize = 1  # parts of each layer; -1: what is left
     planned: bool = False  # take sizes, remat and microbatches from a search
     dcn: DcnConfig = field(default_factory=DcnConfig)
-    params: dict[str, Any] = field(default_factory=dict)
-    activations: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # how weights lie
+    activations: dict[str, Any] = field(default_factory=dict)  # what passes layers
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW, or Muon for the matrices with AdamW for the rest."""
 
-    name: Optimizer = Optimizer.adamw
-    learning_rate: float = 1e-3  # AdamW's
-    weight_decay: float = 0.1  # of matrices and embeddings only, times the rate
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
-    clip_norm: float | None = 1.0  # global norm of the gradient
-    ema_decay: float | None = None  # average of weights, used by evaluation
-    muon_learning_rate: float = 0.02
-    muon_momentum: float = 0.95
-    muon_weight_decay: float = 0.0
+    name: OptimizerName = OptimizerName.adamw  # muon: for the matrices
+    learning_rate: Positive = 1e-3  # AdamW's, at its peak
+    # Of matrices and embeddings only, times the learning rate.
+    weight_decay: NotNegative = 0.1
+    b1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay of the mean
+    b2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay of the mean square
+    epsilon: Annotated[float, Gt(0)] = 1e-8  # added to the root of the mean square
+    # Global norm that gradients are scaled down to; null: any.
+    clip_norm: Annotated[float, Gt(0)] | None = 1.0
+    # Decay of an average of the weights, used by evaluation; null: none is kept.
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
+    muon_learning_rate: Positive = 0.02  # Muon's, at its peak
+    muon_momentum: Annotated[float, Ge(0), Lt(1)] = 0.95  # of Muon's mean gradient
+    muon_weight_decay: NotNegative = 0.0  # of Muon's matrices, times its rate
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The factor on every learning rate, as a function of the step."""
 
-    name: Schedule = Schedule.cosine
-    warmup_steps: int = 100
-    decay_steps: int | None = None  # wsd: length of the last part; null: 30 %
-    final_fraction: float = 0.1  # of the peak, at the end
+    name: Schedule = Schedule.cosine  # shape after the warm-up
+    warmup_steps: Number = 100  # from 0 up to the peak
+    decay_steps: Count | None = None  # wsd: length of the last part; null: 30 %
+    final_fraction: Annotated[float, Ge(0), Le(1)] = 0.1  # of the peak, at the end
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The loop and the step."""
 
-    num_steps: int = 1600
-    accumulation_steps: int = 1  # microbatches of one step
-    max_skipped_steps: int = 10  # left out in a row before exit 3
-    skip_sigma: float | None = None  # leave out steps this far above the recent ones
-    skip_window: int = 128  # steps that count as recent
-    replica_check_interval_steps: int | None = 500  # compare copies of the state
-    remat: Remat = Remat.none
-    loss_chunk_tokens: int | None = None  # positions whose logits exist at once
-    z_loss: float = 0.0
+    num_steps: Count = 1600  # updates of the whole run, the schedule's length
+    accumulation_steps: Count = 1  # microbatches of one step
+    max_skipped_steps: Number = 10  # left out in a row before exit 3
+    # Leave out steps this many deviations above the recent ones; null: none.
+    skip_sigma: Annotated[float, Gt(0)] | None = None
+    skip_window: Annotated[int, Ge(4)] = 128  # steps that count as recent
+    # Steps between comparisons of the state's copies; null: never.
+    replica_check_interval_steps: Count | None = 500
+    remat: Remat = Remat.none  # what the backward pass recomputes
+    # Positions of a device whose logits exist at once; null: as few as are fast.
+    loss_chunk_tokens: Count | None = None
+    z_loss: NotNegative = 0.0  # weight of the squared log of the softmax's sum
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Validation during training."""
 
-    interval_steps: int = 500
-    num_batches: int = 16  # -1: the whole validation split
-    final_num_batches: int = -1  # likewise, of the last evaluation
+    interval_steps: Count = 500  # steps between evaluations
+    num_batches: Batches = 16  # of each; -1: the whole validation split
+    final_num_batches: Batches = -1  # likewise, of the last evaluation
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """How often metrics are read from the device and written."""
 
-    interval_steps: int = 10
+    interval_steps: Count = 10  # steps between two lines of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """When to save and what to keep."""
 
-    save_interval_steps: int = 500
-    save_interval_minutes: float = 10.0
-    keep_latest: int = 2
-    keep_every_steps: int | None = None  # these are kept for good
-    max_failed_saves: int = 3  # in a row before the run ends
+    save_interval_steps: Count = 500  # steps between saves
+    save_interval_minutes: Annotated[float, Gt(0)] = 10.0  # or sooner, after so long
+    keep_latest: Count = 2  # older ones are deleted
+    keep_every_steps: Count | None = None  # these are kept for good; null: none
+    max_failed_saves: Number = 3  # in a row before the run ends
 
 
 @dataclass(frozen=True)
 class TrackerConfig:
     """W&B works offline unless asked otherwise."""
 
-    name: Tracker = Tracker.wandb
-    project: str = "longhaul"
-    mode: str = "offline"  # offline or online
+    name: TrackerName = TrackerName.wandb  # where metrics go besides metrics.jsonl
+    project: str = "longhaul"  # of W&B
+    mode: Literal["offline", "online"] = "offline"  # offline: only files, to sync later
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """`steps=[first,last]` writes a jax.profiler trace to <run.dir>/profile."""
+    """Traces of jax.profiler."""
 
+    # [first,last] writes a trace of these steps to <run.dir>/profile.
     steps: list[int] = field(default_factory=list)
 
 
@@ -235,7 +257,7 @@ class LayoutConfig:
 class Config:
     """Everything `python -m train` can be told."""
 
-    seed: int = 0
+    seed: int = 0  # of weights, order of the data, and sampling
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -252,46 +274,3 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     plan: LayoutConfig = field(default_factory=LayoutConfig)
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Keys of `python -m train.evaluate`; the rest is the run's own config.yaml."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    step: int | None = None  # of the checkpoint; null: the newest
-    num_batches: int = -1  # -1: the whole validation split
-    batch_size: int | None = None  # null: the run's
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """Keys of `python -m train.sample`; the rest is the run's own config.yaml."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    step: int | None = None  # of the checkpoint; null: the newest
-    prompt: str = ""
-    num_tokens: int = 256
-    temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int | None = None  # draw from the k likeliest tokens only
-    top_p: float | None = None  # ... from the likeliest that make up this mass
-    num_samples: int = 1
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class CheckpointsConfig:
-    """Keys of `python -m train.checkpoints`."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    verify: bool = True  # read and hash every file; false: only list
-
-
-@dataclass(frozen=True)
-class StatusConfig:
-    """Keys of `python -m train.status`."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    json: bool = False  # print one JSON object, for programs

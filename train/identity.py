@@ -15,7 +15,7 @@ from typing import NamedTuple
 from train.config import Config
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """What changing a key means to a run that exists."""
 
     harmless = "harmless"  # logging, paths, machine
@@ -31,7 +31,7 @@ HARMLESS = (
 ALLOWED = (
     *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
     *("train.remat", "train.loss_chunk_tokens", "train.max_skipped_steps"),
-    *("train.accumulation_steps", "data.skip_steps"),
+    *("train.accumulation_steps", "data.skip_batches"),
 )
 
 
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     key: str
     old: object
     new: object
-    kind: Kind
+    kind: ChangeKind
 
     def __str__(self) -> str:
         return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
@@ -53,11 +53,11 @@ def differences(old: Config, new: Config) -> list[Difference]:
     found = []
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):
-            kind = Kind.refused
+            kind = ChangeKind.refused
             if covered(key, ALLOWED):
-                kind = Kind.allowed
+                kind = ChangeKind.allowed
             if covered(key, HARMLESS):
-                kind = Kind.harmless
+                kind = ChangeKind.harmless
             found.append(Difference(key, before.get(key), after.get(key), kind))
     return found
 
@@ -68,7 +68,9 @@ def refused(
     """Keep what no run may change, but for the keys (or sections) of `allow_change`."""
     permitted = tuple(allow_change)
     return [
-        d for d in diffs if d.kind is Kind.refused and not covered(d.key, permitted)
+        d
+        for d in diffs
+        if d.kind is ChangeKind.refused and not covered(d.key, permitted)
     ]
 
 

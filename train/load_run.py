@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from data.sources import Sources, open_sources
-from train.config import Config, EvaluateConfig, MeshConfig, SampleConfig
+from train.config import Config, MeshConfig, RunConfig, RuntimeConfig
 from train.errors import ConfigError
 from train.identity import run_dir
 from train.program import Program, make_program
@@ -20,12 +20,17 @@ log = logging.getLogger(__name__)
 
 
 def load_run(
-    asked: EvaluateConfig | SampleConfig, batch_size: int | None = None
+    run: RunConfig,
+    runtime: RuntimeConfig,
+    step: int | None = None,
+    batch_size: int | None = None,
 ) -> tuple[Program, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
 
     Args:
-        asked: run, step and machine; model, data and tokenizer are the run's own.
+        run: names the run; model, data and tokenizer are its own.
+        runtime: the machine.
+        step: of the checkpoint; None: the newest.
         batch_size: instead of the run's.
 
     Returns:
@@ -36,20 +41,20 @@ def load_run(
         ConfigError: if there is no such run.
         DataError: if the text is not the run's, or the checkpoint cannot be read.
     """
-    directory = asked.run.dir
-    if directory is None and asked.run.name:
-        directory = run_dir(Config(run=asked.run))
+    directory = run.dir
+    if directory is None and run.name:
+        directory = run_dir(Config(run=run))
     config = read_run(directory)
     data = replace(config.data, batch_size=batch_size or config.data.batch_size)
     train = replace(config.train, accumulation_steps=1)
-    config = replace(config, runtime=asked.runtime, data=data, train=train)
+    config = replace(config, runtime=runtime, data=data, train=train)
     set_up(config.runtime)
     sources = open_sources(config.data)
     path = run_folder(directory or "")
     check_data(path, sources)
     program = make_program_here(config)
     saved = SavedSteps(path / "checkpoints")
-    step, params = saved.restore_params(program.state, asked.step)
+    step, params = saved.restore_params(program.state, step)
     return program, sources, step, params
 
 

@@ -202,5 +202,5 @@ def due_after(
 _DIVERGED = (
     "step %d: the last %d updates were left out, not finite or spikes; lower the "
     "learning rate, raise train.max_skipped_steps, or go back and leave their batches "
-    "out: run.rewind_to, data.skip_steps"
+    "out: run.rewind_to, data.skip_batches"
 )

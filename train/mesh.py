@@ -10,43 +10,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from train.config import MeshConfig
+from train.config import MESH_AXES, MeshConfig
 from train.errors import ConfigError, Mistake, check_all
+from train.mesh_sizes import axis_sizes, least_sizes
 
 Device = Any  # jax.Device, which its stubs have as a variable
-
-# data: copies of the model; fsdp: parameter shards; context, expert: to come; tensor:
-# parts of each layer.
-MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")
-
-
-def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return the size of every axis, -1 replaced by what is left, or 1 if nothing is.
-
-    What these do not divide no mesh of this config divides: rules about them can be
-    checked even if they do not multiply to the number of devices.
-    """
-    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    left = 1 if num_devices % fixed else num_devices // fixed
-    return {axis: left if size == -1 else size for axis, size in sizes.items()}
-
-
-def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return the size of every axis, -1 replaced by what is left.
-
-    Raises:
-        ConfigError: if the sizes do not multiply to the number of devices.
-    """
-    sizes = least_sizes(config, num_devices)
-    if math.prod(sizes.values()) != num_devices:
-        text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
-        rule = (
-            f"must multiply to the {num_devices} devices there are; change a size, set "
-            "one axis to -1 (what is left), or runtime.cpu_devices on a CPU"
-        )
-        raise ConfigError([Mistake("mesh", text, rule)])
-    return sizes
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:

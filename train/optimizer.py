@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 from model.linear import product
 from model.params import Kind, ParamInfo
 from model.parts import part
-from train.config import Optimizer as Choice
-from train.config import OptimizerConfig, Schedule, ScheduleConfig
+from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
 
 
 class OptimizerState(NamedTuple):
@@ -95,7 +94,7 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale(config.learning_rate),
     )
-    if config.name is Choice.muon:
+    if config.name is OptimizerName.muon:
         labels = jax.tree.map(
             lambda info: "muon" if info.kind is Kind.matrix else "adamw",
             infos,

@@ -21,13 +21,13 @@ from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.flops import flops_per_token
-from train.mesh import Device, least_sizes, make_mesh
+from train.mesh import Device, make_mesh
+from train.mesh_sizes import check_batch, least_sizes, num_shards
 from train.optimizer import Optimizer, make_optimizer
 from train.runtime import compiler_options, execution
 from train.sharding import (
     activation_rules,
     batch_sharding,
-    check_batch,
     param_specs,
     state_shardings,
 )
@@ -172,12 +172,13 @@ def make_program(
     rules, sizes = activation_rules(config.mesh), least_sizes(config.mesh, len(devices))
     platform, data, train = devices[0].platform, config.data, config.train
     length = data.sequence_length
+    shards = num_shards(sizes, rules.spec("batch")[0])
     model = abstract_gpt(config.model)
     infos = param_infos(model)
     mesh, how, *_ = check_all(
         lambda: make_mesh(config.mesh, devices),
         lambda: execution(config.model, platform, length, rules, train.remat),
-        lambda: check_batch(data.batch_size, train.accumulation_steps, sizes, rules),
+        lambda: check_batch(data.batch_size, train.accumulation_steps, shards),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     optimizer = make_optimizer(

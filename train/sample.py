@@ -1,7 +1,30 @@
 """`python -m train.sample run.dir=... prompt=...`: generate text from a checkpoint."""
 
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Gt, Le
+
 from train.cli.command import run_command
-from train.config import SampleConfig
+from train.cli.rules import must_name_run
+from train.config import Count, NotNegative, Number, RunConfig, RuntimeConfig
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Keys of `python -m train.sample`; the rest is the run's own config.yaml."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    step: Number | None = None  # of the checkpoint; null: the newest
+    prompt: str = ""  # text to go on from
+    num_tokens: Count = 256  # to generate
+    temperature: NotNegative = 0.8  # 0: always the likeliest token
+    top_k: Count | None = None  # draw from the k likeliest tokens only; null: from all
+    # Draw from the likeliest that make up this part of all chances; null: from all.
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    num_samples: Count = 1  # continuations, each drawn anew
+    seed: int = 0  # of the draws
 
 
 def main(asked: SampleConfig) -> int:
@@ -13,7 +36,7 @@ def main(asked: SampleConfig) -> int:
     from train.load_run import load_run
     from train.results import sample_text
 
-    program, sources, _, params = load_run(asked)
+    program, sources, _, params = load_run(asked.run, asked.runtime, asked.step)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     with jax.set_mesh(program.mesh):
         texts = sample_text(
@@ -31,4 +54,4 @@ def main(asked: SampleConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "sample", SampleConfig)
+    run_command(main, "sample", SampleConfig, must_name_run)

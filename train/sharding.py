@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.axes import AxisRules, MeshAxes, mesh_axes, partition_spec
+from model.axes import AxisRules, MeshAxes, partition_spec
 from model.params import ParamInfo
 from train.config import MeshConfig
-from train.errors import ConfigError, Mistake, nearest
+from train.errors import ConfigError, Mistake
+from train.mesh_sizes import num_shards
 
 
 def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
@@ -31,11 +32,6 @@ def activation_rules(config: MeshConfig) -> AxisRules:
 def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
     """Return the sharding of a batch's int32 [B, T] fields."""
     return NamedSharding(mesh, rules.spec("batch", "seq"))
-
-
-def num_shards(sizes: Mapping[str, int], entry: MeshAxes) -> int:
-    """Return into how many parts a dim with this entry of a PartitionSpec is cut."""
-    return math.prod(sizes[axis] for axis in mesh_axes(entry))
 
 
 def param_specs(
@@ -106,24 +102,6 @@ def state_shardings(
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, abstract_state)
-
-
-def check_batch(
-    batch_size: int, accumulation: int, sizes: Mapping[str, int], rules: AxisRules
-) -> None:
-    """Check that every device gets whole rows of each microbatch.
-
-    Raises:
-        ConfigError: if not.
-    """
-    shards = num_shards(sizes, rules.spec("batch")[0])
-    if batch_size % (shards * accumulation):
-        rule = (
-            f"must be divisible by {shards} (devices that share the batch) x "
-            f"{accumulation} (train.accumulation_steps); "
-            f"{nearest(batch_size, shards * accumulation)}"
-        )
-        raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

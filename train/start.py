@@ -155,14 +155,14 @@ def _check_skips(trainer: Trainer, step: int) -> None:
         ConfigError: naming how to.
     """
     before = trainer.run.continuation.known_skips
-    left_out = trainer.run.config.data.skip_steps
+    left_out = trainer.run.config.data.skip_batches
     now = trainer.order.batch_number
     if step and now(step - 1) != batch_number(step - 1, before):
         rule = (
             f"leave out batches that the {step} steps so far were trained on; add "
             f"run.rewind_to=<a step before them>"
         )
-        raise ConfigError([Mistake("data.skip_steps", left_out, rule)])
+        raise ConfigError([Mistake("data.skip_batches", left_out, rule)])
 
 
 def _crashed(

@@ -5,14 +5,15 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 from etils import epath
 
 from train.cli.command import run_command
-from train.config import Config, StatusConfig
+from train.cli.rules import must_name_run
+from train.config import Config, RunConfig
 from train.console import print_table
 from train.errors import ConfigError, Mistake, meaning
 from train.identity import run_dir
@@ -27,6 +28,14 @@ from train.units import format_seconds
 
 _SILENT_S = 180.0  # uploads come once a minute
 _SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation
+
+
+@dataclass(frozen=True)
+class StatusConfig:
+    """Keys of `python -m train.status`."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    json: bool = False  # print one JSON object, for programs
 
 
 @dataclass(frozen=True)
@@ -230,4 +239,4 @@ def _steps(start: Start) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(main, "status", StatusConfig)
+    run_command(main, "status", StatusConfig, must_name_run)

@@ -29,10 +29,6 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
     found = []
-    for key in ("nodes", "gpus_per_node", "processes_per_node"):
-        if getattr(cluster, key) < 1:
-            value = getattr(cluster, key)
-            found.append(Mistake(f"cluster.{key}", value, "must be at least 1"))
     if cluster.processes_per_node not in (1, cluster.gpus_per_node):
         value, gpus = cluster.processes_per_node, cluster.gpus_per_node
         rule = f"must be 1, or one for each of cluster.gpus_per_node={gpus}"

@@ -42,14 +42,6 @@ def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     if cluster.code is Code.shared:
         rule = "pods do not see this machine's files: must be image or archive"
         found.append(Mistake("cluster.code", "shared", rule))
-    if cluster.grace_period_s < 1:
-        rule = "must be at least 1: it is the time to save in"
-        found.append(Mistake("cluster.grace_period_s", cluster.grace_period_s, rule))
-    if cluster.ttl_s < 0:
-        rule = "must not be negative; 0 is at once"
-        found.append(Mistake("cluster.ttl_s", cluster.ttl_s, rule))
-    if cluster.cpus is not None and cluster.cpus < 1:
-        found.append(Mistake("cluster.cpus", cluster.cpus, "must be at least 1"))
     if not re.fullmatch(r"[1-9]\d*[KMGT]i?", cluster.memory or "1Gi"):
         rule = "must be a number with K, M, G or T, say 200Gi"
         found.append(Mistake("cluster.memory", cluster.memory, rule))

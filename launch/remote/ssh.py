@@ -50,14 +50,9 @@ def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
     if len({*cluster.hosts}) < len(cluster.hosts):
         rule = "must differ; cluster.processes_per_node has several on each"
         found.append(Mistake("cluster.hosts", cluster.hosts, rule))
-    if cluster.processes_per_node < 1:
-        count = cluster.processes_per_node
-        found.append(Mistake("cluster.processes_per_node", count, "must be at least 1"))
     if cluster.code is Code.image:
         rule = "must be shared or archive: nothing starts containers here"
         found.append(Mistake("cluster.code", cluster.code, rule))
-    if cluster.poll_s <= 0:
-        found.append(Mistake("cluster.poll_s", cluster.poll_s, "must be positive"))
     return found
 
 

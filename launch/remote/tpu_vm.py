@@ -65,8 +65,6 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     if (cluster.image is None) == (cluster.code is Code.image):
         rule = "goes with cluster.code=image, and only with it"
         found.append(Mistake("cluster.image", cluster.image, rule))
-    if cluster.poll_s <= 0:
-        found.append(Mistake("cluster.poll_s", cluster.poll_s, "must be positive"))
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
             rule = "must be a variable's name: letters, digits and underscores"

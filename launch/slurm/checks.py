@@ -39,18 +39,8 @@ _ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 def slurm_mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    found = [*_numbers(cluster), *_texts(cluster), *_options(cluster)]
+    found = [*_texts(cluster), *_options(cluster)]
     return [*found, *_gpus(cluster), *_code(cluster, run_dir)]
-
-
-def _numbers(cluster: SlurmCluster) -> Iterator[Mistake]:
-    for name in ("nodes", "processes_per_node", "gpus_per_node", "cpus_per_task"):
-        value = getattr(cluster, name)
-        if value is not None and value < 1:
-            yield Mistake(f"cluster.{name}", value, "must be at least 1")
-    if not 1 <= cluster.signal_s <= 65_535:
-        rule = "must be 1 to 65535, the seconds that Slurm can warn ahead"
-        yield Mistake("cluster.signal_s", cluster.signal_s, rule)
 
 
 def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
@@ -103,7 +93,7 @@ def _gpus(cluster: SlurmCluster) -> Iterator[Mistake]:
     if cluster.gpu is None:
         return
     if gpus is None:
-        rule = "needs cluster.gpus_per_node"
+        rule = "needs cluster.gpus_per_node=<number>"
         yield Mistake("cluster.gpu", cluster.gpu, rule)
     try:
         known = parse_target(f"{cluster.gpu}-8").platform == "cuda"

@@ -154,7 +154,7 @@ def test_steps_take_the_batches_that_are_not_left_out(config, skip):
     kept = [number for number in range(100) if number not in left_out][:30]
     store = open_sources(config)
     whole = Order(store, config, 3)
-    config = dataclasses.replace(config, skip_steps=skip)
+    config = dataclasses.replace(config, skip_batches=skip)
     assert not config.mistakes()
     order = Order(store, config, 3)
     assert [order.batch_number(step) for step in range(30)] == kept

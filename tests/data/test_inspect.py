@@ -17,7 +17,7 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
     monkeypatch.chdir(tmp_path)
     order = Order(open_sources(config), config, 3)
     for skipped, number in (([], 7), ([2, 3, 5, 5, 20, 30], 10)):
-        data = dataclasses.replace(config, skip_steps=skipped)
+        data = dataclasses.replace(config, skip_batches=skipped)
         folder = tmp_path / "runs/base"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(to_yaml(Config(seed=3, data=data)))
@@ -26,5 +26,5 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
         assert main(InspectConfig(run=run, step=7, width=20)) == 0
         shown = capsys.readouterr().out.splitlines()
         if skipped:
-            assert shown.pop(0) == "batch 10, as data.skip_steps leaves out 3"
+            assert shown.pop(0) == "batch 10, as data.skip_batches leaves out 3"
         assert shown == list(describe_batch(order.excerpts(number), 20))

@@ -43,8 +43,8 @@ def updates_that_are_not_finite(ground: Ground) -> str:
 def a_spike_and_going_back_before_it(ground: Ground) -> str:
     """Steps 1.2 sigma above the last 4 are spikes, and one is one too many -> it stops
     with 3 and names the batch; each time run.rewind_to goes back two steps and
-    data.skip_steps leaves the batch out; in the end it is, to the bit, a run that left
-    them out from its start."""
+    data.skip_batches leaves the batch out; in the end it is, to the bit, a run that
+    left them out from its start."""
     sigma = ("train.skip_sigma=1.2", "train.skip_window=4", "train.max_skipped_steps=0")
     run = ground.run(*sigma, "checkpoint.save_interval_steps=1")
     pairs: list[tuple[int, int]] = []
@@ -58,11 +58,11 @@ def a_spike_and_going_back_before_it(ground: Ground) -> str:
         fleet = run.start(
             "checkpoint.keep_latest=5",
             f"run.rewind_to={max(0, event['step'] - 2)}",
-            f"data.skip_steps={[number for pair in pairs for number in pair]}",
+            f"data.skip_batches={[number for pair in pairs for number in pair]}",
         )
     expect("last exit code", code, 0)
     assert pairs, "there was no spike"
-    left_out = f"data.skip_steps={[number for pair in pairs for number in pair]}"
+    left_out = f"data.skip_batches={[number for pair in pairs for number in pair]}"
     whole = ground.run(*sigma, left_out, name="whole")
     whole.finish()
     check_equal(run, whole, STEPS)

@@ -23,13 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
-from hydra import compose, initialize_config_dir
 
 from model.attention import attention
 from model.config import Attention
-from train.cli.compose import CONFIG_DIR, VERSION_BASE, register
-from train.cli.schema import load
-from train.config import Config
+from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.mesh import Device
@@ -40,9 +37,7 @@ KINDS = ("argument", "output", "alias", "temp", "generated_code")
 
 
 def step(chips: list[Device], overrides: list[str]):
-    register(Config)
-    with initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
-        config = settle(load(compose("train", overrides)), vocab_size=512)
+    config = settle(compose(overrides), vocab_size=512)
     return compile_step(make_program(config, devices=chips))
 
 

@@ -128,7 +128,6 @@ def test_hostile_names_of_runs(value):
 @pytest.mark.parametrize(
     ("keys", "wrong"),
     [
-        ({"nodes": 0}, "cluster.nodes"),
         ({"region": "us-central1"}, "cluster.region"),
         ({"code": Code.shared}, "cluster.code"),
         ({"code": Code.image}, "cluster.image"),

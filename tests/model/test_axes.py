@@ -63,6 +63,6 @@ def test_rules_can_be_part_of_what_jit_compares():
 
 
 def test_logical_axes_are_no_mesh_axes():
-    from train.mesh import MESH_AXES
+    from train.config import MESH_AXES
 
     assert not set(LOGICAL_AXES) & set(MESH_AXES)

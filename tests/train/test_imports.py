@@ -13,6 +13,7 @@ from tests.fleet import REPOSITORY
 # train/, or a folder with all that is in it.
 LAYERS = """
     errors units config console identity
+    mesh_sizes
     cli
     mesh
     hardware
@@ -30,7 +31,7 @@ COMMANDS = {
     *("data.prepare", "data.inspect", "data.verify", "data.train_tokenizer"),
     "launch.__main__",
 }
-MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "model"}
+MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 DATA_MAY_NOT = {"jax", "jaxlib", "flax", "optax", "orbax", "model", "train"}
 # The words of the command line: keys, exit codes, names of machines.
 LAUNCH_MAY = {"train.config", "train.errors", "train.cli", "train.hardware"}

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.load_run import make_program_here
-from train.mesh import MESH_AXES
 
 
 @pytest.mark.parametrize(

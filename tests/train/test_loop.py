@@ -328,7 +328,7 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
     result = door(
         folder / "diverged",
         *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
-        "data.skip_steps=[2,4]",
+        "data.skip_batches=[2,4]",
     )
     assert result.returncode == 3, result.stderr
     assert "the last 3 updates were left out" in result.stderr

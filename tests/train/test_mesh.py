@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from train.config import DcnConfig, MeshConfig
+from train.config import MESH_AXES, DcnConfig, MeshConfig
 from train.errors import ConfigError
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
-from train.mesh import MESH_AXES, axis_sizes, make_mesh
+from train.mesh import make_mesh
+from train.mesh_sizes import axis_sizes
 
 
 def test_sizes_are_as_asked():

@@ -1,297 +1,251 @@
-"""Check a whole command line before Hydra runs it.
+"""From a command line to one config, or to everything that is wrong with it.
 
-By itself Hydra stops at the first mistake, with exit code 1. Here each override and
-each preset is parsed by Hydra's own parser and loader and set by itself in a typed
-tree, so that all mistakes are listed at once. What is right is then composed, and
-the rules between keys (`train/cli/rules.py`) add theirs.
+By itself Hydra stops at the first mistake, with exit code 1. Here its parser reads each
+argument, its loader composes the presets that the groups choose (`presets.py`), and
+the other overrides are set in those. `schema.py` holds the result against the
+dataclasses, `rules.py` adds the rules between keys.
 """
 
 import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from train import mesh_sizes
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags
-from train.cli.rules import validate as validate_rules
-from train.cli.schema import (
-    did_you_mean,
-    dotted_keys,
-    has_key,
-    in_table,
-    load,
-    schema_node,
-    unknown_key,
-    value_mistakes,
-)
+from train.cli.hints import did_you_mean, keys_of, type_of, type_rule, unknown_key
+from train.cli.presets import Presets, node_of, search_path, why
+from train.cli.quoting import quote_text
+from train.cli.schema import convert, explained
 from train.config import Config
 from train.errors import ConfigError, Mistake
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
-VERSION_BASE = "1.3"
 MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
 
 Validate = Callable[[Any], list[Mistake]]
 
 
-def register(schema: type) -> None:
-    """Make `schema`, which each root config starts with, mean this dataclass."""
-    ConfigStore.instance().store(name="schema", node=schema_node(schema))
+def compose(
+    overrides: Sequence[str], config_name: str = "train", schema: type = Config
+) -> Any:
+    """Return the config that a command line means, the rules between keys unchecked.
+
+    Raises:
+        ConfigError: with every mistake in it.
+    """
+    return check_command_line(quote_text(overrides, schema), config_name, schema)
 
 
 def check_command_line(
     argv: Sequence[str],
     config_name: str = "train",
     schema: type = Config,
-    validate: Validate = validate_rules,
+    validate: Validate = lambda config: [],
     chosen: Sequence[str] = (),
-) -> None:
+) -> Any:
     """Check the arguments of a command (`sys.argv[1:]`), of a sweep each value.
 
     With `--cfg` and the like, which only show the config, the rules between keys are
     left out.
 
     Args:
-        argv: the arguments.
+        argv: the arguments, as `quote_text` has them.
         config_name: root file in `configs/`.
         schema: the dataclass of all keys.
-        validate: gives the mistakes between them.
+        validate: lists the mistakes between them.
         chosen: choices of groups that the schema holds for.
+
+    Returns:
+        The config; of a sweep the first job's; None if only help is asked for.
 
     Raises:
         ConfigError: with every mistake found.
     """
     flags = parse_flags(argv)
-    found = flag_mistakes(flags)
+    mistakes = flag_mistakes(flags)
     shows = flags.cfg or flags.help or flags.hydra_help or flags.info
-    if flags.shell_completion:
-        return
-    register(schema)
-    with initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
-        if flags.config_dir and Path(flags.config_dir).is_dir():
-            _add_config_dir(flags.config_dir)
-        check = _Check(flags.config_name or config_name, schema, found, chosen)
-        good = [check.alone(text, is_sweep(flags)) for text in flags.overrides]
-        jobs = itertools.product(*(values for values in good if values))
-        if not shows:
-            for job in itertools.islice(jobs, MAX_JOBS):
-                check.together(list(job), validate)
-    if found:
-        raise ConfigError(found)
-
-
-def _add_config_dir(folder: str) -> None:
-    """Let presets of the user's own folder be found, as Hydra will."""
-    loader: Any = GlobalHydra.instance().config_loader()
-    path = f"file://{Path(folder).resolve()}"
-    anchor = SearchPathQuery(provider="schema")
-    loader.config_search_path.prepend("command-line", path, anchor)
-    loader.repository.initialize_sources(loader.config_search_path)
+    helps = flags.help or flags.hydra_help or flags.info or flags.shell_completion
+    if flags.shell_completion or (helps and not flags.overrides and not mistakes):
+        return None
+    with search_path(schema, flags.config_dir):
+        presets = Presets(flags.config_name or config_name, schema, chosen)
+        check = _Check(presets, schema, mistakes)
+        parts = [check.read(text, is_sweep(flags)) for text in flags.overrides]
+        jobs = itertools.product(*(part for part in parts if part))
+        rules = (lambda config: []) if shows else validate
+        configs = [check.job(job, rules) for job in itertools.islice(jobs, MAX_JOBS)]
+    if mistakes:
+        typed = [text.lstrip("+~").partition("=")[0] for text in flags.overrides]
+        raise ConfigError(sorted(mistakes, key=lambda m: _place(m.key, typed)))
+    return configs[0]
 
 
 class _Check:
     """The mistakes found so far, and what is needed to find more."""
 
-    def __init__(
-        self,
-        config_name: str,
-        schema: type,
-        found: list[Mistake],
-        chosen: Sequence[str],
-    ) -> None:
-        self.config_name = config_name
+    def __init__(self, presets: Presets, schema: type, mistakes: list[Mistake]) -> None:
+        self.presets = presets
         self.schema = schema
-        self.chosen = chosen
-        self.found = found
-        self.loader: Any = GlobalHydra.instance().config_loader()
-        self.parser = OverridesParser.create(config_loader=self.loader)
+        self.mistakes = mistakes
         self.rejected: set[str] = set()  # groups whose choice cannot be used
-        self.files: dict[str, bool] = {}  # presets looked at: whether they are right
-        self.choices: dict[str, Any] = {}  # of each group that this command knows
-        self.tree = schema_node(schema)
-        try:
-            self.choices = self._defaults([]).overrides.known_choices
-            self.tree = compose(config_name, [*chosen], return_hydra_config=True)
-        except Exception as e:
-            self.rejected.add(config_name)
-            if not self._preset_mistakes([]):
-                self._add(config_name, "", _why(e))
+        self.parser = OverridesParser.create(config_loader=presets.loader)
 
-    def alone(self, text: str, sweep: bool) -> list[str]:
-        """Check one argument by itself; give it, or each value of a sweep, if right."""
+    def read(self, text: str, sweep: bool) -> list[Override]:
+        """Parse one argument: into one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
         try:
             parsed = self.parser.parse_override(text)
-            parsed.config_loader = self.loader
+            parsed.config_loader = self.presets.loader
             if not parsed.is_sweep_override():
-                return [text] if self._right(parsed) else []
-            if not sweep:
-                rule = (
-                    f"is a sweep: add --multirun, or for a list write {key}=[{value}]"
-                )
-                self._add(key, value, rule)
-                return []
-            if not parsed.is_discrete_sweep():
+                return [parsed] if self._fits(parsed) else []
+            if parsed.is_discrete_sweep() and sweep:
+                name = parsed.get_key_element()
+                texts = [f"{name}={item}" for item in parsed.sweep_string_iterator()]
+                each = [self.parser.parse_override(single) for single in texts]
+                return [single for single in each if self._fits(single)]
+            if sweep:
                 return []  # an interval: only the sweeper knows its values
-            name = parsed.get_key_element()
-            each = [f"{name}={item}" for item in parsed.sweep_string_iterator()]
-            singles = [self.parser.parse_override(single) for single in each]
-            return [
-                single
-                for single, parsed in zip(each, singles, strict=True)
-                if self._right(parsed)
-            ]
-        except HydraException as e:
-            if "=" not in text and text[:1] != "~":
-                names = self._names()
+            rule = f"is a sweep: add --multirun, or for a list write {key}=[{value}]"
+        except HydraException as error:
+            if "=" in text or text[:1] == "~":
+                rule = f"cannot be read: {why(error)}\n"
+                rule += f"quote what is special: '{key}=\"...\"'"
+            else:
+                names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
                 rule += "" if key in names else did_you_mean(key, names)
-            else:
-                rule = f"cannot be read: {_why(e)}\n"
-                rule += f"quote what is special: '{key}=\"...\"'"
-            self._add(key, value, rule)
-            return []
+        self._add(key, value, rule)
+        return []
 
-    def together(self, overrides: list[str], validate: Validate) -> None:
-        """Compose what is right by itself, and add the mistakes between keys."""
-        sections = {f.name for f in fields(self.schema)}
-        if not self.rejected <= sections:
-            return  # what an unusable experiment would have set is unknown
-        try:
-            config = load(compose(self.config_name, overrides), self.schema)
-        except ConfigError as e:
-            mistakes = e.mistakes
-        except Exception as e:
-            mistakes = [Mistake("command line", "", _why(e))]
-        else:
-            mistakes = validate(config)
-        # A rule about a key that is itself wrong would speak of its default.
-        named = {word for mistake in self.found for word in _keys_in(mistake)}
+    def job(self, overrides: Sequence[Override], validate: Validate) -> Any:
+        """Return the config of one job, wrong values replaced; record its mistakes."""
+        chosen = [str(o.input_line) for o in overrides if self._options(o)]
+        tree, mistakes = self.presets.compose(chosen)
         for mistake in mistakes:
-            section = mistake.key.partition(".")[0]
-            inside = any(key.startswith(f"{mistake.key}.") for key in named)
-            if section in self.rejected or inside:
-                continue
-            if not _keys_in(mistake) & named:
-                self._add(*mistake)
+            self.rejected.add(mistake.key)
+            self._add(*mistake)
+        given = [o for o in overrides if not self._options(o)]
+        typed = [o.key_or_group for o in given if self._set(tree, o)]
+        tree.pop("hydra", None)
+        try:
+            values: Any = OmegaConf.to_container(tree, resolve=True)
+        except OmegaConfBaseException as error:
+            self._add(str(error.full_key or "command line"), "", why(error))
+            return None
+        config, mistakes = convert(values, self.schema)
+        for key, value, rule in mistakes:
+            by_hand = any(key.startswith(own) for own in typed)
+            file = None if by_hand else self.presets.file_with(key, chosen)
+            self._add(key, value, f"{rule}\nin {file}" if file else rule)
+        if self.rejected <= {f.name for f in fields(self.schema)}:
+            # What else an unusable experiment would have set is unknown.
+            self._between(validate(config), typed)
+            if self.mistakes and isinstance(config, Config):
+                # Alone they are found with all else that does not fit the devices.
+                self._between(mesh_sizes.mistakes(config), typed)
+        return config
 
-    def _right(self, override: Override) -> bool:
-        """Record what is wrong with one override; say whether nothing is."""
-        before, tree = len(self.found), self.tree
-        key, value = override.key_or_group, override.value()
-        options = self.loader.get_group_options(key)
-        if options and not isinstance(value, dict):
-            return self._group_right(override, options)
-        if override.package is not None:
-            self._add(key, value, f"takes no package; leave out @{override.package}")
-        elif override.is_add() and has_key(tree, key):
-            self._add(key, value, f"is there already; write {key}=... without the +")
-        elif override.is_delete() and not (has_key(tree, key) and in_table(tree, key)):
-            rule = "cannot be removed; leave it out, and it has its default"
-            self._add(key, "", rule if has_key(tree, key) else unknown_key(tree, key))
-        elif not override.is_delete():
-            new = override.is_add() or override.is_force_add()
-            self.found += value_mistakes(tree, key, value, open_tables=new)
-        return len(self.found) == before
+    def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:
+        """Add mistakes between keys, but none that speaks of a mistaken key's value."""
+        wrong = {word for mistake in self.mistakes for word in _keys_in(mistake)}
+        for key, value, rule in mistakes:
+            section, table = key.partition(".")[0], key.rpartition(".")[0]
+            entry = key in typed and type_of(self.schema, table)[1]
+            unknown = section in self.rejected and not entry
+            inside = any(f"{other}.".startswith(f"{key}.") for other in wrong)
+            about = any(f"{other}=" in rule for other in wrong)
+            if not (unknown or inside or about):
+                self._add(key, value, rule)
 
-    def _group_right(self, override: Override, options: list[str]) -> bool:
-        key, value, rule = override.key_or_group, override.value(), ""
-        listed = ", ".join(options)
-        if key not in self.choices:
-            own = ", ".join(group for group in self.choices if "/" not in group)
-            self._add(
-                key, value, f"is no group of this command: {own or 'it has none'}"
-            )
-            return False
-        if override.package is not None:
+    def _options(self, override: Override) -> list[str]:
+        """List a group's choices; empty for a key."""
+        section = isinstance(override.value(), dict)
+        return [] if section else self.presets.options(override.key_or_group)
+
+    def _fits(self, override: Override) -> bool:
+        """Record what is wrong with an override whatever else is set."""
+        key, options, rule = override.key_or_group, self._options(override), ""
+        if options and key not in self.presets.choices:
+            own = ", ".join(self.presets.groups) or "it has none"
+            rule = f"is no group of this command: {own}"
+        elif override.package is not None:
             rule = f"takes no package; leave out @{override.package}"
-        elif override.is_delete():
-            pass
-        elif override.is_add() or override.is_force_add():
-            rule = f"is one of this command's groups already; write {key}={value}"
-        elif value is None:
-            rule = f"must be one of {listed}; ~{key} is none"
+        elif options and not override.is_delete():
+            rule = _choice_rule(override, options)
+        if rule:
+            self._add(key, override.value(), rule)
+            self.rejected |= {key} & self.presets.choices.keys()
+        return not rule
+
+    def _set(self, tree: DictConfig, override: Override) -> bool:
+        """Set one key in the composed values, or record why that cannot be."""
+        key, value = override.key_or_group, override.value()
+        parent, _, name = key.rpartition(".")
+        section, node = node_of(tree, parent), node_of(tree, key)
+        in_table, rule = type_of(self.schema, parent)[1], ""
+        containers = {DictConfig: dict, ListConfig: list}
+        if override.is_delete():
+            value = ""
+            if node is None and in_table and isinstance(section, DictConfig):
+                rule = f"there is no such key; {parent} has {', '.join(section)}"
+            elif node is None:
+                rule = unknown_key(self.schema, key)
+            elif not in_table:
+                rule = "cannot be removed; leave it out, and it has its default"
+            else:
+                section.pop(name)
+        elif override.is_add() and node is not None:
+            rule = f"is there already; write {key}=... without the +"
+        elif not isinstance(section, DictConfig | None) or (
+            node is None and key.startswith("hydra.")
+        ):
+            rule = unknown_key(self.schema, key)
+        elif not isinstance(value, containers.get(type(node), object)):
+            hint = type_of(self.schema, key)[0]
+            rule = explained(type_rule(hint), self.schema, key)
         else:
-            for choice in value if isinstance(value, list) else [value]:
-                if str(choice) not in options:
-                    close = did_you_mean(str(choice), options)
-                    rule = f"must be one of {listed}{close}"
+            try:
+                OmegaConf.update(tree, key, value, merge=True, force_add=True)
+            except OmegaConfBaseException as error:
+                rule = str(error).splitlines()[0]
         if rule:
             self._add(key, value, rule)
-        elif not self._preset_mistakes([str(override.input_line)]):
-            return True
-        self.rejected.add(key)
-        return False
-
-    def _preset_mistakes(self, overrides: list[str]) -> bool:
-        """Check every YAML file that a choice draws in; say whether one is wrong."""
-        wrong = False
-        try:
-            defaults = self._defaults(overrides).defaults
-        except Exception as e:
-            key, _, value = "".join(overrides).partition("=")
-            rule = f"{_why(e)}\nin the file of {key}={value}, or one that it names"
-            if key:
-                self._add(key, value, rule)
-            else:
-                self._add(self.config_name, "", _why(e))
-            return True
-        for default in defaults:
-            path = str(default.config_path)
-            if path == "schema" or path.startswith("hydra/"):
-                continue
-            if path not in self.files:
-                self.files[path] = self._preset_right(path, default.package)
-            wrong |= not self.files[path]
-        return wrong
-
-    def _preset_right(self, path: str, package: str | None) -> bool:
-        before = len(self.found)
-        preset = self.loader.repository.load_config(path)
-        where = f"{preset.path.removeprefix('file://')}/{path}.yaml"
-        prefix = f"{package}." if package else ""
-        tree = schema_node(self.schema)
-        for name, value in OmegaConf.to_container(preset.config).items():  # type: ignore
-            if prefix or name != "hydra":
-                for mistake in value_mistakes(tree, f"{prefix}{name}", value, True):
-                    self._add(*mistake[:2], f"{mistake.rule}\nin {where}")
-        return len(self.found) == before
-
-    def _defaults(self, overrides: list[str]) -> Any:
-        given = {text.partition("=")[0] for text in overrides}
-        chosen = [text for text in self.chosen if text.partition("=")[0] not in given]
-        return self.loader.compute_defaults_list(
-            self.config_name, [*chosen, *overrides], RunMode.RUN
-        )
-
-    def _names(self) -> list[str]:
-        groups = [group for group in self.choices if "/" not in group]
-        return [*groups, *dotted_keys(self.tree)]
+        return not rule
 
     def _add(self, key: str, value: object, rule: str) -> None:
         mistake = Mistake(key, value, rule)
-        if mistake not in self.found:
-            self.found.append(mistake)
+        if mistake not in self.mistakes:
+            self.mistakes.append(mistake)
+
+
+def _choice_rule(override: Override, options: list[str]) -> str:
+    """Return what is wrong with a choice; empty if nothing is."""
+    key, value = override.key_or_group, override.value()
+    rule = f"must be one of {', '.join(options)}"
+    if override.is_add() or override.is_force_add():
+        return f"is one of this command's groups already; write {key}={value}"
+    if value is None:
+        return f"{rule}; ~{key} is none"
+    choices = [str(choice) for choice in value] if isinstance(value, list) else [value]
+    wrong = [str(choice) for choice in choices if str(choice) not in options]
+    return rule + did_you_mean(wrong[0], options) if wrong else ""
+
+
+def _place(key: str, typed: Sequence[str]) -> int:
+    """Return which argument a mistake is about: flags come first, rules last."""
+    if key.startswith("-"):
+        return -1
+    places = (i for i, own in enumerate(typed) if own and key.startswith(own))
+    return next(places, len(typed))
 
 
 def _keys_in(mistake: Mistake) -> set[str]:
-    """Give the dotted keys that a mistake speaks of."""
+    """List the dotted keys that a mistake speaks of."""
     return {mistake.key, *re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+", mistake.rule)}
-
-
-def _why(error: BaseException) -> str:
-    """Give Hydra's message without its search path, links and line breaks."""
-    text = str(error) or str(error.__cause__ or type(error).__name__)
-    text = re.split(r"Config search path|Search path:|See https", text)[0]
-    return " ".join(text.split())

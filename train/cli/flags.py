@@ -2,16 +2,13 @@
 
 from argparse import ArgumentError, Namespace
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
-from train.cli.quoting import hydra_text
-from train.cli.schema import did_you_mean
+from train.cli.hints import did_you_mean, keys_of
+from train.config import Config
 from train.errors import ConfigError, Mistake
 
 
@@ -43,58 +40,6 @@ def flags_first(argv: Sequence[str]) -> list[str]:
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
 
 
-def quote_text(argv: Sequence[str], schema: type) -> list[str]:
-    """Quote what Hydra's grammar would misread as a value of a text key.
-
-    So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
-    quoted already, null, and the sweeps of `--multirun` stay. A table of sections, and
-    one that is marked as open (`train/config.py`), takes new entries: Hydra wants that
-    said with ++.
-    """
-    sweeps = is_sweep(parse_flags(argv))
-    parser = OverridesParser.create()
-
-    def quoted(argument: str) -> str:
-        key, equals, value = argument.partition("=")
-        hint, opens = _hint(schema, key)
-        if equals and get_origin(hint) is dict and is_dataclass(get_args(hint)[1]):
-            opens = True
-        argument, key = (
-            f"++{text}" if equals and opens else text for text in (argument, key)
-        )
-        if not equals or hint not in (str, str | None):
-            return argument
-        try:
-            parsed = parser.parse_override(argument)
-            sweep, plain = parsed.is_sweep_override(), value == value.strip()
-            if sweeps if sweep else plain and _one_value(parsed.value()):
-                return argument
-        except HydraException:
-            pass
-        return hydra_text(key, value)
-
-    return [quoted(argument) for argument in argv]
-
-
-def _one_value(value: object) -> bool:
-    return not isinstance(value, list | dict)
-
-
-def _hint(schema: type, key: str) -> tuple[Any, bool]:
-    """Give the type of a dotted key of a dataclass, or None; is it in an open table?"""
-    hint: Any = schema
-    opens = False
-    for name in key.split("."):
-        if is_dataclass(hint):
-            opens |= any(
-                f.name == name and f.metadata.get("open") for f in fields(hint)
-            )
-            hint = get_type_hints(hint).get(name)
-        else:
-            hint = get_args(hint)[1] if get_origin(hint) is dict and opens else None
-    return hint, opens
-
-
 def is_sweep(flags: Namespace) -> bool:
     """Say whether Hydra will run several jobs."""
     return flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
@@ -111,8 +56,17 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
             rule = f"must be one of {', '.join(choices)}"
             found.append(Mistake(f"--{action.dest}", value, rule))
     for flag in flags.unknown:
+        name, equals, value = flag.lstrip("-").partition("=")
         rule = "there is no such flag" + did_you_mean(flag, known)
-        found.append(Mistake(flag, "", f"{rule}; --hydra-help lists them"))
+        if (
+            key := did_you_mean(name.replace("-", "_"), keys_of(Config))
+            if equals
+            else ""
+        ):
+            rule += f"; keys have no dashes{key.removesuffix('?')}={value}?"
+        else:
+            rule += "; --hydra-help lists them"
+        found.append(Mistake(flag, "", rule))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
     asked = [mode for mode in modes if getattr(flags, mode)]
     if len(asked) > 1:

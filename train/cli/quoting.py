@@ -1,11 +1,54 @@
-"""Overrides of text keys that say what they seem to."""
+"""Arguments as typed, made into overrides that Hydra reads as they are meant."""
 
 import re
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from train.cli.flags import is_sweep, parse_flags
+from train.cli.hints import type_of
+from train.cli.schema import OLD_NAMES
 
 
 def hydra_text(key: str, value: str) -> str:
-    """Give an override of a text key that Hydra's grammar cannot misread."""
+    """Return an override of a text key that Hydra's grammar cannot misread."""
     # Inside quotes Hydra reads \\ as a backslash only in front of a quote.
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f'{key}="{escaped}"'
+
+
+def quote_text(argv: Sequence[str], schema: type) -> list[str]:
+    """Return the arguments with that quoted which Hydra's grammar would misread.
+
+    So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
+    quoted already, null, and the sweeps of `--multirun` stay. A table takes new
+    entries: Hydra wants that said with ++. A key's old name becomes the one of today.
+    """
+    sweeps = is_sweep(parse_flags(argv))
+    parser = OverridesParser.create()
+
+    def quoted(argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        name = key.lstrip("+~")
+        key = key.replace(name, OLD_NAMES.get(name, name))
+        hint, opens = type_of(schema, key)
+        key = f"++{key}" if equals and opens else key
+        argument = f"{key}{equals}{value}"
+        if not equals or hint not in (str, str | None):
+            return argument
+        try:
+            parsed = parser.parse_override(argument)
+            sweep, plain = parsed.is_sweep_override(), value == value.strip()
+            if sweeps if sweep else plain and _one_value(parsed.value()):
+                return argument
+        except HydraException:
+            pass
+        return hydra_text(key, value)
+
+    return [quoted(argument) for argument in argv]
+
+
+def _one_value(value: object) -> bool:
+    return not isinstance(value, list | dict | bool)

@@ -8,7 +8,7 @@ from typing import Any
 from train.config import Config, DcnConfig, Remat
 from train.console import print_table
 from train.errors import ConfigError
-from train.mesh import axis_sizes
+from train.mesh_sizes import axis_sizes
 from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16

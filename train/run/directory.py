@@ -74,7 +74,7 @@ class RunDir:
 
     def rewound(self) -> None:
         """Record that this start went back, so that no later one does it again."""
-        left_out = self.config.data.skip_steps
+        left_out = self.config.data.skip_batches
         rewind_to = self.continuation.rewind_to
         self.events.record("rewind", rewind_to=rewind_to, left_out=left_out)
         self.events.flush()
@@ -204,7 +204,7 @@ def _open(
 ) -> RunDir:
     compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
     continuation = Continuation(*compared)
-    data = replace(config.data, skip_steps=continuation.skip_steps)
+    data = replace(config.data, skip_batches=continuation.skip_batches)
     config = replace(config, data=data)
     try:
         events = cluster.on_leader(lambda: EventLog(path))

@@ -22,10 +22,10 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
-from train.cli.schema import read_yaml, to_yaml
+from train.cli.schema import OLD_NAMES, read_yaml, to_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.identity import Difference, Kind, differences, refused
+from train.identity import ChangeKind, Difference, differences, refused
 from train.run.metrics import read_events
 from train.run.storage import run_folder, write_whole
 from train.run.versions import versions
@@ -37,15 +37,15 @@ class Continuation(NamedTuple):
     """How a start goes on from those before it.
 
     schedule_steps: train.num_steps of the first start, the schedule's length.
-    known_skips: data.skip_steps of earlier starts.
-    skip_steps: the batches that any start leaves out.
+    known_skips: data.skip_batches of earlier starts.
+    skip_batches: the batches that any start leaves out.
     rewind_to: run.rewind_to, unless an earlier start has done it.
     finished: whether the run has come to its end.
     """
 
     schedule_steps: int
     known_skips: list[int]
-    skip_steps: list[int]
+    skip_batches: list[int]
     rewind_to: int | None
     finished: bool
 
@@ -62,18 +62,18 @@ def compare_with_run(
         DataError: if the text is not the one that the run was started on.
     """
     first, num_steps = path / "config.yaml", config.train.num_steps
-    skip_steps, rewind_to = config.data.skip_steps, config.run.rewind_to
+    skip_batches, rewind_to = config.data.skip_batches, config.run.rewind_to
     if not first.exists():
-        return Continuation(num_steps, [], skip_steps, None, False)
+        return Continuation(num_steps, [], skip_batches, None, False)
     earlier, last = read_yaml(first), newest_start(path)
     changes = differences(earlier, config)
     _refuse(path, refused(changes, config.run.allow_change))
     _check_changed_data(path, sources, changes, last.get("changes", {}))
-    known_skips = last.get("changes", {}).get("data.skip_steps")
-    known_skips = known_skips or earlier.data.skip_steps
-    skip_steps = _merged(known_skips, skip_steps)
+    known_skips = last.get("changes", {}).get("data.skip_batches")
+    known_skips = known_skips or earlier.data.skip_batches
+    skip_batches = _merged(known_skips, skip_batches)
     if rewind_to is not None and any(
-        event.get("rewind_to") == rewind_to and event.get("left_out") == skip_steps
+        event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
         for event in read_events(path)
     ):
         log.info("run.rewind_to=%d was done by an earlier start", rewind_to)
@@ -88,7 +88,7 @@ def compare_with_run(
             schedule_steps,
         )
     finished = rewind_to is None and results_step >= num_steps
-    return Continuation(schedule_steps, known_skips, skip_steps, rewind_to, finished)
+    return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
 
 
 def _refuse(path: epath.Path, changes: list[Difference]) -> None:
@@ -143,7 +143,7 @@ def _check_changed_data(
         change
         for change in changes
         if change.key.startswith("data.")
-        and change.kind is Kind.refused  # but allowed by name
+        and change.kind is ChangeKind.refused  # but allowed by name
         and before.get(change.key) != _yaml_value(change.new)
     ]
     if moved:
@@ -203,7 +203,9 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
     if not numbers:
         return {}
-    return yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
+    start = yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
+    changes = start.get("changes", {})
+    return {**start, "changes": {OLD_NAMES.get(k, k): changes[k] for k in changes}}
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:

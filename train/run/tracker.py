@@ -85,7 +85,7 @@ def open_tracker(
         run_config: the resolved config as plain dicts, shown beside the metrics.
         write: False on every process but the first: no tracker there.
     """
-    if not write or config.name == config_lib.Tracker.none:
+    if not write or config.name == config_lib.TrackerName.none:
         return NoTracker()
     return _WandbTracker(config, epath.Path(run_dir), run_name, run_config)
 

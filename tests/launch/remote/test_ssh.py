@@ -334,9 +334,7 @@ def test_rendered(name, cluster):
         ({"hosts": ["a b"]}, "must be a host as ssh takes it"),
         ({"hosts": ["a", "a"]}, "must differ"),
         ({"address": "$(x)"}, "must be a host as ssh takes it"),
-        ({"processes_per_node": 0}, "must be at least 1"),
         ({"code": Code.image}, "must be shared or archive"),
-        ({"poll_s": 0.0}, "must be positive"),
     ],
 )
 def test_mistakes(changes, said):

@@ -45,8 +45,6 @@ def test_directives_hold_only_what_was_checked():
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
-        ({"nodes": 0}, "cluster.nodes"),
-        ({"signal_s": 0}, "cluster.signal_s"),
         ({"time": "a day"}, "cluster.time"),
         ({"memory": "500 GB"}, "cluster.memory"),
         ({"options": {"gpus-per-task": 1}}, "cluster.options.gpus-per-task"),

@@ -102,7 +102,7 @@ def test_all_mistakes_at_once(door):
     assert "without the +" in entry(result, "seed = 1")
     assert "cannot be removed" in entry(result, "log.interval_steps")
     assert "no such key" in entry(result, "mesh.params.bar")
-    assert "+mesh.params.foo=" in entry(result, "mesh.params.foo = fsdp")
+    assert "is no logical axis" in entry(result, "mesh.params.foo = fsdp")
     assert "section" in entry(result, "train = 3")
     assert "one of none, dots, full" in entry(result, "train.remat = {'a': 1}")
     assert "quote" in entry(result, "eval.interval_steps = [1")
@@ -215,6 +215,16 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(door):
     assert lines[0][3] != lines[1][3]
     assert "exit code 134" in result.stderr
     assert result.stdout.count("interval_steps: 3") == 2
+    table = [
+        line.split() for line in result.stdout.partition("\nsweep\n")[2].splitlines()
+    ]
+    assert [row[:3] for row in table[2:]] == [
+        ["0", "seed=0", "0"],
+        ["1", "seed=9", "9"],
+        ["2", "seed=6", "134"],
+        ["3", "seed=1", "1"],
+        ["4", "seed=2", "0"],
+    ]
 
 
 def test_each_value_of_a_sweep_is_checked_before_the_first_job(door):
@@ -238,8 +248,9 @@ def test_commands_on_a_run(tmp_path, name: str, right: list[str], wrong: list[st
     schema = f"{name.capitalize()}Config"
     code = (
         "from train.cli.command import run_command\n"
-        f"from train.config import {schema}\n"
-        f"run_command(lambda config: print(config), '{name}', {schema})\n"
+        "from train.cli.rules import must_name_run\n"
+        f"from train.{name} import {schema}\n"
+        f"run_command(print, '{name}', {schema}, must_name_run)\n"
     )
     (tmp_path / "door.py").write_text(code)
 
@@ -259,6 +270,65 @@ def test_commands_on_a_run(tmp_path, name: str, right: list[str], wrong: list[st
     assert result.returncode == 78
     assert wrong[0].partition("=")[0] in result.stderr
     assert "run.dir" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "heavy"),
+    [
+        ("train", "--help", {"jax", "flax", "pydantic", "grain", "tensorstore"}),
+        ("train", "train.num_step=3", {"jax", "flax", "grain", "tensorstore"}),
+        ("train.status", "run.name=none", {"jax", "flax", "grain"}),
+        ("launch", "cluster=slrm", {"jax", "flax", "grain", "tensorstore"}),
+    ],
+)
+def test_help_mistakes_and_status_are_cheap(tmp_path, module, argument, heavy):
+    code = (
+        "import atexit, runpy, sys\n"
+        f"sys.argv = ['{module}', '{argument}']\n"
+        "atexit.register(lambda: print(*{x.partition('.')[0] for x in sys.modules}))\n"
+        f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode in (0, 78), result.stderr
+    loaded = set(result.stdout.splitlines()[-1].split())
+    assert "hydra" in loaded
+    assert loaded & heavy == set()
+
+
+def test_what_does_not_fit_the_devices_comes_with_all_else(door):
+    sizes = ("mesh.fsdp=3", "data.batch_size=7", "runtime.cpu_devices=8")
+    result = door(*sizes, "model.num_hedas=3")
+    assert result.stderr.startswith("3 mistakes")
+    assert "multiply to the 8 devices" in result.stderr
+    assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+
+
+def test_habits_of_other_programs_are_answered(door):
+    result = door("--num_steps=30", "resume=true", "data.tokenizer=gpt3")
+    assert "train.num_steps=30?" in entry(result, "--num_steps=30")
+    assert "the same command continues a run" in entry(result, "resume = True")
+    assert "did you mean gpt2?" in entry(result, "data.tokenizer = gpt3")
+
+
+def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(door):
+    result = door("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=some")
+    assert "(Updates of the whole run" in entry(result, "train.num_steps = 0")
+    assert "must be pairs" in entry(result, "data.skip_batches = [3, 1]")
+    shown = door("data.skip_steps=[1,3]", "--cfg", "job")
+    assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]
+
+
+def test_mistakes_in_a_table_of_sections_hide_no_others(door):
+    result = door("data=mixture", "data.sources={web: {pathh: 1}, b: 3}", "seed=x")
+    assert "did you mean data.sources.web.path" in result.stderr
+    assert "section" in entry(result, "data.sources.b = 3")
+    assert "whole number" in entry(result, "seed = x")
 
 
 def test_hydra_and_omegaconf_stay_where_they_belong():
@@ -285,5 +355,5 @@ def test_a_table_of_sections_is_set_as_a_whole(door):
     )
     assert "must be a number, or null" in entry(wrong, "data.sources.web.epochs = x")
     assert wrong.stderr.startswith("2 mistakes")
-    single = door("data=mixture", "+data.sources.web.path=a")
-    assert "write data.sources={web: {...}}" in single.stderr
+    single = door("data=mixture", "data.sources.web.path=a", "--cfg", "job")
+    assert yaml.safe_load(single.stdout)["data"]["sources"]["web"]["path"] == "a"

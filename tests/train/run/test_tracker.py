@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
-from train.config import Tracker, TrackerConfig
+from train.config import TrackerConfig, TrackerName
 from train.run import tracker
 from train.run.tracker import NoTracker, open_tracker
 
 SESSION = """
 import sys, time
-from train.config import TrackerConfig
+from train.config import TrackerConfig, TrackerName
 from train.run.tracker import open_tracker
 began = time.monotonic()
 run = open_tracker(TrackerConfig(), sys.argv[1], "tiny", {"model": {"num_layers": 2}})
@@ -94,7 +94,7 @@ def test_two_sessions_are_one_run_and_all_files_lie_in_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [(Tracker.none, True), (Tracker.wandb, False)]
+    ("name", "write"), [(TrackerName.none, True), (TrackerName.wandb, False)]
 )
 def test_no_tracker_touches_nothing(tmp_path, name, write):
     run = open_tracker(TrackerConfig(name=name), tmp_path, "tiny", {}, write=write)

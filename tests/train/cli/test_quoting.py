@@ -1,8 +1,9 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from train.cli.flags import quote_text
-from train.config import Config, SampleConfig
+from train.cli.quoting import quote_text
+from train.config import Config
+from train.sample import SampleConfig
 
 
 def read(argument):

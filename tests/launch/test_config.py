@@ -1,0 +1,34 @@
+"""What the keys of a cluster may be, whichever kind it is."""
+
+from dataclasses import asdict
+
+import pytest
+
+from launch.config import KINDS
+from train.cli.schema import convert
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "rule"),
+    [
+        ("local", "max_restarts", -1, "must not be negative"),
+        ("local", "backoff_s", -1.0, "must not be negative"),
+        ("local", "processes", 0, "must be at least 1"),
+        ("ssh", "processes_per_node", 0, "must be at least 1"),
+        ("ssh", "poll_s", 0.0, "must be positive"),
+        ("slurm", "nodes", 0, "must be at least 1"),
+        ("slurm", "signal_s", 0, "must lie in [1, 65535]"),
+        ("gke_tpu", "grace_period_s", 0, "must be at least 1"),
+        ("gke_gpu", "nodes", 0, "must be at least 1"),
+        ("tpu_vm", "poll_s", 0.0, "must be positive"),
+        ("skypilot", "nodes", 0, "must be at least 1"),
+        ("gke_tpu", "secrets", ["A"], "must be a table {key: value}"),
+    ],
+)
+def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):
+    right = asdict(KINDS[kind]())
+    assert convert(right, KINDS[kind])[1] == []
+    config, (mistake,) = convert({**right, key: value}, KINDS[kind])
+    assert (mistake.key, mistake.value) == (key, value)
+    assert mistake.rule.startswith(rule)
+    assert config == KINDS[kind]()  # the default stands in for it

@@ -1,0 +1,143 @@
+"""The YAML files under `configs/`: which are drawn in, what they set, what is in them.
+
+Hydra composes them as plain values: the dataclasses' defaults come first, types and
+bounds are checked once all is set (`train/cli/schema.py`).
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from train.errors import Mistake
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+VERSION_BASE = "1.3"
+
+
+def register(schema: type) -> None:
+    """Make `schema`, which each root config starts with, mean this one's defaults."""
+    ConfigStore.instance().store(name="schema", node=OmegaConf.create(asdict(schema())))
+
+
+@contextmanager
+def search_path(schema: type, folder: str | None) -> Iterator[None]:
+    """Let Hydra find `configs/`, and a folder of the user's own."""
+    register(schema)
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
+        if folder and Path(folder).is_dir():
+            loader: Any = GlobalHydra.instance().config_loader()
+            path = f"file://{Path(folder).resolve()}"
+            anchor = SearchPathQuery(provider="schema")
+            loader.config_search_path.prepend("command-line", path, anchor)
+            loader.repository.initialize_sources(loader.config_search_path)
+        yield
+
+
+class Presets:
+    """The presets of one command, inside `search_path`.
+
+    choices: what each group that the command knows has chosen by itself.
+    """
+
+    def __init__(self, config_name: str, schema: type, chosen: Sequence[str]) -> None:
+        self.config_name = config_name
+        self.schema = schema
+        self.chosen = chosen
+        self.loader: Any = GlobalHydra.instance().config_loader()
+        self._composed: dict[tuple[str, ...], tuple[DictConfig, list[Mistake]]] = {}
+        try:
+            self.choices: dict[str, Any] = self._defaults(()).overrides.known_choices
+        except Exception:  # `compose` says why
+            self.choices = {}
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups that people choose of."""
+        return [group for group in self.choices if "/" not in group]
+
+    def options(self, group: str) -> list[str]:
+        """List a group's choices; empty if it is none."""
+        return self.loader.get_group_options(group)
+
+    def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
+        """Compose what is chosen; a choice of which nothing comes is left out.
+
+        Args:
+            choices: as typed, `model=llama3_8b`.
+        """
+        if (typed := tuple(choices)) not in self._composed:
+            self._composed[typed] = self._compose(typed)
+        tree, mistakes = self._composed[typed]
+        return tree.copy(), mistakes
+
+    def _compose(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[Mistake]]:
+        words = self._with_chosen(choices)
+        try:
+            tree = hydra.compose(self.config_name, words, return_hydra_config=True)
+            OmegaConf.set_struct(tree, None)
+            return tree, []
+        except Exception as error:
+            reason = why(error)
+        mistakes = {choice: self._mistake(choice) for choice in choices}
+        wrong = [mistake for mistake in mistakes.values() if mistake]
+        if not wrong:  # each by itself, but not together
+            return OmegaConf.create(asdict(self.schema())), [
+                Mistake(self.config_name, "", reason)
+            ]
+        tree, more = self.compose([c for c in choices if not mistakes[c]])
+        return tree, wrong + more
+
+    def _mistake(self, choice: str) -> Mistake | None:
+        try:
+            self._defaults([choice])
+        except Exception as error:
+            key, _, value = choice.partition("=")
+            rule = f"{why(error)}\nin the file of {choice}, or one that it names"
+            return Mistake(key, value, rule)
+        return None
+
+    def file_with(self, key: str, choices: Sequence[str]) -> str | None:
+        """Find the preset that set a key: the last one that has it."""
+        for default in reversed(self._defaults(choices).defaults):
+            path, package = str(default.config_path), default.package or ""
+            if path == "schema" or path.startswith("hydra/"):
+                continue
+            preset = self.loader.repository.load_config(path)
+            inner = key.partition("[")[0].removeprefix(f"{package}." * bool(package))
+            if node_of(preset.config, inner) is not None:
+                return f"{preset.path.removeprefix('file://')}/{path}.yaml"
+        return None
+
+    def _defaults(self, choices: Sequence[str]) -> Any:
+        words = self._with_chosen(choices)
+        return self.loader.compute_defaults_list(self.config_name, words, RunMode.RUN)
+
+    def _with_chosen(self, choices: Sequence[str]) -> list[str]:
+        given = {text.partition("=")[0] for text in choices}
+        chosen = [text for text in self.chosen if text.partition("=")[0] not in given]
+        return [*chosen, *choices]
+
+
+def node_of(tree: DictConfig, key: str) -> Any:
+    """Return the node under a dotted key, its interpolations unresolved, or None."""
+    node: Any = tree
+    for name in key.split(".") if key else ():
+        node = node._get_node(name, False) if isinstance(node, DictConfig) else None
+    return node
+
+
+def why(error: BaseException) -> str:
+    """Return Hydra's message without its search path, links and line breaks."""
+    text = str(error) or str(error.__cause__ or type(error).__name__)
+    text = re.split(r"Config search path|Search path:|See https", text)[0]
+    return " ".join(text.split())

@@ -1,0 +1,108 @@
+"""The sizes of the mesh axes, and what they must divide. Arithmetic, without JAX."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from train.config import MESH_AXES, Config, MeshConfig, Platform
+from train.errors import ConfigError, Mistake, check_all, nearest
+
+# Variables that tell of more processes than this one, or of other devices.
+_TELLING = (
+    *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
+    *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),
+)
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
+
+
+def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Return every axis' size, -1 replaced by what is left, or 1 if that is no number.
+
+    What these do not divide no mesh of this config divides: rules about them can be
+    checked even if they do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    left = 1 if num_devices % fixed else num_devices // fixed
+    return {axis: left if size == -1 else size for axis, size in sizes.items()}
+
+
+def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Return every axis' size, -1 replaced by what is left.
+
+    Raises:
+        ConfigError: if the sizes do not multiply to the number of devices.
+    """
+    sizes = least_sizes(config, num_devices)
+    if math.prod(sizes.values()) != num_devices:
+        text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
+        rule = (
+            f"must multiply to the {num_devices} devices there are; change a size, set "
+            "one axis to -1 (what is left), or runtime.cpu_devices on a CPU"
+        )
+        raise ConfigError([Mistake("mesh", text, rule)])
+    return sizes
+
+
+def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
+    """Return into how many parts a dim on these mesh axes is cut."""
+    names = [axes] if isinstance(axes, str) else axes or ()
+    return math.prod(sizes[axis] for axis in names)
+
+
+def check_batch(batch_size: int, accumulation: int, shards: int) -> None:
+    """Check that every device gets whole rows of each microbatch.
+
+    Args:
+        batch_size: rows of the global batch.
+        accumulation: microbatches of a step.
+        shards: devices that share the rows of a microbatch.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if batch_size % (shards * accumulation):
+        rule = (
+            f"must be divisible by {shards} (devices that share the batch) x "
+            f"{accumulation} (train.accumulation_steps); "
+            f"{nearest(batch_size, shards * accumulation)}"
+        )
+        raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
+
+
+def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
+    """List what does not fit the number of devices, if that is known without JAX.
+
+    Args:
+        config: right in itself.
+        num_devices: default: `runtime.cpu_devices`, where nothing else can be meant.
+    """
+    count = num_devices or _cpu_devices(config)
+    batch = config.mesh.activations.get("batch")
+    known = {*([batch] if isinstance(batch, str) else batch or ())} <= {*MESH_AXES}
+    if count is None or config.mesh.planned or not known:
+        return []
+    sizes = least_sizes(config.mesh, count)
+    rows, parts = config.data.batch_size, config.train.accumulation_steps
+    try:
+        check_all(
+            lambda: axis_sizes(config.mesh, count),
+            lambda: check_batch(rows, parts, num_shards(sizes, batch)),
+        )
+    except ConfigError as error:
+        return error.mistakes
+    return []
+
+
+def _cpu_devices(config: Config) -> int | None:
+    """Return the virtual devices that will be all there are; None if others may be."""
+    told = config.distributed.num_processes not in (None, 1)
+    if told or any(name in os.environ for name in _TELLING):
+        return None
+    platform = config.runtime.platform
+    asked = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
+    nothing_else = platform is Platform.auto and not any(
+        Path(device).exists() for device in _ACCELERATORS
+    )
+    return config.runtime.cpu_devices if asked or nothing_else else None
