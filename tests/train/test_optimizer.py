@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from model.params import Kind, ParamInfo
-from train.config import Optimizer, OptimizerConfig, Schedule, ScheduleConfig
+from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
 from train.optimizer import factor, make_optimizer
 
 INFOS = {
@@ -21,7 +21,7 @@ SHAPES = {"matrix": (8, 12), "table": (10, 8), "vector": (8,)}
 ADAMW = OptimizerConfig(
     learning_rate=0.01, weight_decay=0.1, b1=0.9, b2=0.95, clip_norm=None
 )
-MUON = replace(ADAMW, name=Optimizer.muon, muon_learning_rate=0.1)
+MUON = replace(ADAMW, name=OptimizerName.muon, muon_learning_rate=0.1)
 LEVEL = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
 WARMING = ScheduleConfig(name=Schedule.cosine, warmup_steps=3, final_fraction=0.1)
 

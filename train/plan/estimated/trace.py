@@ -18,9 +18,9 @@ from model.config import Attention, ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.layers import Execution
 from train.config import TrainConfig
+from train.mesh_sizes import num_shards
 from train.optimizer import Optimizer
 from train.program import Program
-from train.sharding import num_shards
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
