@@ -78,7 +78,7 @@ class Walk:
     def _equation(self, equation: Any, operands: list[Array]) -> list[Array]:
         name, params = equation.primitive.name, equation.params
         if name == "scan":
-            return self._scan(params, operands)
+            return self._scan(equation, operands)
         if name == "shard_map":
             return self._shard_map(params, operands)
         inner = params.get("jaxpr") or params.get("call_jaxpr")
@@ -91,12 +91,18 @@ class Walk:
             return self._plain(equation, operands)
         return self.run(inner, operands)
 
-    def _scan(self, params: Any, operands: list[Array]) -> list[Array]:
-        consts, carry, trips = (
-            params[key] for key in ("num_consts", "num_carry", "length")
-        )
-        fixed = operands[: consts + carry]
-        slices = [_slice(array) for array in operands[consts + carry :]]
+    def _scan(self, equation: Any, operands: list[Array]) -> list[Array]:
+        """Walk a loop once; what has a dim more outside is sliced, or stacked."""
+        params, inner = equation.params, equation.params["jaxpr"].jaxpr
+
+        def same_rank(outside: Any, inside: Any) -> int:
+            pairs = zip(outside, inside, strict=True)
+            return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+
+        whole = same_rank(equation.invars, inner.invars)
+        carry = same_rank(equation.outvars, inner.outvars)
+        trips, fixed = params["length"], operands[:whole]
+        slices = [_slice(array) for array in operands[whole:]]
         outer = self.operations
         loop = Operation("scan", operands, [], self.place, trips=trips, slices=slices)
         self.operations, self._times = loop.body, self._times * trips
