@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -48,9 +49,15 @@ def partition_spec(
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Where activations lie: pairs of (logical axis, mesh axes). Empty: anywhere."""
+    """Where activations lie.
+
+    pairs: (logical axis, mesh axes). Empty: anywhere.
+    lookup: mesh axes of (batch, embed) of what comes out of a table, if XLA has to be
+        told.
+    """
 
     pairs: tuple[tuple[str, MeshAxes], ...] = ()
+    lookup: tuple[MeshAxes, MeshAxes] | None = None
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Return the PartitionSpec of an activation with these logical axes."""
@@ -61,6 +68,19 @@ class AxisRules:
         if not self.pairs:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
+
+    def constrain_lookup(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Pin rows that come out of a table W[V, D_fsdp], before `constrain` does.
+
+        Each device looks up its part of D: x[B_data, T, D_fsdp]. One all-to-all makes
+        x[B_(data, fsdp), T, D] of that. Left to itself XLA replicates x on the way,
+        and again its gradient ("involuntary full rematerialization").
+        """
+        if self.lookup is None:
+            return x_BTD
+        batch, embed = self.lookup
+        spec = PartitionSpec(batch, None, embed)
+        return jax.lax.with_sharding_constraint(x_BTD, spec)
 
 
 ANYWHERE = AxisRules()

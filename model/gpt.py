@@ -104,9 +104,9 @@ class GPT(nnx.Module):
         Returns:
             x_BTD in the activation dtype, and the longer cache if one was given.
         """
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = how.rules.constrain_lookup(self.embedding(tokens_BT))
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT)
+            x_BTD = x_BTD + how.rules.constrain_lookup(self.positions(positions_BT))
         x_BTD = x_BTD.astype(how.activation_dtype)
         x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
         by = None

@@ -169,7 +169,8 @@ def make_program(
         ConfigError: if it does not fit on them, with all that does not.
     """
     devices = jax.devices() if devices is None else devices
-    rules, sizes = activation_rules(config.mesh), least_sizes(config.mesh, len(devices))
+    sizes = least_sizes(config.mesh, len(devices))
+    rules = activation_rules(config.mesh, sizes)
     platform, data, train = devices[0].platform, config.data, config.train
     length = data.sequence_length
     shards = num_shards(sizes, rules.spec("batch")[0])

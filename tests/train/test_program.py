@@ -128,3 +128,12 @@ def test_so_is_it_where_the_mesh_is_none(programs):
     found = {mistake.key: mistake.rule for mistake in error.value.mistakes}
     assert list(found) == ["mesh", "mesh.dcn.fsdp", "mesh.dcn", "data.batch_size"]
     assert found["data.batch_size"].endswith("nearest: 6 or 12")
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_no_activation_is_replicated_to_lie_elsewhere(programs, capfd, position):
+    """What is looked up in a table W[V, D_fsdp] becomes x[B_(data, fsdp), T, D]."""
+    program = programs(*CUBE, f"model.position={position}", devices=8)
+    with jax.set_mesh(program.mesh):
+        program.train_step.lower(program.state, program.batch).compile()
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -53,7 +53,8 @@ def unknown_key(schema: type, key: str) -> str:
         section = type_of(schema, parent)[0] if parent else schema
     if not parent:
         return f"{rule}; --cfg job shows all there are"
-    return f"{rule}; {parent} has {', '.join(field.name for field in fields(section))}"
+    names = (field.name for field in fields(cast(type, section)))
+    return f"{rule}; {parent} has {', '.join(names)}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
