@@ -5,7 +5,6 @@ import sys
 
 from train.cli.command import run_command
 from train.config import Config
-from train.identity import run_dir
 
 _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
@@ -19,13 +18,11 @@ def main(config: Config) -> int:
 
 def outcome(config: Config) -> tuple[str, float | None]:
     """Return the directory of a run, and the loss of its last evaluation, if any."""
-    from data.sources import encoding_of
-    from data.tokenizer import padded_vocab_size
-    from train.program import settle
     from train.run.starts import read_results
     from train.run.storage import run_folder
+    from train.start import settled_run_dir
 
-    directory = run_dir(settle(config, padded_vocab_size(encoding_of(config.data))))
+    directory = settled_run_dir(config)
     return directory, read_results(run_folder(directory)).get("eval/loss")
 
 

@@ -12,6 +12,8 @@ import jax
 
 from data.batches import Order, batch_number
 from data.errors import DataError
+from data.sources import encoding_of
+from data.tokenizer import padded_vocab_size
 from train.config import Config
 from train.describe import describe, describe_data
 from train.distributed.preemption import Crash, Preemption
@@ -21,7 +23,7 @@ from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake
 from train.identity import run_dir
 from train.loop import Trainer
 from train.preflight import Prepared
-from train.program import Program, make_program
+from train.program import Program, make_program, settle
 from train.results import print_results, results
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
@@ -52,7 +54,7 @@ def train(config: Config, command: str) -> int:
         cluster = join(config.distributed, preemption.hold)
         preemption.connect(cluster)
         set_up(config.runtime)
-        folder = run_folder(run_dir(config))
+        folder = run_folder(settled_run_dir(config))
         place = cluster.process, cluster.processes
         with Watchdog(config.watchdog, folder, *place) as watchdog:
             prepared = Prepared(config, cluster)
@@ -64,6 +66,18 @@ def train(config: Config, command: str) -> int:
         if code == 0 and cluster.is_leader:
             print_results(read_results(run.path), command, config, run.path)
         return code
+
+
+def settled_run_dir(config: Config) -> str:
+    """Return the run's directory: its default name depends on the vocabulary too.
+
+    Where there is no vocabulary to be had the start will soon say why.
+    """
+    try:
+        encoding = encoding_of(config.data)
+    except (ConfigError, DataError):
+        return run_dir(config)
+    return run_dir(settle(config, padded_vocab_size(encoding)))
 
 
 def _start(
