@@ -98,7 +98,7 @@ def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
 def _cpu_devices(config: Config) -> int | None:
     """Return the virtual devices that will be all there are; None if others may be."""
     told = config.distributed.num_processes not in (None, 1)
-    if told or any(name in os.environ for name in _TELLING):
+    if told or any(os.environ.get(name) for name in _TELLING):
         return None
     platform = config.runtime.platform
     asked = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"

@@ -19,6 +19,7 @@ from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
+from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_items, estimate_memory, estimate_step
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
@@ -140,7 +141,9 @@ def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
         budget: of a device; default: what its chip has, less the usual margin.
     """
     budget = budget or _budget_of(list(program.mesh.devices.flat))
-    return Plan(program, budget, estimate_memory(program), estimate_step(program))
+    step = local_step(program)
+    memory, cost = estimate_memory(program, step), estimate_step(program, step)
+    return Plan(program, budget, memory, cost)
 
 
 def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Plan:

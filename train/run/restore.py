@@ -53,7 +53,9 @@ def _check_shapes(saved: Any, wanted: Any) -> None:
             for dim, before, after in zip(leaf.shape, shape, padded, strict=True)
         )
         if not known:
-            raise ValueError(f"{name} was saved as {shape}; {leaf.shape} is wanted")
+            raise ValueError(
+                f"{name} was saved with the shape {shape}, {leaf.shape} is wanted"
+            )
 
 
 class SavedSteps:

@@ -339,7 +339,7 @@ def test_through_the_door(tmp_path):
     assert refused(document) == []
     pod = Pod(document)
     assert pod.command[:4] == ["python", "-P", "-m", "train"]
-    assert {*pod.command} >= {"model=gpt_nano", 'tracker.project="$(A)"'}
+    assert {*pod.command} >= {"model=gpt_nano", "tracker.project=$(A)"}
     assert not [word for word in pod.command if "cluster" in word or "output" in word]
     assert pod.variables["B"] == "c,d"
     assert pod.variables["WANDB_API_KEY"] == "secret wandb api-key"

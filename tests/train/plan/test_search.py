@@ -19,7 +19,7 @@ from train.plan.candidates import (
     print_result,
 )
 from train.plan.memory import MemoryBudget, memory_budget
-from train.plan.plan import estimate
+from train.plan.plan import Plan, estimate
 from train.plan.search import choose, search
 from train.program import make_program
 from train.units import format_bytes
@@ -35,6 +35,24 @@ def devices(monkeypatch, tmp_path):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return fake_devices(parse_target("v5e-16"))
+
+
+PLANS: dict[tuple, Plan] = {}
+
+
+@pytest.fixture(autouse=True)
+def estimated_once(monkeypatch):
+    """Estimate each program for all tests once; nothing of it depends on the room."""
+
+    def once(program, budget=None):
+        mesh = program.mesh
+        key = repr(program.config), program.how, mesh.devices.flat[0].device_kind
+        if (key, mesh.size) not in PLANS:
+            PLANS[key, mesh.size] = estimate(program)
+        plan = PLANS[key, mesh.size]
+        return dataclasses.replace(plan, budget=budget or plan.budget)
+
+    monkeypatch.setattr(searching, "estimate", once)
 
 
 @pytest.fixture

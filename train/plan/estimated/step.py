@@ -21,7 +21,7 @@ from train.plan.cost import (
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.flops import count_flops
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
-from train.plan.estimated.local_step import local_step
+from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.temporaries import temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
@@ -36,9 +36,14 @@ _BESIDE = {
 }
 
 
-def estimate_step(program: Program) -> StepCost:
-    """Estimate what one device computes, moves and sends in a step."""
-    step = local_step(program)
+def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
+    """Estimate what one device computes, moves and sends in a step.
+
+    Args:
+        program: on the devices in question.
+        step: its local step, if that is known already.
+    """
+    step = step or local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
     chip = chip_of(program.mesh.devices.flat[0].device_kind)
     core_memory = (chip.core_memory if chip else None) or 0
@@ -53,10 +58,13 @@ def estimate_step(program: Program) -> StepCost:
     )
 
 
-def estimate_memory(program: Program) -> DeviceMemory:
-    """Estimate what one device needs: the state exactly, temporaries itemised."""
+def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
+    """Estimate what one device needs: the state exactly, temporaries itemised.
+
+    Arguments: as `estimate_step`.
+    """
     known = device_memory(program)
-    items = estimate_items(program)
+    items = estimate_items(program, step)
     size = sum(figure.bytes for figure in items.values())
     needed = size + sum(known.parts[name].bytes for name in HELD)
     return dataclasses.replace(
@@ -67,9 +75,11 @@ def estimate_memory(program: Program) -> DeviceMemory:
     )
 
 
-def estimate_items(program: Program) -> dict[str, Figure]:
-    """Estimate what the temporaries of a step hold."""
-    items = temporaries(local_step(program))
+def estimate_items(
+    program: Program, step: LocalStep | None = None
+) -> dict[str, Figure]:
+    """Estimate what the temporaries of a step hold. Arguments: as `estimate_step`."""
+    items = temporaries(step or local_step(program))
     return {name: Figure(size, ESTIMATED) for name, size in items.items()}
 
 
