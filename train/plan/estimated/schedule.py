@@ -66,73 +66,94 @@ def schedule(
         results: that somebody needs afterwards.
         transposes: whether kernels want their operands' dims in the program's order.
     """
-    plan = Schedule()
-    made_of = dict[Array, list[Array]]()  # of what is not in memory
-    products = dict[Array, Pass]()  # results that are not used yet
-    same = dict[Array, tuple[Array, bool]]()  # as bytes; whether in the same order
-
-    def sources(array: Array) -> list[Array]:
-        return made_of.get(array, [array])
-
-    def use(arrays: Iterable[Array]) -> None:
-        for array in arrays:
-            plan.first.setdefault(array, len(plan.passes))
-            plan.last[array] = len(plan.passes)
-            products.pop(array, None)
-
-    def write(array: Array, ordered: bool = False) -> Array:
-        """Have an array in memory, its dims in order if asked for; what holds it."""
-        held, in_order = same.get(array, (array, True))
-        array = held if in_order or not ordered else array
-        if array in made_of:
-            of = made_of.pop(array)
-            use(of)
-            previous = plan.passes[-1] if plan.passes else None
-            if previous and previous.operation is None and previous.reads == of:
-                previous.writes.append(array)
-            else:
-                plan.passes.append(Pass(of, [array]))
-        use([array])
-        return array
-
-    def add_to_product(array: Array, terms: list[Array]) -> bool:
-        """Have a sum in memory, if the product that made its last term can add up."""
-        last = [term for term in products if term in terms]
-        if not last or any(term.size != array.size for term in terms):
-            return False
-        one = products.pop(last[-1])
-        use(term for term in terms if term is not last[-1])
-        one.writes[:] = [array]
-        products[array] = one
-        return True
-
+    scheduler = _Scheduler(transposes)
     for operation in operations:
-        operands = dict.fromkeys(operation.operands)
+        scheduler.add(operation)
+    scheduler.plan.results = [scheduler.write(array) for array in results]
+    return scheduler.plan
+
+
+class _Scheduler:
+    """What is known after some of the operations.
+
+    made_of: of each array that is not in memory, the arrays in memory behind it.
+    products: the passes of products whose results nothing has used yet.
+    same: the array that has an array's bytes, and whether in the same order.
+    """
+
+    def __init__(self, transposes: bool):
+        self.plan, self.transposes = Schedule(), transposes
+        self.made_of: dict[Array, list[Array]] = {}
+        self.products: dict[Array, Pass] = {}
+        self.same: dict[Array, tuple[Array, bool]] = {}
+
+    def add(self, operation: Operation) -> None:
+        """Take the next operation in."""
         if operation.name in _OPAQUE and not _is_sum(operation):
-            reads = [
-                write(array, operation.is_kernel and transposes) for array in operands
-            ]
-            use(reads)
-            one = Pass(reads, list(operation.results), operation)
-            plan.passes.append(one)
-            if operation.flops and not operation.is_kernel:
-                products[operation.results[0]] = one
-            continue
-        of = list(dict.fromkeys(a for array in operands for a in sources(array)))
-        if operation.name in _ADDS and add_to_product(operation.results[0], of):
-            continue
+            self._run(operation)
+            return
+        operands = dict.fromkeys(operation.operands)
+        of = [a for array in operands for a in self.made_of.get(array, [array])]
+        of = list(dict.fromkeys(of))
+        if operation.name in _ADDS and self._add_to_product(operation.results[0], of):
+            return
         for array in operation.results:
-            made_of[array] = of
+            self.made_of[array] = of
             if operation.name in SHAPES and array.bytes == operation.operands[0].bytes:
                 first = operation.operands[0]
-                held, in_order = same.get(first, (first, True))
-                same[array] = held, in_order and operation.name != "transpose"
+                held, in_order = self.same.get(first, (first, True))
+                self.same[array] = held, in_order and operation.name != "transpose"
             large = [a for a in of if 2 * a.bytes >= array.bytes]
             small = _MUCH * array.bytes <= sum(a.bytes for a in of)
             if small or len(large) > _MOST_READ:
-                write(array)
-    plan.results = [write(array) for array in results]
-    return plan
+                self.write(array)
+
+    def write(self, array: Array, ordered: bool = False) -> Array:
+        """Have an array in memory, in the order of its dims if asked for.
+
+        Returns:
+            The array that holds it.
+        """
+        held, in_order = self.same.get(array, (array, True))
+        array = held if in_order or not ordered else array
+        if array in self.made_of:
+            of = self.made_of.pop(array)
+            self._use(of)
+            previous = self.plan.passes[-1] if self.plan.passes else None
+            if previous and previous.operation is None and previous.reads == of:
+                previous.writes.append(array)
+            else:
+                self.plan.passes.append(Pass(of, [array]))
+        self._use([array])
+        return array
+
+    def _run(self, operation: Operation) -> None:
+        """Make a pass of its own for a product, a kernel or a loop."""
+        ordered = operation.is_kernel and self.transposes
+        reads = [self.write(a, ordered) for a in dict.fromkeys(operation.operands)]
+        self._use(reads)
+        one = Pass(reads, list(operation.results), operation)
+        self.plan.passes.append(one)
+        if operation.flops and not operation.is_kernel:
+            self.products[operation.results[0]] = one
+
+    def _use(self, arrays: Iterable[Array]) -> None:
+        number = len(self.plan.passes)
+        for array in arrays:
+            self.plan.first.setdefault(array, number)
+            self.plan.last[array] = number
+            self.products.pop(array, None)
+
+    def _add_to_product(self, array: Array, terms: list[Array]) -> bool:
+        """Have a sum in memory, if the product that made its last term can add up."""
+        last = [term for term in self.products if term in terms]
+        if not last or any(term.size != array.size for term in terms):
+            return False
+        one = self.products.pop(last[-1])
+        self._use(term for term in terms if term is not last[-1])
+        one.writes[:] = [array]
+        self.products[array] = one
+        return True
 
 
 def _is_sum(operation: Operation) -> bool:
