@@ -46,7 +46,7 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
     files = [f for n in (0, 1) for f in run.path.glob(f"stacks/*-process{n}.txt")]
     stacks = [file.read_text() for file in files]
     expect("files of stacks", len(stacks), 2)
-    assert "drill.py" in stacks[1], stacks[1]
+    assert "fault_injection.py" in stacks[1], stacks[1]
     goes_on(run, run.sealed()[-1], count=2)
     ground.check(run, count=2)
     return f"134 twice, process 1 named, {len(stacks)} stacks; bits equal"
