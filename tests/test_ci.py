@@ -1,14 +1,21 @@
-"""What `.ci/run` must know of the tests."""
+"""The slices of slow tests that `.ci/run` takes."""
 
 from tests.fleet import REPOSITORY
+from tests.slow_slice import BUDGET_S, OTHERS_S, chosen, listed
+
+NAMES = [f"tests/test_{number}.py::test" for number in range(100)]
 
 
-def test_every_file_with_slow_tests_has_its_turn():
-    lines = (REPOSITORY / ".ci/slow").read_text().splitlines()
-    listed = [line.split()[1] for line in lines if not line.startswith("#")]
-    marked = [
-        str(path.relative_to(REPOSITORY))
-        for path in sorted((REPOSITORY / "tests").rglob("test_*.py"))
-        if "pytest.mark.slow" in path.read_text()
-    ]
-    assert listed == [path for path in marked if path != "tests/test_ci.py"]
+def test_every_test_that_fits_has_its_turn(monkeypatch):
+    seconds = {NAMES[3]: BUDGET_S + 1.0, NAMES[7]: BUDGET_S - 1.0, NAMES[8]: 100.0}
+    monkeypatch.setattr("tests.slow_slice.listed", lambda: seconds)
+    turns = [chosen(NAMES, number) for number in range(len(NAMES))]
+    assert set().union(*turns) == {*NAMES} - {NAMES[3]}
+    for names in turns:
+        assert 0 < sum(seconds.get(name, OTHERS_S) for name in names) <= BUDGET_S
+
+
+def test_the_list_names_tests_that_there_are():
+    for name in listed():
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (REPOSITORY / file).read_text()

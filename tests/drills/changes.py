@@ -36,7 +36,7 @@ def processes_changed(ground: Ground) -> str:
     return "losses equal to 1e-5"
 
 
-@drill(25, fast=True)
+@drill(25)
 def another_model_batch_dtype_and_tokenizer(ground: Ground) -> str:
     """Width, batch, dtype of parameters and tokenizer are changed at once -> 78, each
     key with both values, no file of the run changed; as it was it goes on."""
@@ -70,7 +70,7 @@ def _content(folder: Path) -> dict[str, str]:
     return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-@drill(28, fast=True)
+@drill(28)
 def checkpoint_of_an_older_version(ground: Ground) -> str:
     """A run of 10 steps that an older version of this program made, kept in
     tests/drills/golden, is continued -> the losses that that version had, to 1e-5 in

@@ -52,7 +52,7 @@ def one_bit_of_each_file_flipped(ground: Ground) -> str:
     return f"all {len(names)} found, bits equal"
 
 
-@drill(10, fast=True)
+@drill(10)
 def files_cut_zeroed_and_deleted(ground: Ground) -> str:
     """Each of the newest steps is damaged in another way: array data cut, zeroed,
     deleted, lengthened; manifest cut; metadata deleted, emptied; digests cut, deleted
@@ -78,7 +78,7 @@ def files_cut_zeroed_and_deleted(ground: Ground) -> str:
     return f"{len(steps)} steps set aside, bits equal"
 
 
-@drill(11, fast=True)
+@drill(11)
 def every_step_damaged(ground: Ground) -> str:
     """One bit is flipped in every step there is, and the run is started twice -> 65
     both times, nothing trained; with a good copy put back, the run goes on from it."""

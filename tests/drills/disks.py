@@ -175,7 +175,7 @@ def storage_that_does_not_answer(ground: Ground) -> str:
     return f"frozen for {frozen_s:.0f} s to step {step}: {failed}; then 0, bits equal"
 
 
-@drill(14, fast=True)
+@drill(14)
 def the_last_save_fails_in_the_background(ground: Ground) -> str:
     """No file may be longer than 100 kB (RLIMIT_FSIZE) when the only save begins, of
     the last step -> 1 and one line, no results; the next start does the run again."""

@@ -16,13 +16,11 @@ class Drill(NamedTuple):
     """A drill; its function raises an AssertionError if a promise does not hold.
 
     number: in the list of faults, or a name.
-    fast: whether it is among pytest's slow tests.
     promise: what it stands for among the drills that every change must pass.
     """
 
     number: int | str
     act: Callable[[Ground], str]
-    fast: bool = False
     promise: str | None = None
 
     @property
@@ -48,11 +46,9 @@ class Outcome(NamedTuple):
         return {True: "held", False: "FAILED", None: "not run"}[self.held]
 
 
-def drill(
-    number: int | str, fast: bool = False, promise: str | None = None
-) -> Callable[..., Drill]:
+def drill(number: int | str, promise: str | None = None) -> Callable[..., Drill]:
     """Make a drill of a function: its docstring says `what is done -> expected`."""
-    return lambda act: Drill(number, act, fast, promise)
+    return lambda act: Drill(number, act, promise)
 
 
 def carry_out(drill: Drill, ground: Ground) -> Outcome:

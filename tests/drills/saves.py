@@ -58,7 +58,7 @@ def _left_by_a_kill(run: Run) -> str:
     return "sealed" if run.steps() == run.sealed() else "renamed, not sealed"
 
 
-@drill(3, fast=True)
+@drill(3)
 def killed_between_rename_and_seal(ground: Ground) -> str:
     """The digests of the newest step are removed and its mark of being written put
     back, as a kill right there leaves it; then likewise of the only step -> the first

@@ -1,0 +1,49 @@
+"""`pytest -p tests.slow_slice --slice=COMMIT`: a part of the tests, chosen by a commit.
+
+Of the tests that are otherwise selected, in their order and from one on that the commit
+chooses, as many as fill BUDGET_S. `.ci/slow` holds the seconds of those that take long;
+what takes longer than the budget is left to `.ci/full`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+BUDGET_S = 300  # of work: half of it, on two cores
+OTHERS_S = 10  # of a test that is not in the list
+LIST = Path(__file__).parents[1] / ".ci/slow"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="COMMIT", help="run a part of the tests")
+
+
+@pytest.hookimpl(trylast=True)  # after those of -m and -k
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    if commit := config.getoption("slice"):
+        names = chosen([item.nodeid for item in items], int(commit[:8], 16))
+        left = [item for item in items if item.nodeid not in names]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.nodeid in names]
+
+
+def chosen(names: list[str], number: int) -> set[str]:
+    """Return the names of a slice."""
+    seconds = listed()
+    fit = [name for name in names if seconds.get(name, OTHERS_S) <= BUDGET_S]
+    first = number % max(1, len(fit))
+    picked, sum_s = set[str](), 0.0
+    for name in fit[first:] + fit[:first]:
+        sum_s += seconds.get(name, OTHERS_S)
+        if sum_s > BUDGET_S:
+            break
+        picked.add(name)
+    return picked
+
+
+def listed() -> dict[str, float]:
+    """Return the seconds of tests by their names."""
+    lines = [line.split(maxsplit=1) for line in LIST.read_text().splitlines()]
+    return {name: float(s) for s, name in lines if s != "#"}
