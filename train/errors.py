@@ -8,6 +8,8 @@ and, up to a limit, any code that is not here; it does not after the others.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from data.errors import DataError
+
 FINISHED = 0
 CRASHED = 1  # for no reason that is known here: it may help to start again
 DIVERGED = 3
@@ -30,8 +32,8 @@ class Exit(Exception):
 
 
 def meaning(code: int | None) -> str:
-    """Say how a start ended; None: it was killed, or still runs."""
-    known = {
+    """Return in words how a start ended; None: it was killed, or still runs."""
+    meanings = {
         None: "unknown, left no exit code",
         FINISHED: "finished",
         DIVERGED: "diverged",
@@ -43,7 +45,7 @@ def meaning(code: int | None) -> str:
         STOPPED: "interrupted by a person",
         ABORTED: "aborted",
     }
-    return known.get(code, f"crashed, exit code {code}")
+    return meanings.get(code, f"crashed, exit code {code}")
 
 
 class Mistake(NamedTuple):
@@ -72,7 +74,7 @@ class ConfigError(Exception):
 
 
 def check_all(*checks: Callable[[], Any]) -> list[Any]:
-    """Run every check and give their results.
+    """Run every check and return their results.
 
     Raises:
         ConfigError: with the mistakes of all of them together.
@@ -86,6 +88,15 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     if mistakes:
         raise ConfigError(mistakes)
     return results
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the code that an error ends the program with."""
+    if isinstance(error, Exit):
+        return error.code
+    if isinstance(error, ConfigError):
+        return WRONG_CONFIG
+    return WRONG_DATA if isinstance(error, DataError) else CRASHED
 
 
 def nearest(value: int, step: int) -> str:

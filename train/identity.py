@@ -7,10 +7,10 @@ always means the same run.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.config import Config
 
@@ -75,12 +75,12 @@ def refused(
 
 
 def of_training(config: Config) -> Config:
-    """Give the keys of training alone, of a command that has others too."""
+    """Return the keys of training alone, of a command that has others too."""
     return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
 
 
 def run_name(config: Config) -> str:
-    """Give run.name, or `<model>-<data>-<8 hex digits>`.
+    """Return run.name, or `<model>-<data>-<8 hex digits>`.
 
     The digits hash what makes a run itself: each key that a run may not change and
     that differs from its default. So a key added to the program later, at its
@@ -95,27 +95,27 @@ def run_name(config: Config) -> str:
 
 
 def run_dir(config: Config) -> str:
-    """Give run.dir, or `runs/<run name>`."""
+    """Return run.dir, or `runs/<run name>`."""
     return config.run.dir or f"runs/{run_name(config)}"
 
 
 def flatten(config: object) -> dict[str, object]:
-    """Give every leaf under its full dotted key; a table's entries are leaves."""
-    leaves: dict[str, object] = {}
+    """Return every leaf under its full dotted key; a table's entries are leaves."""
+    tree = asdict(config)  # pyright: ignore[reportArgumentType]
+    return {".".join(path): value for path, value in leaves(tree)}
 
-    def walk(prefix: str, tree: dict) -> None:
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                walk(f"{prefix}{name}.", value)
-            else:
-                leaves[prefix + name] = value
 
-    walk("", asdict(config))  # pyright: ignore[reportArgumentType]
-    return leaves
+def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every value that is no mapping, after the names that lead to it."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from (((name, *path), leaf) for path, leaf in leaves(value))
+        else:
+            yield (name,), value
 
 
 def covered(key: str, prefixes: Iterable[str]) -> bool:
-    """Say whether a key is one of these, or of a section of them."""
+    """Return whether a key is one of these, or of a section of them."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)
 
 

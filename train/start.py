@@ -17,9 +17,9 @@ from data.tokenizer import padded_vocab_size
 from train.config import Config
 from train.describe import describe, describe_data
 from train.distributed.preemption import Crash, Preemption
-from train.distributed.processes import Cluster, exit_code, join
+from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
-from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake
+from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
 from train.identity import run_dir
 from train.loop import Trainer
 from train.preflight import Prepared

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from data.errors import DataError
 from train.cli.compose import Validate, check_command_line, compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
@@ -28,7 +29,7 @@ from train.cli.rules import validate as validate_rules
 from train.cli.rules import without_effect
 from train.cli.schema import read_yaml, to_yaml
 from train.config import Config
-from train.errors import STOPPED, WRONG_CONFIG, WRONG_DATA, ConfigError, Exit
+from train.errors import STOPPED, ConfigError, Exit, exit_code
 
 __all__ = ["check_command_line", "compose", "read_yaml", "run_command", "to_yaml"]
 
@@ -62,25 +63,33 @@ def run_command(
         arguments = quote_text(sys.argv[1:], schema)
         config = check_command_line(arguments, config_name, schema, validate, chosen)
         flags = parse_flags(arguments)
-    except ConfigError as e:
-        print(e, file=sys.stderr)
-        sys.exit(WRONG_CONFIG)
-    if is_sweep(flags):
-        from train.cli.sweep import run_sweep
+        shows = flags.help or flags.hydra_help or flags.cfg or flags.info
+        code: int | None = 0
+        if is_sweep(flags):
+            from train.cli.sweep import run_sweep
 
-        sys.exit(run_sweep(arguments, flags, config_name, schema, outcome))
-    if flags.cfg == "job" and not flags.package:
-        print(to_yaml(config), end="")
-        sys.exit()
-    asked = (flags.help, flags.hydra_help, flags.cfg, flags.info)
-    if any(asked) or flags.shell_completion:
-        import hydra
+            code = run_sweep(arguments, flags, config_name, schema, outcome)
+        elif flags.cfg == "job" and not flags.package:
+            print(to_yaml(config), end="")
+        elif shows or flags.shell_completion:
+            import hydra
 
-        register(schema)
-        sys.argv[1:] = flags_first(arguments)
-        hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(lambda cfg: None)()
-        sys.exit()
-    sys.exit(_call(main, config))
+            register(schema)
+            sys.argv[1:] = flags_first(arguments)
+            hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(lambda cfg: None)()
+        else:
+            for warning in without_effect(config) if issubclass(schema, Config) else ():
+                log.warning(warning)
+            code = main(config)
+    except (ConfigError, DataError, Exit) as error:
+        print(error, end="\n" * bool(str(error)), file=sys.stderr)
+        code = exit_code(error)
+    except KeyboardInterrupt:
+        code = STOPPED
+    except BrokenPipeError:  # who read our results has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code or 0)
 
 
 def configure_logging() -> None:
@@ -93,29 +102,3 @@ def configure_logging() -> None:
     )
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)
-
-
-def _call(main: Callable[[Any], int | None], config: Any) -> int:
-    if isinstance(config, Config):
-        for warning in without_effect(config):
-            log.warning(warning)
-    try:
-        return main(config) or 0
-    except ConfigError as e:
-        print(e, file=sys.stderr)
-        return WRONG_CONFIG
-    except Exit as e:
-        print(e, end="\n" * bool(str(e)), file=sys.stderr)
-        return e.code
-    except KeyboardInterrupt:
-        return STOPPED
-    except BrokenPipeError:  # who read our results has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except Exception as e:
-        from data.errors import DataError
-
-        if not isinstance(e, DataError):
-            raise
-        print(e, file=sys.stderr)
-        return WRONG_DATA

@@ -20,10 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train import mesh_sizes
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags
-from train.cli.hints import did_you_mean, keys_of, type_of, type_rule, unknown_key
+from train.cli.hints import did_you_mean, keys_of, type_of, unknown_key, value_rule
 from train.cli.presets import Presets, node_of, search_path, why
 from train.cli.quoting import quote_text
-from train.cli.schema import convert, explained
+from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
 
@@ -66,33 +66,42 @@ def check_command_line(
         The config; of a sweep the first job's; None if only help is asked for.
 
     Raises:
-        ConfigError: with every mistake found.
+        ConfigError: with every mistake there is, in the order of the arguments, then
+            of the config.
     """
     flags = parse_flags(argv)
     mistakes = flag_mistakes(flags)
-    shows = flags.cfg or flags.help or flags.hydra_help or flags.info
-    helps = flags.help or flags.hydra_help or flags.info or flags.shell_completion
+    helps = flags.help or flags.hydra_help or flags.info
     if flags.shell_completion or (helps and not flags.overrides and not mistakes):
         return None
+    if helps or flags.cfg:
+        validate = lambda config: []  # noqa: E731
     with search_path(schema, flags.config_dir):
         presets = Presets(flags.config_name or config_name, schema, chosen)
-        check = _Check(presets, schema, mistakes)
+        check = _Check(presets, schema, validate, mistakes)
         parts = [check.read(text, is_sweep(flags)) for text in flags.overrides]
         jobs = itertools.product(*(part for part in parts if part))
-        rules = (lambda config: []) if shows else validate
-        configs = [check.job(job, rules) for job in itertools.islice(jobs, MAX_JOBS)]
+        configs = [check.job(job) for job in itertools.islice(jobs, MAX_JOBS)]
     if mistakes:
         typed = [text.lstrip("+~").partition("=")[0] for text in flags.overrides]
-        raise ConfigError(sorted(mistakes, key=lambda m: _place(m.key, typed)))
+        sections = [field.name for field in fields(schema)]
+        raise ConfigError(
+            sorted(mistakes, key=lambda m: _place(m.key, typed, sections))
+        )
     return configs[0]
 
 
 class _Check:
-    """The mistakes found so far, and what is needed to find more."""
+    """The mistakes so far, and what is needed to find more."""
 
-    def __init__(self, presets: Presets, schema: type, mistakes: list[Mistake]) -> None:
-        self.presets = presets
-        self.schema = schema
+    def __init__(
+        self,
+        presets: Presets,
+        schema: type,
+        validate: Validate,
+        mistakes: list[Mistake],
+    ) -> None:
+        self.presets, self.schema, self.validate = presets, schema, validate
         self.mistakes = mistakes
         self.rejected: set[str] = set()  # groups whose choice cannot be used
         self.parser = OverridesParser.create(config_loader=presets.loader)
@@ -103,16 +112,17 @@ class _Check:
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader
-            if not parsed.is_sweep_override():
-                return [parsed] if self._fits(parsed) else []
-            if parsed.is_discrete_sweep() and sweep:
+            each = [parsed]
+            if parsed.is_sweep_override():
+                # Only the sweeper knows the values of an interval.
+                items = parsed.is_discrete_sweep() and parsed.sweep_string_iterator()
                 name = parsed.get_key_element()
-                texts = [f"{name}={item}" for item in parsed.sweep_string_iterator()]
+                texts = [f"{name}={item}" for item in items or ()]
                 each = [self.parser.parse_override(single) for single in texts]
-                return [single for single in each if self._fits(single)]
-            if sweep:
-                return []  # an interval: only the sweeper knows its values
-            rule = f"is a sweep: add --multirun, or for a list write {key}=[{value}]"
+                if not sweep:
+                    rule = "is a sweep: add --multirun, or for a list write "
+                    self._add(key, value, f"{rule}{key}=[{value}]")
+                    return []
         except HydraException as error:
             if "=" in text or text[:1] == "~":
                 rule = f"cannot be read: {why(error)}\n"
@@ -121,18 +131,25 @@ class _Check:
                 names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
                 rule += "" if key in names else did_you_mean(key, names)
-        self._add(key, value, rule)
-        return []
+            self._add(key, value, rule)
+            return []
+        return [override for override in each if self._fits(override)]
 
-    def job(self, overrides: Sequence[Override], validate: Validate) -> Any:
+    def job(self, overrides: Sequence[Override]) -> Any:
         """Return the config of one job, wrong values replaced; record its mistakes."""
         chosen = [str(o.input_line) for o in overrides if self._options(o)]
         tree, mistakes = self.presets.compose(chosen)
         for mistake in mistakes:
             self.rejected.add(mistake.key)
             self._add(*mistake)
-        given = [o for o in overrides if not self._options(o)]
-        typed = [o.key_or_group for o in given if self._set(tree, o)]
+        typed = []
+        for override in overrides:
+            if not self._options(override):
+                key, value = override.key_or_group, override.value()
+                if rule := _set(tree, override, self.schema):
+                    self._add(key, "" if override.is_delete() else value, rule)
+                else:
+                    typed.append(key)
         tree.pop("hydra", None)
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True)
@@ -146,7 +163,7 @@ class _Check:
             self._add(key, value, f"{rule}\nin {file}" if file else rule)
         if self.rejected <= {f.name for f in fields(self.schema)}:
             # What else an unusable experiment would have set is unknown.
-            self._between(validate(config), typed)
+            self._between(self.validate(config), typed)
             if self.mistakes and isinstance(config, Config):
                 # Alone they are found with all else that does not fit the devices.
                 self._between(mesh_sizes.mistakes(config), typed)
@@ -184,41 +201,6 @@ class _Check:
             self.rejected |= {key} & self.presets.choices.keys()
         return not rule
 
-    def _set(self, tree: DictConfig, override: Override) -> bool:
-        """Set one key in the composed values, or record why that cannot be."""
-        key, value = override.key_or_group, override.value()
-        parent, _, name = key.rpartition(".")
-        section, node = node_of(tree, parent), node_of(tree, key)
-        in_table, rule = type_of(self.schema, parent)[1], ""
-        containers = {DictConfig: dict, ListConfig: list}
-        if override.is_delete():
-            value = ""
-            if node is None and in_table and isinstance(section, DictConfig):
-                rule = f"there is no such key; {parent} has {', '.join(section)}"
-            elif node is None:
-                rule = unknown_key(self.schema, key)
-            elif not in_table:
-                rule = "cannot be removed; leave it out, and it has its default"
-            else:
-                section.pop(name)
-        elif override.is_add() and node is not None:
-            rule = f"is there already; write {key}=... without the +"
-        elif not isinstance(section, DictConfig | None) or (
-            node is None and key.startswith("hydra.")
-        ):
-            rule = unknown_key(self.schema, key)
-        elif not isinstance(value, containers.get(type(node), object)):
-            hint = type_of(self.schema, key)[0]
-            rule = explained(type_rule(hint), self.schema, key)
-        else:
-            try:
-                OmegaConf.update(tree, key, value, merge=True, force_add=True)
-            except OmegaConfBaseException as error:
-                rule = str(error).splitlines()[0]
-        if rule:
-            self._add(key, value, rule)
-        return not rule
-
     def _add(self, key: str, value: object, rule: str) -> None:
         mistake = Mistake(key, value, rule)
         if mistake not in self.mistakes:
@@ -233,17 +215,50 @@ def _choice_rule(override: Override, options: list[str]) -> str:
         return f"is one of this command's groups already; write {key}={value}"
     if value is None:
         return f"{rule}; ~{key} is none"
-    choices = [str(choice) for choice in value] if isinstance(value, list) else [value]
-    wrong = [str(choice) for choice in choices if str(choice) not in options]
-    return rule + did_you_mean(wrong[0], options) if wrong else ""
+    choices = map(str, value if isinstance(value, list) else [value])
+    wrong = next((choice for choice in choices if choice not in options), None)
+    return "" if wrong is None else rule + did_you_mean(wrong, options)
 
 
-def _place(key: str, typed: Sequence[str]) -> int:
-    """Return which argument a mistake is about: flags come first, rules last."""
+def _set(tree: DictConfig, override: Override, schema: type) -> str:
+    """Set one key in the composed values; return why that cannot be, empty if it is."""
+    key, value = override.key_or_group, override.value()
+    parent, _, name = key.rpartition(".")
+    section, node = node_of(tree, parent), node_of(tree, key)
+    in_table = type_of(schema, parent)[1] and isinstance(section, DictConfig)
+    if override.is_delete():
+        if node is None and in_table:
+            return f"there is no such key; {parent} has {', '.join(section)}"
+        if node is None:
+            return unknown_key(schema, key)
+        if not in_table:
+            return "cannot be removed; leave it out, and it has its default"
+        section.pop(name)
+        return ""
+    if override.is_add() and node is not None:
+        return f"is there already; write {key}=... without the +"
+    hydras = node is None and key.startswith("hydra.")
+    if hydras or not isinstance(section, DictConfig | None):
+        return unknown_key(schema, key)
+    kind = {DictConfig: dict, ListConfig: list}.get(type(node), object)
+    if not isinstance(value, kind):
+        return value_rule(schema, key, type_of(schema, key)[0])
+    try:
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _place(key: str, typed: Sequence[str], sections: Sequence[str]) -> tuple[int, int]:
+    """Return a mistake's place: flags, arguments, and what follows from several."""
     if key.startswith("-"):
-        return -1
-    places = (i for i, own in enumerate(typed) if own and key.startswith(own))
-    return next(places, len(typed))
+        return -1, 0
+    own = [i for i, text in enumerate(typed) if text and key.startswith(text)]
+    parts = [i for i, text in enumerate(typed) if text.startswith(f"{key}.")]
+    section = key.partition(".")[0]
+    order = sections.index(section) if section in sections else -1
+    return min(own or parts or [len(typed)]), order
 
 
 def _keys_in(mistake: Mistake) -> set[str]:

@@ -1,6 +1,6 @@
 """Hydra's flags (`--multirun`, `--cfg job`, ...) and the mistakes in them."""
 
-from argparse import ArgumentError, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,22 +16,17 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     """Parse Hydra's flags; `.overrides` holds the rest.
 
     Raises:
-        ConfigError: for flags that Hydra does not have, or that are not for us.
+        ConfigError: for a flag's value that Hydra does not take.
     """
     parser = get_args_parser()
 
     def error(message: str) -> NoReturn:
-        raise ArgumentError(None, message)
+        raise ConfigError([Mistake("command line", "", message)])
 
     parser.error = error
-    for action in parser._actions:
-        action.choices = None  # `flag_mistakes` lists these with all else
-    try:
-        flags, unknown = parser.parse_known_args(flags_first(argv))
-    except ArgumentError as e:
-        raise ConfigError([Mistake("command line", "", str(e))]) from e
-    flags.unknown = [text for text in unknown if text.startswith("-")]
-    flags.overrides += [text for text in unknown if not text.startswith("-")]
+    flags, rest = parser.parse_known_args(flags_first(argv))
+    flags.unknown = [text for text in rest if text.startswith("-")]
+    flags.overrides += [text for text in rest if not text.startswith("-")]
     return flags
 
 
@@ -41,43 +36,38 @@ def flags_first(argv: Sequence[str]) -> list[str]:
 
 
 def is_sweep(flags: Namespace) -> bool:
-    """Say whether Hydra will run several jobs."""
+    """Return whether Hydra will run several jobs."""
     return flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
 
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
     """List flags that do not exist, that exclude each other or that we lack."""
-    actions = get_args_parser()._actions
-    known = [option for action in actions for option in action.option_strings]
-    found = []
-    for action in actions:
-        value, choices = getattr(flags, action.dest, None), list(action.choices or ())
-        if choices and value not in (None, *choices):
-            rule = f"must be one of {', '.join(choices)}"
-            found.append(Mistake(f"--{action.dest}", value, rule))
+    options = [o for a in get_args_parser()._actions for o in a.option_strings]
+    mistakes = []
     for flag in flags.unknown:
-        name, equals, value = flag.lstrip("-").partition("=")
-        rule = "there is no such flag" + did_you_mean(flag, known)
-        if (
-            key := did_you_mean(name.replace("-", "_"), keys_of(Config))
-            if equals
-            else ""
-        ):
+        name, _, value = flag.lstrip("-").partition("=")
+        rule = "there is no such flag" + did_you_mean(flag, options)
+        key = did_you_mean(name.replace("-", "_"), keys_of(Config))
+        if key and "=" in flag:
             rule += f"; keys have no dashes{key.removesuffix('?')}={value}?"
         else:
             rule += "; --hydra-help lists them"
-        found.append(Mistake(flag, "", rule))
+        mistakes.append(Mistake(flag, "", rule))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
-    asked = [mode for mode in modes if getattr(flags, mode)]
-    if len(asked) > 1:
-        names = " and ".join(f"--{mode.replace('_', '-')}" for mode in asked)
-        found.append(Mistake(names, "", "exclude each other; give one"))
-    if flags.resolve and not (flags.cfg or flags.help):
-        found.append(Mistake("--resolve", "", "goes with --cfg only"))
-    if flags.config_path or flags.experimental_rerun:
-        flag = "--config-path" if flags.config_path else "--experimental-rerun"
-        rule = "is not supported; presets of your own go into --config-dir <folder>"
-        found.append(Mistake(flag, "", rule))
-    if flags.config_dir and not Path(flags.config_dir).is_dir():
-        found.append(Mistake("--config-dir", flags.config_dir, "is not a folder"))
-    return found
+    asked = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
+    own = "is not supported; presets of your own go into --config-dir <folder>"
+    folder = flags.config_dir
+    checks = [
+        (len(asked) > 1, " and ".join(asked), "", "exclude each other; give one"),
+        (
+            flags.resolve and not (flags.cfg or flags.help),
+            *("--resolve", "", "goes with --cfg only"),
+        ),
+        (flags.config_path, "--config-path", "", own),
+        (flags.experimental_rerun, "--experimental-rerun", "", own),
+        (
+            folder and not Path(folder).is_dir(),
+            *("--config-dir", folder, "is not a folder"),
+        ),
+    ]
+    return mistakes + [Mistake(*mistake) for wrong, *mistake in checks if wrong]

@@ -1,13 +1,20 @@
-"""What the dataclasses' type hints say of a key, in words for people."""
+"""What the dataclasses say of a key, in words for people: its type, bounds, meaning.
 
+A key means what the comment above or beside its field says.
+"""
+
+import ast
 import difflib
+import functools
+import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -20,11 +27,11 @@ def type_of(schema: type, key: str) -> tuple[Any, bool]:
 
     A table itself counts: it takes new entries.
     """
-    hint, opens = schema, False
+    hint, in_table = schema, False
     for name in key.split(".") if key else ():
         hint = inside(hint, name)
-        opens |= typing.get_origin(hint) is dict
-    return hint, opens
+        in_table |= typing.get_origin(hint) is dict
+    return hint, in_table
 
 
 def inside(hint: Any, name: object) -> Any:
@@ -38,39 +45,33 @@ def inside(hint: Any, name: object) -> Any:
 
 def unknown_key(schema: type, key: str) -> str:
     """Return the rule for a key that there is not: which may be meant, or are there."""
-    rule, (parent, _, _) = "there is no such key", key.rpartition(".")
+    rule, parent = "there is no such key", key.rpartition(".")[0]
     if key in _HABITS:
         return f"{rule}; {_HABITS[key]}"
-    section: Any = type_of(schema, parent)[0] if parent else schema
+    section = type_of(schema, parent)[0]
     beside = fields(section) if is_dataclass(section) and parent else ()
-    listed = [*keys_of(schema), *(f"{parent}.{field.name}" for field in beside)]
-    if meant := did_you_mean(key, dict.fromkeys(listed)):
+    listed = {*keys_of(schema), *(f"{parent}.{field.name}" for field in beside)}
+    if meant := did_you_mean(key, sorted(listed)):
         return rule + meant
-    if parent and section is None and (meant := did_you_mean(parent, listed)):
+    if section is None and (meant := did_you_mean(parent, sorted(listed))):
         return rule + meant
-    while parent and not is_dataclass(section):
+    while not is_dataclass(section):
         parent = parent.rpartition(".")[0]
-        section = type_of(schema, parent)[0] if parent else schema
+        section = type_of(schema, parent)[0]
     if not parent:
         return f"{rule}; --cfg job shows all there are"
-    names = (field.name for field in fields(cast(type, section)))
-    return f"{rule}; {parent} has {', '.join(names)}"
+    return f"{rule}; {parent} has {', '.join(field.name for field in fields(section))}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Suggest known names: of the same last part, so abbreviated, or spelt alike."""
-    known, last = list(known), _tail(word)
-    same = [key for key in known if _tail(key) == last]
-    same += [key for key in known if len(last) > 1 and _initials(_tail(key)) == last]
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Suggest names: of the same last part, or its initials, or spelt alike."""
+    names, last = list(names), _tail(word)
+    same = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
     meant = difflib.get_close_matches(word, same, n=3, cutoff=0)
-    meant = (
-        meant
-        or [
-            key
-            for key in difflib.get_close_matches(word, known, n=5)
-            if difflib.SequenceMatcher(None, last, _tail(key)).ratio() > 0.6
-        ][:1]
-    )
+    if not meant:
+        close = difflib.get_close_matches(word, names, n=5)
+        alike = [difflib.SequenceMatcher(None, last, _tail(name)) for name in close]
+        meant = [n for n, a in zip(close, alike, strict=True) if a.ratio() > 0.6][:1]
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
@@ -79,7 +80,8 @@ def _tail(key: str) -> str:
 
 
 def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_"))
+    words = name.split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""
 
 
 def keys_of(schema: type, prefix: str = "") -> list[str]:
@@ -99,32 +101,37 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def kind_of(hint: Any) -> Any:
     """Return the type of a hint, without null, bounds and single values."""
-    kinds = [
-        typing.get_args(member)[0]
-        if typing.get_origin(member) is typing.Annotated
-        else member
-        for member in _members(hint)
-        if member is not types.NoneType
-    ]
-    return kinds[0]
+    kind = next(m for m in _members(hint) if m is not types.NoneType)
+    annotated = typing.get_origin(kind) is typing.Annotated
+    return typing.get_args(kind)[0] if annotated else kind
 
 
-def type_rule(hint: Any) -> str:
-    """Return the rule for a value of a wrong type: `must be a number, or null`."""
-    return f"must be {describe(hint)}"
+def value_rule(schema: type, key: str, hint: Any, bounds: bool = False) -> str:
+    """Return what a value must be, `must be a number, or null`, and what the key means.
+
+    Args:
+        schema: the dataclass of all keys.
+        key: with the places in lists, `profile.steps[0]`.
+        hint: of the value.
+        bounds: tell these, not the type.
+    """
+    rule = bounds_rule(hint) if bounds else f"must be {describe(hint)}"
+    text = meaning(schema, key.replace("[", ".").replace("]", ""))
+    text = text or meaning(schema, key.partition("[")[0])
+    return f"{rule}\n({text})" if text else rule
 
 
 def describe(hint: Any) -> str:
     """Return in words what a type hint takes: `a whole number, or null`."""
     members, kind = _members(hint), kind_of(hint)
-    arguments = typing.get_args(kind)
-    if len(members) > 1 and typing.get_origin(kind) is not typing.Literal:
-        return describe(members[0]) + ", or null" * (types.NoneType in members)
-    if typing.get_origin(kind) is typing.Literal:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
         return " or ".join(map(str, arguments))
-    if typing.get_origin(kind) is list:
+    if len(members) > 1:
+        return describe(members[0]) + ", or null" * (types.NoneType in members)
+    if origin is list:
         return "a list such as [a,b]" + (", of whole numbers" * (arguments == (int,)))
-    if typing.get_origin(kind) is dict:
+    if origin is dict:
         return "a table {key: value}"
     if is_dataclass(kind):
         return "set key by key: it is a section"
@@ -164,3 +171,36 @@ def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:
     if isinstance(low, Ge):
         return f"be at least {least}{finite}" if least or finite else "not be negative"
     return f"be positive{finite}" if least == 0 else f"be above {least}{finite}"
+
+
+def meaning(schema: type, key: str) -> str:
+    """Return the comment of a key's field; empty if there is none."""
+    parent, _, name = key.rpartition(".")
+    section: Any = kind_of(type_of(schema, parent)[0])
+    if not is_dataclass(section):
+        return ""
+    bases = inspect.getmro(typing.cast(type, section))[:-1]
+    return next(
+        (_comments(base)[name] for base in bases if name in _comments(base)), ""
+    )
+
+
+@functools.cache
+def _comments(section: type) -> dict[str, str]:
+    """Return the comments above and beside each field that a class itself declares."""
+    try:
+        source = textwrap.dedent(inspect.getsource(section))
+    except (OSError, TypeError):  # made by make_dataclass
+        return {}
+    lines, comments = source.splitlines(), {}
+    for node in ast.parse(source).body[0].body:  # type: ignore
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = node.lineno - 1
+            while lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            texts = [line.strip(" #") for line in lines[above : node.lineno - 1]]
+            beside = lines[node.end_lineno - 1][node.end_col_offset :]  # type: ignore
+            texts.append(beside.strip(" #"))
+            text = " ".join(filter(None, texts)).removesuffix(".")
+            comments[node.target.id] = text[:1].upper() + text[1:]
+    return comments

@@ -6,7 +6,7 @@ bounds are checked once all is set (`train/cli/schema.py`).
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,14 @@ class Presets:
     """
 
     def __init__(self, config_name: str, schema: type, chosen: Sequence[str]) -> None:
-        self.config_name = config_name
-        self.schema = schema
-        self.chosen = chosen
         self.loader: Any = GlobalHydra.instance().config_loader()
+        self._config_name, self._schema, self._chosen = config_name, schema, chosen
         self._composed: dict[tuple[str, ...], tuple[DictConfig, list[Mistake]]] = {}
-        try:
-            self.choices: dict[str, Any] = self._defaults(()).overrides.known_choices
-        except Exception:  # `compose` says why
-            self.choices = {}
-
-    @property
-    def groups(self) -> list[str]:
-        """The groups that people choose of."""
-        return [group for group in self.choices if "/" not in group]
+        self.choices: dict[str, Any] = {}
+        with suppress(Exception):  # `compose` says why
+            self.choices = self._defaults(()).overrides.known_choices
+        # That people choose of:
+        self.groups = [group for group in self.choices if "/" not in group]
 
     def options(self, group: str) -> list[str]:
         """List a group's choices; empty if it is none."""
@@ -75,39 +69,36 @@ class Presets:
         Args:
             choices: as typed, `model=llama3_8b`.
         """
-        if (typed := tuple(choices)) not in self._composed:
-            self._composed[typed] = self._compose(typed)
-        tree, mistakes = self._composed[typed]
+        key = tuple(choices)
+        if key not in self._composed:  # jobs of a sweep share it
+            self._composed[key] = self._compose(choices)
+        tree, mistakes = self._composed[key]
         return tree.copy(), mistakes
 
-    def _compose(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[Mistake]]:
+    def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
         words = self._with_chosen(choices)
         try:
-            tree = hydra.compose(self.config_name, words, return_hydra_config=True)
+            tree = hydra.compose(self._config_name, words, return_hydra_config=True)
             OmegaConf.set_struct(tree, None)
             return tree, []
         except Exception as error:
-            reason = why(error)
-        mistakes = {choice: self._mistake(choice) for choice in choices}
-        wrong = [mistake for mistake in mistakes.values() if mistake]
-        if not wrong:  # each by itself, but not together
-            return OmegaConf.create(asdict(self.schema())), [
-                Mistake(self.config_name, "", reason)
-            ]
-        tree, more = self.compose([c for c in choices if not mistakes[c]])
-        return tree, wrong + more
-
-    def _mistake(self, choice: str) -> Mistake | None:
-        try:
-            self._defaults([choice])
-        except Exception as error:
-            key, _, value = choice.partition("=")
-            rule = f"{why(error)}\nin the file of {choice}, or one that it names"
-            return Mistake(key, value, rule)
-        return None
+            whole = Mistake(self._config_name, "", why(error))
+        good, mistakes = list[str](), list[Mistake]()
+        for choice in choices:
+            try:
+                self._defaults([choice])
+                good.append(choice)
+            except Exception as error:
+                key, _, value = choice.partition("=")
+                rule = f"{why(error)}\nin the file of {choice}, or one that it names"
+                mistakes.append(Mistake(key, value, rule))
+        if not mistakes:  # each by itself, but not together
+            return OmegaConf.create(asdict(self._schema())), [whole]
+        tree, more = self.compose(good)
+        return tree, mistakes + more
 
     def file_with(self, key: str, choices: Sequence[str]) -> str | None:
-        """Find the preset that set a key: the last one that has it."""
+        """Return the preset that set a key: the last one that has it."""
         for default in reversed(self._defaults(choices).defaults):
             path, package = str(default.config_path), default.package or ""
             if path == "schema" or path.startswith("hydra/"):
@@ -120,12 +111,13 @@ class Presets:
 
     def _defaults(self, choices: Sequence[str]) -> Any:
         words = self._with_chosen(choices)
-        return self.loader.compute_defaults_list(self.config_name, words, RunMode.RUN)
+        return self.loader.compute_defaults_list(self._config_name, words, RunMode.RUN)
 
     def _with_chosen(self, choices: Sequence[str]) -> list[str]:
-        given = {text.partition("=")[0] for text in choices}
-        chosen = [text for text in self.chosen if text.partition("=")[0] not in given]
-        return [*chosen, *choices]
+        groups = {text.partition("=")[0] for text in choices}
+        return [c for c in self._chosen if c.partition("=")[0] not in groups] + [
+            *choices
+        ]
 
 
 def node_of(tree: DictConfig, key: str) -> Any:

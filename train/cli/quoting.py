@@ -33,22 +33,19 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
         key, equals, value = argument.partition("=")
         name = key.lstrip("+~")
         key = key.replace(name, OLD_NAMES.get(name, name))
-        hint, opens = type_of(schema, key)
-        key = f"++{key}" if equals and opens else key
-        argument = f"{key}{equals}{value}"
+        hint, in_table = type_of(schema, key)
+        key = f"++{key}" if equals and in_table else key
         if not equals or hint not in (str, str | None):
-            return argument
+            return f"{key}{equals}{value}"
         try:
-            parsed = parser.parse_override(argument)
-            sweep, plain = parsed.is_sweep_override(), value == value.strip()
-            if sweeps if sweep else plain and _one_value(parsed.value()):
-                return argument
+            parsed = parser.parse_override(f"{key}={value}")
+            if parsed.is_sweep_override():
+                stays = sweeps
+            else:
+                one = not isinstance(parsed.value(), list | dict | bool)
+                stays = one and value == value.strip()
         except HydraException:
-            pass
-        return hydra_text(key, value)
+            stays = False
+        return f"{key}={value}" if stays else hydra_text(key, value)
 
     return [quoted(argument) for argument in argv]
-
-
-def _one_value(value: object) -> bool:
-    return not isinstance(value, list | dict | bool)

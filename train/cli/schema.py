@@ -8,24 +8,17 @@ first value is checked: help needs none of it.
 import copy
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any, TypeVar
 
 from etils import epath
 from omegaconf import DictConfig, OmegaConf
 
-from train.cli.hints import (
-    bounds_rule,
-    inside,
-    kind_of,
-    type_of,
-    type_rule,
-    unknown_key,
-)
-from train.cli.reference import meaning
+from train.cli.hints import inside, kind_of, type_of, unknown_key, value_rule
 from train.config import Config
 from train.errors import ConfigError, Mistake
+from train.identity import leaves
 
 Schema = TypeVar("Schema")
 
@@ -48,27 +41,28 @@ def convert(
     """
     from pydantic import ValidationError
 
-    values, adapter = copy.deepcopy(dict(values)), _adapter(schema)
+    values, validate = copy.deepcopy(dict(values)), _adapter(schema).validate_python
     for old, new in OLD_NAMES.items():
-        _rename(values, old, new)
-    mistakes: dict[str, Mistake] = {}
-    for key, value in leaves(values):  # pydantic takes true for 1
+        section, name = old.split(".")
+        given = values.get(section)
+        if isinstance(given, dict) and name in given:
+            value, today = given.pop(name), new.split(".")[1]
+            given[today] = given.get(today) or value
+    mistakes: dict[tuple[Any, ...], Mistake] = {}
+    for path, value in leaves(values):  # pydantic takes true for 1
+        key = ".".join(map(str, path))
         hint = type_of(schema, key)[0]
         if isinstance(value, bool) and kind_of(hint) in (int, float):
-            rule = explained(type_rule(hint), schema, key)
-            mistakes[key] = Mistake(key, value, rule)
-    config: Any = None
+            mistakes[path] = Mistake(key, value, value_rule(schema, key, hint))
     try:
-        config = adapter.validate_python((values,))[0]
+        validate((values,))
     except ValidationError as error:
         for entry in error.errors(include_url=False):
-            key, mistake = _mistake(schema, entry)
-            mistakes.setdefault(key, mistake)
-    if mistakes:
-        for key in mistakes:
-            _remove(values, key.partition("[")[0])
-        config = adapter.validate_python((values,))[0]
-    return config, list(mistakes.values())
+            path, mistake = _mistake(schema, entry)
+            mistakes.setdefault(path, mistake)
+    for path in mistakes:
+        _remove(values, path)
+    return validate((values,))[0], list(mistakes.values())
 
 
 @functools.cache
@@ -81,76 +75,35 @@ def _adapter(schema: type) -> Any:
     return TypeAdapter(inside, config=config)
 
 
-def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[str, Mistake]:
-    """Translate one of pydantic's errors; return the key that it stands at, too."""
-    hint, key = schema, ""
+def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mistake]:
+    """Translate one of pydantic's errors; return the path of the value, too."""
+    hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(kind_of(hint)) and inside(hint, name) is None:
             break  # the rest tells the members of a union apart
         hint = inside(hint, name)
+        path.append(name)
         place = f"[{name}]" if isinstance(name, int) else f".{name}"
         key = (key + place).removeprefix(".")
-    value, full = entry["input"], key
-    if hint is None:
-        while isinstance(value, dict) and len(value) == 1:
-            ((name, value),) = value.items()
-            full = f"{full}.{name}"
-        return key, Mistake(full, value, unknown_key(schema, full))
-    bounded = entry["type"] in _BOUNDS and bounds_rule(hint)
-    rule = explained(bounded or type_rule(hint), schema, key)
-    return key, Mistake(key, value, rule)
+    value = entry["input"]
+    if hint is not None:
+        rule = value_rule(schema, key, hint, bounds=entry["type"] in _BOUNDS)
+        return tuple(path), Mistake(key, value, rule)
+    while isinstance(value, dict) and len(value) == 1:
+        ((name, value),) = value.items()
+        key = f"{key}.{name}"
+    return tuple(path), Mistake(key, value, unknown_key(schema, key))
 
 
-def explained(rule: str, schema: type, key: str) -> str:
-    """Add to a rule what the key means."""
-    text = meaning(schema, key.replace("[", ".").replace("]", ""))
-    text = text or meaning(schema, key.partition("[")[0])
-    return f"{rule}\n({text})" if text else rule
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """List every value that is no mapping, under its full dotted key."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _rename(values: dict[str, Any], old: str, new: str) -> None:
-    (above, _, name), new_name = old.rpartition("."), new.rpartition(".")[2]
-    section = values.get(above)
-    if isinstance(section, dict) and name in section:
-        given = section.pop(name)
-        section[new_name] = section.get(new_name) or given
-
-
-def _remove(values: dict[str, Any], key: str) -> None:
-    """Take out the deepest part of a key that there is: names may have dots in them."""
-    section: Any = values
-    while key:
-        name = next(
-            (name for name in section if f"{key}.".startswith(f"{name}.")), None
-        )
-        if name is None:
-            return
-        key = key[len(str(name)) + 1 :]
-        if not key or not isinstance(section[name], dict):
-            del section[name]
-            return
-        section = section[name]
-
-
-def load(values: Mapping[str, Any], schema: type[Schema] = Config) -> Schema:
-    """Convert plain values to a dataclass.
-
-    Raises:
-        ConfigError: with everything that is wrong.
-    """
-    config, mistakes = convert(values, schema)
-    if mistakes:
-        raise ConfigError(mistakes)
-    return config
+def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
+    """Take out the deepest part of a path that there is: of a list all goes."""
+    *sections, name = path
+    for section in sections:
+        if not isinstance(values.get(section), dict):
+            name = section
+            break
+        values = values[section]
+    values.pop(name, None)
 
 
 def to_yaml(config: Any) -> str:
@@ -174,19 +127,24 @@ def read_yaml(
         ConfigError: if the file is missing or no YAML; or, each named, for every
             unknown key and every value of a wrong type.
     """
+    cfg: Any = None
     try:
         cfg = OmegaConf.create(epath.Path(path).read_text())
-    except FileNotFoundError as e:
-        rule = "does not exist; check run.dir or run.name"
-        raise ConfigError([Mistake(str(path), "", rule)]) from e
-    except Exception as e:
-        raise ConfigError([Mistake(str(path), "", f"cannot be read: {e}")]) from e
-    if not isinstance(cfg, DictConfig):
-        raise ConfigError([Mistake(str(path), "", "must hold key: value lines")])
+        wrong = "" if isinstance(cfg, DictConfig) else "must hold key: value lines"
+    except FileNotFoundError:
+        wrong = "does not exist; check run.dir or run.name"
+    except Exception as error:
+        wrong = f"cannot be read: {error}"
+    if wrong:
+        raise ConfigError([Mistake(str(path), "", wrong)])
     for key, value in changes.items():
-        hint, in_table = type_of(schema, key.rpartition(".")[0])
+        table, _, name = key.rpartition(".")
+        hint, in_table = type_of(schema, table)
         if value is None and in_table and is_dataclass(hint):
-            _pop(cfg, key)
+            OmegaConf.select(cfg, table).pop(name, None)
+            if not OmegaConf.select(cfg, table):
+                above, _, entry = table.rpartition(".")
+                OmegaConf.select(cfg, above).pop(entry)
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
     values: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -194,13 +152,3 @@ def read_yaml(
     if mistakes:
         raise ConfigError([m._replace(rule=f"{m.rule} (in {path})") for m in mistakes])
     return config
-
-
-def _pop(cfg: DictConfig, key: str) -> None:
-    """Take a key out, and its section if that is empty then."""
-    entry, _, name = key.rpartition(".")
-    section = OmegaConf.select(cfg, entry)
-    section.pop(name, None)
-    if not section:
-        table, _, name = entry.rpartition(".")
-        OmegaConf.select(cfg, table).pop(name)

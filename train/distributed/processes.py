@@ -25,7 +25,7 @@ from data.errors import DataError
 from train.config import DistributedConfig
 from train.distributed.detection import find_place
 from train.distributed.rendezvous import await_processes, join_processes, numbered
-from train.errors import ABORTED, WRONG_CONFIG, WRONG_DATA, ConfigError, Exit
+from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
 
 log = logging.getLogger(__name__)
 
@@ -194,15 +194,6 @@ class Cluster:
         if not self.is_leader:
             self.gather(key, mine)
         return self.broadcast(lambda: verdict(self.gather(key, mine)))
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the code that an error ends the program with."""
-    if isinstance(error, Exit):
-        return error.code
-    if isinstance(error, ConfigError):
-        return WRONG_CONFIG
-    return WRONG_DATA if isinstance(error, DataError) else 1
 
 
 def _message(error: Exception) -> str:

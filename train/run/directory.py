@@ -18,8 +18,8 @@ from etils import epath
 from data.sources import Sources
 from train.config import Config
 from train.distributed.preemption import Crash, Preemption
-from train.distributed.processes import Cluster, exit_code
-from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit
+from train.distributed.processes import Cluster
+from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.run.lease import Lease, take_lease
 from train.run.metrics import EventLog, MetricsLog, read_events

@@ -306,6 +306,11 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(door):
     result = door(*sizes, "model.num_hedas=3")
     assert result.stderr.startswith("3 mistakes")
     assert "multiply to the 8 devices" in result.stderr
+    # In the order typed, then of the config.
+    starts = [
+        line.split()[0] for line in result.stderr.splitlines() if line[:3] == "  m"
+    ]
+    assert starts == ["mesh", "model.num_hedas"]
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
 
 

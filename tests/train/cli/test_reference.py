@@ -1,7 +1,11 @@
 """docs/config.md holds every key. After a change: GOLDEN=1 pytest <this file>."""
 
+import inspect
 import os
-from dataclasses import fields, is_dataclass
+import typing
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
 
 from data.config import PrepareConfig
 from data.inspect import InspectConfig
@@ -10,8 +14,7 @@ from data.verify import VerifyConfig
 from launch.config import KINDS, LaunchConfig
 from tests.fleet import REPOSITORY
 from train.checkpoints import CheckpointsConfig
-from train.cli.hints import keys_of, type_of
-from train.cli.reference import meaning, tables
+from train.cli.hints import bounds_rule, describe, keys_of, kind_of, meaning, type_of
 from train.config import Config
 from train.evaluate import EvaluateConfig
 from train.plan.config import PlanConfig
@@ -50,6 +53,57 @@ def page() -> str:
     for kind, schema in KINDS.items():
         parts += tables(schema, "cluster.", f"cluster={kind}")
     return "\n\n".join(parts) + "\n"
+
+
+def tables(
+    schema: type, prefix: str = "", title: str = "", leave_out: Collection[str] = ()
+) -> list[str]:
+    """Return the parts of a page in Markdown: for each section its keys as a table.
+
+    Args:
+        schema: the dataclass.
+        prefix: of its keys.
+        title: of its own table.
+        leave_out: fields that stand elsewhere.
+    """
+    hints = typing.get_type_hints(schema, include_extras=True)
+    own = [field for field in fields(schema) if field.name not in leave_out]
+    rows = list(rows_of(schema, own, prefix))
+    parts = [f"### {title}"] if title else []
+    parts.append(inspect.cleandoc(schema.__doc__ or ""))
+    if rows:
+        head = "| key | type | default | bounds | meaning |"
+        parts.append("\n".join([head, "| --- | --- | --- | --- | --- |", *rows]))
+    for field in own:
+        kind, key = kind_of(hints[field.name]), f"{prefix}{field.name}"
+        entry = (typing.get_args(kind) or (None,))[-1]
+        if is_dataclass(kind):
+            parts += tables(typing.cast(type, kind), f"{key}.", key)
+        elif is_dataclass(entry):
+            each = f"{key}.<name>" if typing.get_origin(kind) is dict else f"{key}[i]"
+            parts += tables(typing.cast(type, entry), f"{each}.", each)
+    return parts
+
+
+def rows_of(schema: type, own: Sequence[Field], prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(schema, include_extras=True)
+    for field in own:
+        hint = hints[field.name]
+        if not is_dataclass(kind_of(hint)):
+            bounds = bounds_rule(hint).removeprefix("must ").removeprefix("be ")
+            cells = [f"`{prefix}{field.name}`", describe(hint), default_of(field)]
+            text = meaning(schema, field.name).replace("<", "&lt;")
+            cells += [bounds, text]
+            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def default_of(field: Field) -> str:
+    value: Any = field.default
+    if value is MISSING:
+        value = field.default_factory()  # type: ignore
+    if value is None or isinstance(value, bool):
+        return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    return '`""`' if value == "" else f"`{value}`"
 
 
 def test_the_page_holds_every_key():
