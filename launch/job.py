@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from launch.config import Code
 from train.cli.quoting import hydra_text
@@ -129,6 +130,12 @@ def port_of(name: str) -> int:
 def shell(words: Sequence[str]) -> str:
     """Return a line of shell that means these words."""
     return shlex.join(words)
+
+
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return long options: null and false leave one out, true has no value."""
+    given = {k: v for k, v in values.items() if v is not None and v is not False}
+    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in given.items()]
 
 
 def exports(environment: Mapping[str, str]) -> list[str]:

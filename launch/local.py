@@ -15,12 +15,10 @@ from launch.config import LocalCluster
 from launch.job import Job, Rendered, exports, shell
 from launch.plan_check import Machine
 from launch.remote.supervise import alive as alive
-from launch.remote.supervise import (
-    describe_supervisor,
-    print_log,
-    stop_supervisor,
-    supervise,
-)
+from launch.remote.supervise import logs as logs
+from launch.remote.supervise import status as status
+from launch.remote.supervise import stop as stop
+from launch.remote.supervise import supervise
 from launch.submissions import Submission
 from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import Mistake
@@ -29,7 +27,7 @@ SECRETS_REMEDY = "set it in the environment that you type this command in"
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
-    """Nothing can be: what each key may be stands beside it."""
+    """Return none: what each key may be stands beside it."""
     return []
 
 
@@ -58,29 +56,12 @@ def submit(
     return supervise(job, cluster, submission, partial(_Attempt, job, cluster))
 
 
-def status(submission: Submission) -> list[str]:
-    """Return whether it is being kept running, and how its attempts ended."""
-    return describe_supervisor(submission)
-
-
-def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 says."""
-    print_log(submission, follow)
-    return 0
-
-
-def stop(submission: Submission) -> int:
-    """Let the run save and stop, and wait until it has."""
-    stop_supervisor(submission)
-    return 0
-
-
 class _Attempt:
     """One start of all processes; each writes to a file, and outlives us if need be."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
         port, self._processes = _free_port(), ProcessGroup()
-        self._said = _log(folder, 0).open("ab+") if show else None
+        self._output = _log(folder, 0).open("ab+") if show else None
         for process in range(cluster.processes):
             own = _place(process, cluster.processes, port)
             with _log(folder, process).open("ab") as file:
@@ -94,7 +75,7 @@ class _Attempt:
                 )
 
     def wait(self) -> Sequence[int | None]:
-        """Wait for all, and show what process 0 says."""
+        """Wait for all, and show what process 0 writes."""
         return self._processes.wait(self._show)
 
     def stop(self, number: int) -> None:
@@ -102,8 +83,8 @@ class _Attempt:
         self._processes.send_signal(number)
 
     def _show(self) -> None:
-        if self._said is not None:
-            sys.stderr.buffer.write(self._said.read())
+        if self._output is not None:
+            sys.stderr.buffer.write(self._output.read())
             sys.stderr.flush()
 
 
@@ -113,12 +94,11 @@ def _log(folder: Path, process: int) -> Path:
 
 def _place(process: int, processes: int, port: int) -> dict[str, str]:
     """Return all of torchrun's variables; none for a process alone."""
-    whole = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
-    whole |= {"MASTER_PORT": f"{port}"}
-    return {
-        **torchrun_variables(process, processes),
-        **(whole if processes > 1 else {}),
-    }
+    if processes == 1:
+        return {}
+    where = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
+    own = torchrun_variables(process, processes)
+    return {**own, **where, "MASTER_PORT": f"{port}"}
 
 
 def _free_port() -> int:

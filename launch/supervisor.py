@@ -10,7 +10,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,36 @@ _PAUSE_S = 1.0  # after what is not counted
 _OWNED_PAUSE_S = 15.0  # another process is at it: it may leave, or die
 ATTEMPTS = "attempts.jsonl"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to stop
+
+
+class Wait:
+    """Pauses that end when a signal has come; what came is kept."""
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self.count = 0
+
+    def ask(self, number: int) -> None:
+        """Take a signal; may be called from a handler, and so takes no lock."""
+        self.asked = number
+        self.count += 1
+
+    def __call__(self, seconds: float, handled: int = 0) -> bool:
+        """Wait; return whether a signal came, now or before.
+
+        Args:
+            seconds: at most.
+            handled: so many signals end no pause any more.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and self.count <= handled:
+            time.sleep(min(left, 0.1))
+        return self.asked is not None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that a signal ended before it could start."""
+        return STOPPED if self.asked == signal.SIGINT else PREEMPTED
 
 
 class Attempt(Protocol):
@@ -46,6 +76,7 @@ class Supervisor:
     start: begins one.
     step: returns the newest step of the run, None if it has none or cannot be asked.
     diary: file that gets a JSON line for each attempt.
+    over: called at the end, however that comes about; no signal interrupts it.
     """
 
     start: Callable[[], Attempt]
@@ -53,12 +84,10 @@ class Supervisor:
     max_restarts: int
     backoff_s: float
     diary: Path
-
-    def __post_init__(self) -> None:
-        """Begin without a signal and without a crash."""
-        self._asked: int | None = None
-        self._attempt: Attempt | None = None
-        self._crashed_at: list[int | None] = []
+    over: Callable[[], object] = lambda: None
+    _wait: Wait = field(default_factory=Wait, init=False)
+    _attempt: Attempt | None = field(default=None, init=False)
+    _crashed_at: list[int | None] = field(default_factory=list, init=False)
 
     def run(self) -> int:
         """Go on to the end; return the exit code that says what it was."""
@@ -68,57 +97,51 @@ class Supervisor:
                 pass
             return code
         finally:
+            # Who presses Ctrl-C twice would else leave machines that cost money.
+            self.over()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _once(self) -> int | None:
         """Make one attempt; return an exit code if it was the last."""
-        if self._asked is not None:  # in the pause
-            return STOPPED if self._asked == signal.SIGINT else PREEMPTED
+        if self._wait.asked is not None:  # in the pause
+            return self._wait.exit_code
         began = time.time()
         self._attempt = self.start()
-        if self._asked is not None:  # while it started
-            self._attempt.stop(self._asked)
+        if self._wait.asked is not None:  # while it started
+            self._attempt.stop(self._wait.asked)
         codes = list(self._attempt.wait())
         self._attempt = None
         verdict, code = judge(codes)
-        last = self._last(verdict, code)
         line = {"began": began, "ended": time.time(), "codes": codes}
+        last, pause_s = self._next(verdict, code)
         line |= {"verdict": verdict, "over": last is not None}
         with self.diary.open("a") as diary:
             diary.write(json.dumps(line) + "\n")
+        self._wait(pause_s)
         return last
 
-    def _last(self, verdict: Verdict, code: int) -> int | None:
-        """Return the exit code if this end is the last; else wait as long as is due."""
-        if verdict in (Verdict.done, Verdict.stop) or self._asked is not None:
-            return code
+    def _next(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
+        """Return the exit code, if this end is the last, and the seconds to wait."""
+        if verdict in (Verdict.done, Verdict.stop) or self._wait.asked is not None:
+            return code, 0
         if verdict is Verdict.again:
             log.info("ended with %d; again, this does not count", code)
-            self._pause(_OWNED_PAUSE_S if code == OWNED else _PAUSE_S)
-            return None
+            return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
         self._crashed_at.append(self.step())
-        crashes, at = len(self._crashed_at), self._crashed_at[-SAME_STEP:]
-        if crashes >= SAME_STEP and at[0] is not None and len({*at}) == 1:
-            log.error("crashed %d times at step %d: not again", SAME_STEP, at[0])
-            return CRASHES_AGAIN
-        pause_s = pause_after_crash(code, crashes, self.max_restarts, self.backoff_s)
-        if pause_s is None:
-            return code
-        self._pause(pause_s)
-        return None
-
-    def _pause(self, seconds: float) -> None:
-        """Wait, unless a signal comes; its handler must not need a lock of ours."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and self._asked is None:
-            time.sleep(min(left, 0.1))
+        last = self._crashed_at[-SAME_STEP:]
+        if len(last) == SAME_STEP and last[0] is not None and len({*last}) == 1:
+            log.error("crashed %d times at step %d: not again", SAME_STEP, last[0])
+            return CRASHES_AGAIN, 0
+        limits = self.max_restarts, self.backoff_s
+        pause_s = pause_after_crash(code, len(self._crashed_at), *limits)
+        return (code, 0) if pause_s is None else (None, pause_s)
 
     def _stop(self, number: int, frame: object) -> None:
-        self._asked = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        self._wait.ask(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         log.info("%s: the run is asked to save and stop", signal.Signals(number).name)
-        if self._attempt is not None:
-            self._attempt.stop(self._asked)
+        if self._attempt is not None and self._wait.asked is not None:
+            self._attempt.stop(self._wait.asked)
 
 
 def run_step(job: Job) -> int | None:
@@ -129,11 +152,11 @@ def run_step(job: Job) -> int | None:
 
 def describe_attempts(diary: Path) -> list[str]:
     """Return a line for each attempt so far: how it ended."""
-    lines = diary.read_text().splitlines() if diary.exists() else []
-    said = []
-    for number, line in enumerate(map(json.loads, lines), start=1):
-        codes = ", ".join("lost" if c is None else str(c) for c in line["codes"])
-        took = line["ended"] - line["began"]
-        last = "the last" if line["over"] else "again"
-        said.append(f"attempt {number}   {took:.0f} s, exit codes {codes}: {last}")
-    return said
+    attempts = diary.read_text().splitlines() if diary.exists() else []
+    lines = []
+    for number, attempt in enumerate(map(json.loads, attempts), start=1):
+        codes = ", ".join("lost" if c is None else str(c) for c in attempt["codes"])
+        took_s = attempt["ended"] - attempt["began"]
+        last = "the last" if attempt["over"] else "again"
+        lines.append(f"attempt {number}   {took_s:.0f} s, exit codes {codes}: {last}")
+    return lines

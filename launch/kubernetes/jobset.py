@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.config import Code, KubernetesCluster
+from launch.config import Code, KubernetesCluster, kind_of
 from launch.job import Job, Rendered
 from launch.kubernetes.pod import CONTAINER, Pods, pod
 from launch.manifest import merged, to_yaml
@@ -51,7 +51,7 @@ def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             found.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
     if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
-        found += object_store_mistakes(run_dir, "gke")
+        found += object_store_mistakes(run_dir, kind_of(cluster))
     return found
 
 

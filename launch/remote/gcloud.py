@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from launch.config import TpuVmCluster
+from launch.job import options
 from launch.subprocesses import run_captured
 from train.hardware.targets import parse_target
 
@@ -32,35 +33,38 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
     target = parse_target(cluster.target or "")
     kind, runtime = TYPES[target.family]
     size = target.name.rpartition("-")[2].partition("x")[0]
-    create = [f"--accelerator-type={kind}-{size}"]
-    create.append(f"--runtime-version={cluster.runtime_version or runtime}")
-    if target.slices == 1:
-        create.append(f"--node-id={name}")
-    else:
-        create += [f"--node-count={target.slices}", f"--node-prefix={name}"]
-    create += ["--spot"] * cluster.spot + ["--reserved"] * cluster.reserved
-    labels = {"longhaul": name, **cluster.labels}
-    for flag, value in (
-        ("valid-until-duration", cluster.valid_until),
-        ("network", cluster.network),
-        ("subnetwork", cluster.subnetwork),
-        ("service-account", cluster.service_account),
-        ("labels", ",".join(f"{key}={value}" for key, value in labels.items())),
-    ):
-        create += [f"--{flag}={value}"] if value else []
-    create += cluster.options
+    flags = {
+        "accelerator-type": f"{kind}-{size}",
+        "runtime-version": cluster.runtime_version or runtime,
+        "node-id": name if target.slices == 1 else None,
+        "node-count": target.slices if target.slices > 1 else None,
+        "node-prefix": name if target.slices > 1 else None,
+        "spot": cluster.spot,
+        "reserved": cluster.reserved,
+        "valid-until-duration": cluster.valid_until,
+        "network": cluster.network,
+        "subnetwork": cluster.subnetwork,
+        "service-account": cluster.service_account,
+        "labels": ",".join(
+            f"{key}={value}"
+            for key, value in {"longhaul": name, **cluster.labels}.items()
+        ),
+    }
+    create = [*options(flags), *cluster.options]
     return {
-        "create": words("create", name, cluster, *create),
-        "describe": words("describe", name, cluster, "--format=json"),
-        "delete": words("delete", name, cluster, "--force"),
+        "create": words("create", [name], cluster, *create),
+        "describe": words("describe", [name], cluster, "--format=json"),
+        "delete": words("delete", [name], cluster, "--force"),
     }
 
 
-def words(verb: str, name: str, cluster: TpuVmCluster, *more: str) -> list[str]:
+def words(
+    verb: str, names: Sequence[str], cluster: TpuVmCluster, *more: str
+) -> list[str]:
     """Return a command of `gcloud compute tpus queued-resources`."""
-    own = [] if cluster.project is None else [f"--project={cluster.project}"]
+    where = options({"zone": cluster.zone, "project": cluster.project, "quiet": True})
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, name, f"--zone={cluster.zone}", *own, "--quiet", *more]
+    return [*group, verb, *names, *where, *more]
 
 
 class GcloudError(Exception):
@@ -78,9 +82,9 @@ class GcloudError(Exception):
     def hopeless(self) -> bool:
         """Whether the same call would fail again."""
         text = str(self)
-        said = any(self.is_status(name) for name in _HOPELESS.values())
-        said = said or any(words in text for words in _ACCOUNT)
-        return said or self.code == _USAGE or is_quota(text)
+        refused = any(self.is_status(name) for name in _HOPELESS.values())
+        unknown = any(words in text for words in _ACCOUNT)
+        return refused or unknown or self.code == _USAGE or is_quota(text)
 
 
 def is_quota(message: str) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.config import TpuVmCluster
-from launch.remote.attempt import Wait
 from launch.remote.gcloud import GcloudError, call, commands, hopeless_status
+from launch.supervisor import Wait
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class ResourceState:
     created: str = ""
 
     def __str__(self) -> str:
-        said = f": {self.why}" if self.why else ""
+        why = f": {self.why}" if self.why else ""
         waited = f", {_age(self.created)} after it was made" if self.created else ""
-        return f"{self.state}{waited}{said}"
+        return f"{self.state}{waited}{why}"
 
 
 class QueuedResource:
@@ -120,19 +120,19 @@ class QueuedResource:
         expired = self._cluster.valid_until is not None and "valid" in now.why.lower()
         if hopeless_status(now.code, now.why) or expired:
             raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
+        self._count_failure(now.why)
+
+    def _count_failure(self, why: str) -> None:
         self._failures += 1
         if self._failures >= _FAILURES:
-            raise Exit(CRASHED, self._refused(f"{now.why} ({_FAILURES} times)"))
+            raise Exit(CRASHED, self._refused(f"{why} ({_FAILURES} times)"))
 
     def _after(self, error: GcloudError) -> float:
         if error.is_status("ALREADY_EXISTS"):
             return 1.0
-        self._failures += 1
         if error.hopeless:
             raise Exit(WRONG_CONFIG, self._refused(str(error)))
-        if self._failures >= _FAILURES:
-            often = f"{error} ({_FAILURES} times)"
-            raise Exit(CRASHED, self._refused(often))
+        self._count_failure(str(error))
         pause_s = min(_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_S)
         log.warning("%s\nagain in %.0f s", error, pause_s)
         return pause_s
@@ -181,12 +181,12 @@ class QueuedResource:
 def describe_states(diary: Path) -> Sequence[str]:
     """Return the states that it went through, a line each, the last ten."""
     lines = diary.read_text().splitlines()[-10:] if diary.exists() else []
-    said = []
+    described = []
     for line in map(json.loads, lines):
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
         why = f": {line['why']}" if line["why"] else ""
-        said.append(f"{at}   {line['state']}{why}")
-    return said
+        described.append(f"{when}   {line['state']}{why}")
+    return described
 
 
 def _age(created: str) -> str:

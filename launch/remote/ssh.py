@@ -2,32 +2,22 @@
 
 Training has a session of its own there (`remote/run_script.py`): a broken connection
 ends nothing, and `action=resume` takes up what runs. What it is to know travels over
-the connections' standard input. ProcessGroup find each other by torchrun's variables.
+the connections' standard input. Processes find each other by torchrun's variables.
 
 The run's directory, and with cluster.code=shared this program too, lie where all of
 them see it, and this machine does.
 """
 
 import re
-import signal
 import sys
 from dataclasses import asdict, replace
 
 from launch.config import Code, SshCluster
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.remote.attempt import RemoteAttempt
+from launch.remote import supervise
 from launch.remote.run_script import RUN, run_script
 from launch.remote.ssh_hosts import SshHosts, put_line, ssh_command, start_line
-from launch.remote.supervise import (
-    LOG,
-    attempt_starter,
-    describe_supervisor,
-    print_log,
-    stop_supervisor,
-    submitted_cluster,
-    supervise,
-)
 from launch.remote.supervise import alive as alive
 from launch.submissions import Submission
 from train.errors import Mistake
@@ -63,12 +53,10 @@ def machine(cluster: SshCluster) -> Machine:
 
 def render(job: Job, cluster: SshCluster) -> Rendered:
     """Return run.sh, and how it is started on each host."""
-    # The archive comes to lie beside run.sh.
-    there = replace(job, folder=".") if cluster.code is Code.archive else job
-    python = cluster.python or sys.executable
+    there = replace(job, folder=".")  # an archive comes to lie beside run.sh
     shared = job.workdir if cluster.code is Code.shared else None
     script = run_script(
-        there.command(python, cluster.code),
+        there.command(cluster.python or sys.executable, cluster.code),
         job.variables(cluster.code),
         setup=cluster.setup,
         workdir=cluster.workdir or shared,
@@ -87,39 +75,31 @@ def submit(
 ) -> int:
     """Start the run on all hosts, and keep it going to the end."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    start = attempt_starter(SshHosts(submission, cluster), cluster)
-    return supervise(job, cluster, submission, start)
+    hosts = SshHosts(submission, cluster)
+    return supervise.supervise_hosts(job, cluster, submission, hosts)
+
+
+def _hosts(submission: Submission) -> SshHosts:
+    return SshHosts(submission, supervise.submitted_cluster(submission))
 
 
 def status(submission: Submission) -> list[str]:
     """Describe the processes there, who keeps them running, and what came before."""
-    cluster = submitted_cluster(submission)
-    hosts = SshHosts(submission, cluster)
+    hosts = _hosts(submission)
     states = hosts.ask("poll")
-    there = [
+    lines = [
         f"{name}: {' '.join(map(str, filter(None, s)))}" for name, s in states.items()
     ]
     silent = hosts.processes - len(states)
-    there += [f"{silent} processes: no answer"] * bool(silent)
-    return [*describe_supervisor(submission), *there]
+    lines += [f"{silent} processes: no answer"] * bool(silent)
+    return [*supervise.status(submission), *lines]
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 says; if nobody here has listened, what it has said."""
-    if not print_log(submission, follow):
-        said = SshHosts(submission, submitted_cluster(submission)).said(0)
-        print(said.decode(errors="replace"), end="")
-    return 0
+    """Print what process 0 writes; if nobody here has listened, what it has."""
+    return supervise.logs(submission, follow, _hosts(submission))
 
 
 def stop(submission: Submission) -> int:
     """Let the run save and stop, and wait until it has."""
-    if stop_supervisor(submission):
-        return 0
-    cluster, file = submitted_cluster(submission), submission.local_folder() / LOG
-    hosts = SshHosts(submission, cluster)
-    if any(state.word == "running" for state in hosts.ask("poll").values()):
-        watch = RemoteAttempt(hosts, file, cluster.poll_s, begun=True)
-        watch.stop(signal.SIGINT)
-        watch.wait()
-    return 0
+    return supervise.stop(submission, _hosts(submission))

@@ -6,25 +6,27 @@ It lives on the machine where the job was submitted, in the foreground or, with
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.background import detach_process, is_alive, process_handle, wait_for_end
 from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
-from launch.remote.attempt import Hosts, RemoteAttempt
+from launch.remote.attempt import RemoteAttempt
+from launch.remote.hosts import Hosts
 from launch.submissions import Submission
 from launch.supervisor import (
     ATTEMPTS,
-    SIGNALS,
     Attempt,
     Supervisor,
     describe_attempts,
     run_step,
 )
+from train.run.liveness import Process
 
 LOG = "process-0.log"
 
@@ -41,56 +43,54 @@ def supervise(
     Args:
         job: what is to run.
         cluster: its keys.
-        submission: of the submission.
+        submission: of the job.
         start: begins an attempt, which writes to files in this folder, and shows what
-            process 0 says if told to.
+            process 0 writes if told to.
         over: called at the end, however that comes about.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):
         print(f"in the background; action=logs follow=true shows {folder}/{LOG}")
         return 0
-    submission.with_handle(**process_handle(), folder=str(folder))
-    try:
-        return Supervisor(
-            start=lambda: start(folder, not cluster.detach),
-            step=partial(run_step, job),
-            max_restarts=cluster.max_restarts,
-            backoff_s=cluster.backoff_s,
-            diary=folder / ATTEMPTS,
-        ).run()
-    finally:
-        # Who presses Ctrl-C twice would else leave machines that cost money.
-        before = [(n, signal.signal(n, signal.SIG_IGN)) for n in SIGNALS]
-        over()
-        for number, handler in before:
-            signal.signal(number, handler)
+    submission.with_handle(**asdict(Process.current()), folder=str(folder))
+    return Supervisor(
+        start=lambda: start(folder, not cluster.detach),
+        step=partial(run_step, job),
+        max_restarts=cluster.max_restarts,
+        backoff_s=cluster.backoff_s,
+        diary=folder / ATTEMPTS,
+        over=over,
+    ).run()
 
 
-def attempt_starter(
-    hosts: Hosts, cluster: SshCluster | TpuVmCluster
-) -> Callable[[Path, bool], RemoteAttempt]:
-    """Return what begins attempts on other machines; the first takes up what runs."""
+def supervise_hosts(
+    job: Job, cluster: SshCluster | TpuVmCluster, submission: Submission, hosts: Hosts
+) -> int:
+    """Keep a run on other machines going; the first attempt takes up what runs."""
     first = iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
-        take_up = next(first, False)
-        return RemoteAttempt(
-            hosts, folder / LOG, cluster.poll_s, take_up=take_up, show=show
-        )
+        begin = partial(hosts.begin, take_up=next(first, False))
+        return RemoteAttempt(hosts, folder / LOG, cluster.poll_s, begin, show)
 
-    return start
+    return supervise(job, cluster, submission, start, hosts.release)
 
 
-def describe_supervisor(submission: Submission) -> list[str]:
-    """Return whether it is being kept running from here, and how its attempts ended."""
-    handle = submission.handle
-    where = f"process {handle.get('pid')} on {handle.get('host')}"
-    state = f"kept running by {where}"
-    if not is_alive(handle):
-        state = f"not kept running: {where} is over, or not of this machine; "
-        state += "action=resume goes on"
-    return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
+def detach_process(log: Path) -> bool:
+    """Fork; return True in the child, which has no terminal and writes to a file."""
+    sys.stdout.flush()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)  # the middle one, which leaves at once
+        assert status == 0
+        return False
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    with log.open("ab") as file, Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return True
 
 
 def submitted_cluster(submission: Submission) -> Any:
@@ -99,30 +99,50 @@ def submitted_cluster(submission: Submission) -> Any:
     return KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
 
 
-def print_log(submission: Submission, follow: bool) -> bool:
-    """Print what process 0 has said; False if nothing of it is known here."""
-    file = Path(submission.handle.get("folder", "")) / LOG
-    if not (file.exists() or is_alive(submission.handle)):
-        return False
-    file.touch()
-    with file.open(errors="replace") as text:
-        while True:
-            over = not (follow and is_alive(submission.handle))
-            print(text.read(), end="", flush=True)
-            if over:
-                return True
-            time.sleep(0.2)
-
-
 def alive(submission: Submission) -> bool:
     """Return whether it is being kept running from this machine."""
-    return is_alive(submission.handle)
+    process = Process.from_dict(submission.handle)
+    return process is not None and bool(process.alive())
 
 
-def stop_supervisor(submission: Submission) -> bool:
-    """Let the supervisor stop the run, and wait; False if it does not live here."""
-    if not is_alive(submission.handle):
-        return False
-    os.kill(submission.handle["pid"], signal.SIGINT)
-    wait_for_end(submission.handle)
-    return True
+def status(submission: Submission) -> list[str]:
+    """Return whether it is being kept running from here, and how its attempts ended."""
+    handle = submission.handle
+    where = f"process {handle.get('pid')} on {handle.get('host')}"
+    state = f"kept running by {where}"
+    if not alive(submission):
+        state = f"not kept running: {where} is over, or not of this machine; "
+        state += "action=resume goes on"
+    return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
+
+
+def logs(submission: Submission, follow: bool, hosts: Hosts | None = None) -> int:
+    """Print what process 0 writes; if nobody here has listened, ask its machine."""
+    file = Path(submission.handle.get("folder", "")) / LOG
+    if file.exists() or alive(submission):
+        file.touch()
+        with file.open(errors="replace") as text:
+            over = False
+            while not over:
+                over = not (follow and alive(submission))
+                print(text.read(), end="", flush=True)
+                time.sleep(0 if over else 0.2)
+    elif hosts is not None:
+        print(hosts.output(0).decode(errors="replace"), end="")
+    return 0
+
+
+def stop(submission: Submission, hosts: Hosts | None = None) -> int:
+    """Let the run save and stop, wait until it has, and give its machines back."""
+    if alive(submission):
+        os.kill(submission.handle["pid"], signal.SIGINT)
+        while alive(submission):
+            time.sleep(0.1)
+    elif hosts is not None:
+        if hosts.may_run():
+            file, poll_s = submission.local_folder() / LOG, hosts.poll_s
+            attempt = RemoteAttempt(hosts, file, poll_s, begin=lambda wait: True)
+            attempt.stop(signal.SIGINT)
+            attempt.wait()
+        hosts.release()
+    return 0

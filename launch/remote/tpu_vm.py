@@ -7,26 +7,15 @@ and what is over is deleted, unless `cluster.keep`. A new `action=resume` takes 
 machines and the training that it finds.
 """
 
-import signal
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from launch.config import Code, TpuVmCluster
-from launch.job import ARCHIVE, VARIABLE, Job, Rendered, shell
+from launch.job import ARCHIVE, VARIABLE, Job, Rendered, options, shell
 from launch.plan_check import Machine, object_store_mistakes
-from launch.remote.attempt import RemoteAttempt
+from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
-from launch.remote.queued_resource import ACTIVE, QueuedResource, describe_states
+from launch.remote.queued_resource import describe_states
 from launch.remote.run_script import RUN, run_script, run_words
-from launch.remote.supervise import (
-    LOG,
-    attempt_starter,
-    describe_supervisor,
-    print_log,
-    stop_supervisor,
-    submitted_cluster,
-    supervise,
-)
 from launch.remote.supervise import alive as alive
 from launch.remote.tpu_hosts import (
     TpuHosts,
@@ -98,8 +87,7 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
     """Return run.sh, and the commands that are typed from here, in their order."""
-    # The archive comes to lie beside run.sh.
-    there = replace(job, folder=".") if cluster.code is Code.archive else job
+    there = replace(job, folder=".")  # an archive comes to lie beside run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = there.command(python, cluster.code)
     variables = {**job.cache_variables(), **job.variables(cluster.code)}
@@ -108,11 +96,12 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         names = [*variables, *cluster.secrets]
         command = _in_docker(cluster.image, job.name, names, command)
         last = [f"sudo docker rm --force {job.name} >/dev/null 2>&1 || true"]
+    setup = _SETUP if cluster.code is Code.archive else ()
     script = run_script(
         command,
         variables,
         secrets=_secrets(cluster),
-        setup=_setup(cluster),
+        setup=setup if cluster.setup is None else cluster.setup,
         workdir=job.workdir if cluster.code is Code.shared else None,
         last=last,
     )
@@ -139,23 +128,16 @@ def _typed(name: str, cluster: TpuVmCluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setup(cluster: TpuVmCluster) -> Sequence[str]:
-    """Return the lines of shell that run before training."""
-    if cluster.setup is not None:
-        return cluster.setup
-    return _SETUP if cluster.code is Code.archive else ()
-
-
 def _secrets(cluster: TpuVmCluster) -> list[str]:
     """Return lines of shell that ask Secret Manager, by the machine's own account.
 
     Source: the reference of gcloud secrets versions access (SDK 528).
     """
-    own = [] if cluster.project is None else [f"--project={cluster.project}"]
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
-        words = shell([*ask, f"--secret={name}", *own])
+        which = options({"secret": name, "project": cluster.project})
+        words = shell([*ask, *which])
         lines += [f'{variable}="$({words})"', f"export {variable}"]
     return lines
 
@@ -167,8 +149,7 @@ def _in_docker(
 
     Source: docs.cloud.google.com/tpu/docs/run-in-container.
     """
-    names = ",".join(variables)
-    sudo = ["sudo", *([f"--preserve-env={names}"] if names else [])]
+    sudo = ["sudo", *options({"preserve-env": ",".join(variables) or None})]
     flags = [f"--name={name}", "--privileged", "--net=host", "--user=root"]
     flags += [f"--env={variable}" for variable in variables]
     return [*sudo, "docker", "run", "--rm", *flags, image, *command]
@@ -179,49 +160,30 @@ def submit(
 ) -> int:
     """Get the machines, start the run, and keep it going to the end."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    hosts = _hosts(submission)
-
-    def over() -> None:
-        if not cluster.keep:
-            hosts.resource.delete()
-
-    return supervise(job, cluster, submission, attempt_starter(hosts, cluster), over)
+    return supervise.supervise_hosts(job, cluster, submission, _hosts(submission))
 
 
 def _hosts(submission: Submission) -> TpuHosts:
-    return TpuHosts(
-        submission, submitted_cluster(submission), submission.local_folder() / STATES
-    )
+    cluster = supervise.submitted_cluster(submission)
+    return TpuHosts(submission, cluster, submission.local_folder() / STATES)
 
 
 def status(submission: Submission) -> list[str]:
     """Describe the queued resource, who keeps it running, and what came before."""
     try:
-        now = QueuedResource(submission.name, submitted_cluster(submission)).look()
+        now = _hosts(submission).resource.look()
         there = str(now) if now.state else "none: it is over, or not asked for yet"
     except GcloudError as error:
         there = f"gcloud does not say: {error}"
     states = describe_states(submission.local_folder() / STATES)
-    return [f"queued resource: {there}", *describe_supervisor(submission), *states]
+    return [f"queued resource: {there}", *supervise.status(submission), *states]
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 says; if nobody here has listened, what it has said."""
-    if not print_log(submission, follow):
-        print(_hosts(submission).said(0).decode(errors="replace"), end="")
-    return 0
+    """Print what process 0 writes; if nobody here has listened, what it has."""
+    return supervise.logs(submission, follow, _hosts(submission))
 
 
 def stop(submission: Submission) -> int:
     """Let the run save and stop, wait until it has, and delete the machines."""
-    if stop_supervisor(submission):
-        return 0
-    hosts, cluster = _hosts(submission), submitted_cluster(submission)
-    if hosts.resource.look().state == ACTIVE:
-        file = submission.local_folder() / LOG
-        watch = RemoteAttempt(hosts, file, cluster.poll_s, begun=True)
-        watch.stop(signal.SIGINT)
-        watch.wait()
-    if not cluster.keep:
-        hosts.resource.delete()
-    return 0
+    return supervise.stop(submission, _hosts(submission))

@@ -203,7 +203,11 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
-        "chosen": int(not _BY_CHOICE.isdisjoint(cluster.options)),
+        "chosen": int(
+            not _BY_CHOICE.isdisjoint(
+                name for name, value in cluster.options.items() if value
+            )
+        ),
     }
     lists = {
         "never_again": NEVER_AGAIN,

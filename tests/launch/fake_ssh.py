@@ -2,9 +2,12 @@
 
 $FAKE_SSH/home/<host>/   its processes have FAKE_HOST=<host>
 $FAKE_SSH/off/<host>     while it is there, the host does not answer; it is told why
+$FAKE_SSH/off/all        the same, for all
+$FAKE_SSH/calls.jsonl    the arguments of each call
 $FAKE_SSH/bin/           the first programs of the PATH there
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +16,12 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     folder = Path(os.environ["FAKE_SSH"])
-    at = argv.index("--")
-    host, line = argv[at + 1 :]
-    off = folder / "off" / host
-    if off.exists():
+    with (folder / "calls.jsonl").open("a") as calls:
+        calls.write(json.dumps(argv) + "\n")
+    host, line = argv[argv.index("--") + 1 :]
+    for off in (folder / "off" / host, folder / "off/all"):
+        if not off.exists():
+            continue
         why = off.read_text() or f"connect to host {host} port 22: No route to host"
         print(why, file=sys.stderr)
         return 255

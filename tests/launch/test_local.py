@@ -13,7 +13,6 @@ from launch.config import LocalCluster
 from launch.job import Job, control_character_mistakes
 from launch.local import render
 from tests.drills.ground import check_equal
-from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.launched import STEPS, TIMEOUT_S, LaunchedRun, launch, says
 from train.cli.quoting import hydra_text
@@ -125,14 +124,3 @@ def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
 def test_what_ends_a_line_is_refused():
     refused = [value for value in VALUES if control_character_mistakes([value])]
     assert refused == ["\ta", "two\nlines", "bell\a", "\r"]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_rendered_as_in_the_golden_files(monkeypatch, processes):
-    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    golden = Job(
-        *("base-12345678", "/runs/base", ".", ("model=gpt_nano",), "/code", "/work"),
-        environment={"NCCL_DEBUG": "a $b"},
-    )
-    rendered = render(golden, LocalCluster(processes=processes))
-    equals_golden(f"local/{processes}", rendered)

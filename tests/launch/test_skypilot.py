@@ -16,56 +16,27 @@ import yaml
 
 from launch import skypilot
 from launch.config import Code, SkypilotCluster
-from launch.job import Job, job_name
+from launch.job import Job
 from launch.node import STOP
-from launch.plan_check import Machine
 from launch.policy import Verdict, judge
 from launch.skypilot import FILE
 from launch.submissions import Submission
-from tests.fleet import REPOSITORY
-from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.test_backend import CLUSTERS, JOB
 from train.cli.quoting import hydra_text
 from train.errors import Exit
 
-FOLDER = "s3://bucket/runs/base-1b/launch/3"
-JOB = Job(
-    *("base-1b-12345678", "s3://bucket/runs/base-1b", FOLDER),
-    *(("model=gpt_nano", 'run.dir="s3://bucket/runs/base-1b"'), "/root", "/here"),
-    environment={"A": "b $c"},
-)
-PLAIN = SkypilotCluster(accelerators="H100:8")
-FULL = SkypilotCluster(
-    nodes=4,
-    accelerators="A100-80GB:8",
-    cloud="gcp",
-    region="us-central1",
-    spot=True,
-    image="docker:host/name:tag",
-    setup=["pip install 'jax[cuda13]'", "nvidia-smi"],
-    secrets={"WANDB_API_KEY": "MY_KEY"},
-    max_restarts=3,
-    backoff_s=5,
-    code=Code.image,
-    environment={"A": "b $c"},
-)
-RENDERED = {"archive": PLAIN, "full": FULL}
+PLAIN, FULL = CLUSTERS["skypilot/archive"], CLUSTERS["skypilot/full"]
 
 
 def task(cluster: SkypilotCluster, job: Job = JOB) -> dict[str, Any]:
     return yaml.safe_load(skypilot.render(job, cluster).files[FILE])
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_rendered(name):
-    equals_golden(f"skypilot/{name}", skypilot.render(JOB, RENDERED[name]))
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_skypilot_reads_it_so(name):
+@pytest.mark.parametrize("cluster", [PLAIN, FULL])
+def test_skypilot_reads_it_so(cluster):
     """By its own classes."""
     sky = pytest.importorskip("sky", reason="needs SkyPilot (pip install skypilot)")
-    cluster = RENDERED[name]
     known = sky.Task.from_yaml_config(
         task(cluster), secrets_overrides=[(name, "s") for name in cluster.secrets]
     )
@@ -115,42 +86,6 @@ def test_hostile_values_arrive(code, shell, tmp_path):
     assert tuple(arguments[-len(overrides) :]) == overrides
     assert arguments[-len(overrides) - 3 : -len(overrides)] == ["-P", "-m", "train"]
     assert (arguments[0] == "./unpack.py") == (code is Code.archive)
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_hostile_names_of_runs(value):
-    name = job_name(value, f"s3://bucket/{value}")
-    rendered = skypilot.render(replace(JOB, name=name), PLAIN)
-    assert yaml.safe_load(rendered.files[FILE])["name"] == name
-    assert name in rendered.command
-
-
-@pytest.mark.parametrize(
-    ("keys", "wrong"),
-    [
-        ({"region": "us-central1"}, "cluster.region"),
-        ({"code": Code.shared}, "cluster.code"),
-        ({"code": Code.image}, "cluster.image"),
-        ({"secrets": {"A": "a=secret"}}, "cluster.secrets"),
-        ({"secrets": {"a=secret": "A"}}, "cluster.secrets"),
-    ],
-)
-def test_mistakes(keys, wrong):
-    assert skypilot.mistakes(PLAIN, JOB.run_dir) == []
-    (mistake,) = skypilot.mistakes(replace(PLAIN, **keys), JOB.run_dir)
-    assert mistake.key == wrong
-    assert "secret" not in str(mistake.value)
-    (mistake,) = skypilot.mistakes(PLAIN, "/home/runs/a")
-    assert mistake.key == "run.dir"
-
-
-def test_machines_are_known_to_the_plan():
-    names = skypilot.machine(PLAIN).target, skypilot.machine(FULL).target
-    assert names == ("h100-8x1", "a100-8x4")
-    assert skypilot.machine(SkypilotCluster(accelerators="L4:3", nodes=2)) == (
-        Machine(devices=6)
-    )
-    assert skypilot.machine(SkypilotCluster()) == Machine()
 
 
 FAKE = """#!{python}
@@ -310,29 +245,3 @@ def test_its_commands_are_skypilots(tmp_path, monkeypatch):
         assert done.returncode == 0, (words, done.stderr)
     wrong = subprocess.run([program, "jobs", "queue", "--al", "--help"])
     assert wrong.returncode == 2
-
-
-def test_through_the_door(tmp_path):
-    pytest.importorskip("s3fs")
-    arguments = [
-        *("action=render", "cluster=skypilot", "cluster.accelerators=H100:8"),
-        *("run.dir=s3://nowhere/runs/a", "cluster.setup=[pip install jax]"),
-        *("cluster.merge={resources: {disk_size: 512}}", "cluster.secrets={A_B: C}"),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments, f"output={tmp_path}"],
-        env=env,
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    document = yaml.safe_load((tmp_path / FILE).read_text())
-    assert document["resources"]["disk_size"] == 512
-    assert document["setup"] == "pip install jax\n"
-    assert document["secrets"] == {"A_B": None}
-    assert done.stdout.startswith('export A_B="$C"\nsky jobs launch --name ')
-    assert done.stdout.endswith(f" {tmp_path}/task.yaml\n")
-    # What asks it to stop is looked for where `action=stop` would put it.
-    assert "--folder s3://nowhere/runs/a/launch/by-hand " in document["run"]

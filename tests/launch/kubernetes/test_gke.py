@@ -11,61 +11,27 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import gpu_variables as gpu
-from launch.config import KINDS, Code, GkeGpuCluster, GkeTpuCluster, schema_of
-from launch.job import Job, job_name
+from launch.config import GkeGpuCluster, schema_of
+from launch.job import Job
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.kubernetes.jobset import FILE
 from launch.kubernetes.spot import warn_of_short_notice
 from launch.manifest import merged, to_yaml
-from launch.plan_check import Machine
 from launch.policy import Verdict, judge
 from tests.fleet import REPOSITORY, TINY, free_port
 from tests.launch.controllers import Pod, after, refused
-from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.test_backend import CLUSTERS, GPU, JOB, TPU, render
 from train.cli.command import check_command_line
-from train.cli.command import to_yaml as written
 from train.cli.quoting import hydra_text, quote_text
 from train.errors import ConfigError
 from train.hardware.targets import parse_target
 
 TIMEOUT_S = 600  # of four processes, on a machine that has other work
-OVERRIDES = ("model=gpt_nano", 'run.dir="gs://bucket/runs/base-1b"')
-JOB = Job(
-    *("base-1b-12345678", "gs://bucket/runs/base-1b", "gs://bucket/runs/base-1b/1"),
-    *(OVERRIDES, "/root", "/here"),
-    environment={"A": "b c"},
-)
-TPU = GkeTpuCluster(target="v5p-64x2", image="registry/image:tag", code=Code.image)
-GPU = GkeGpuCluster(nodes=2, gpu="h100", image="registry/image:tag")
-ALL_KEYS: dict[str, Any] = {
-    "namespace": "team",
-    "context": "prod",
-    "queue": "tpus",
-    "priority_class": "high",
-    "service_account": "trainer",
-    "spot": True,
-    "grace_period_s": 25,
-    "max_restarts": 3,
-    "secrets": {"WANDB_API_KEY": "wandb/api-key"},
-    "cpus": 90,
-    "memory": "300Gi",
-    "ttl_s": 60,
-    "node_selector": {"cloud.google.com/gke-nodepool": "mine"},
-    "code": Code.archive,
-}
-RENDERED = {
-    "gke_tpu/slices": (gke_tpu, TPU),
-    "gke_tpu/slice": (gke_tpu, replace(TPU, target="v5e-256", **ALL_KEYS)),
-    "gke_tpu/host": (gke_tpu, replace(TPU, target="v6e-8", host_network=True)),
-    "gke_gpu/nodes": (gke_gpu, GPU),
-    "gke_gpu/processes": (gke_gpu, replace(GPU, processes_per_node=8, **ALL_KEYS)),
-}
 
 
-def manifest(backend: Any, cluster: Any, job: Job = JOB) -> dict[str, Any]:
-    return yaml.safe_load(backend.render(job, cluster).files[FILE])
+def manifest(cluster: Any, job: Job = JOB) -> dict[str, Any]:
+    return yaml.safe_load(render(cluster, job).files[FILE])
 
 
 def pod_of(document: dict[str, Any]) -> dict[str, Any]:
@@ -73,16 +39,8 @@ def pod_of(document: dict[str, Any]) -> dict[str, Any]:
     return job["template"]["spec"]
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_rendered(name):
-    backend, cluster = RENDERED[name]
-    rendered = backend.render(JOB, cluster)
-    equals_golden(name, rendered)
-    assert refused(yaml.safe_load(rendered.files[FILE])) == []
-
-
 def test_the_schemas_are_strict():
-    document = manifest(*RENDERED["gke_tpu/slices"])
+    document = manifest(TPU)
     pod_of(document)["securityContext"]["runAsRoot"] = False
     document["spec"]["replicatedJobs"][0]["replicas"] = "2"
     document["spec"]["failurePolicy"]["rules"][0]["action"] = "Fail"
@@ -94,7 +52,7 @@ def test_the_sample_of_kueue_is_accepted():
     kinds = [document["kind"] for document in documents]
     assert kinds == ["ResourceFlavor", "ClusterQueue", "LocalQueue"]
     assert [refused(document) for document in documents] == [[], [], []]
-    selector = pod_of(manifest(gke_tpu, replace(TPU, target="v5e-256")))["nodeSelector"]
+    selector = pod_of(manifest(replace(TPU, target="v5e-256")))["nodeSelector"]
     assert documents[0]["spec"]["nodeLabels"] == selector
 
 
@@ -113,7 +71,7 @@ def test_the_sample_of_kueue_is_accepted():
     ],
 )
 def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
-    document = manifest(gke_tpu, replace(TPU, target=target))
+    document = manifest(replace(TPU, target=target))
     (replicated,) = document["spec"]["replicatedJobs"]
     job, pod = replicated["template"]["spec"], pod_of(document)
     labels = pod["nodeSelector"]
@@ -130,18 +88,18 @@ def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
 
 
 @pytest.mark.parametrize(
-    ("backend", "cluster", "requests"),
+    ("cluster", "requests"),
     [
-        (gke_tpu, TPU, {"cpu": "32", "memory": "56Gi"}),  # 2 * 20 + 16
-        (gke_gpu, replace(GPU, processes_per_node=8), {"cpu": "64", "memory": "168Gi"}),
-        (gke_gpu, replace(GPU, cpus=3, memory="9Gi"), {"cpu": "3", "memory": "9Gi"}),
+        (TPU, {"cpu": "32", "memory": "56Gi"}),  # 2 * 20 + 16
+        (replace(GPU, processes_per_node=8), {"cpu": "64", "memory": "168Gi"}),
+        (replace(GPU, cpus=3, memory="9Gi"), {"cpu": "3", "memory": "9Gi"}),
     ],
 )
-def test_cores_and_memory_are_those_of_the_plan(backend, cluster, requests):
-    planned = manifest(backend, cluster, replace(JOB, staged_bytes=20 << 30))
+def test_cores_and_memory_are_those_of_the_plan(cluster, requests):
+    planned = manifest(cluster, replace(JOB, staged_bytes=20 << 30))
     assert pod_of(planned)["containers"][0]["resources"]["requests"] == requests
     assert refused(planned) == []
-    plain = manifest(backend, replace(cluster, cpus=None, memory=None))
+    plain = manifest(replace(cluster, cpus=None, memory=None))
     assert pod_of(plain)["containers"][0]["resources"].keys() == {"limits"}
 
 
@@ -163,9 +121,9 @@ def test_a_notice_too_short_to_save_in_is_said(tmp_path, caplog, staged, events,
     assert (said or "") in caplog.text
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_every_exit_code_means_what_it_means_elsewhere(name):
-    document = manifest(*RENDERED[name])
+@pytest.mark.parametrize("cluster", [TPU, GPU])
+def test_every_exit_code_means_what_it_means_elsewhere(cluster):
+    document = manifest(cluster)
     action = {
         Verdict.done: "completed",
         Verdict.stop: "FailJobSet",
@@ -176,10 +134,10 @@ def test_every_exit_code_means_what_it_means_elsewhere(name):
         assert after(document, code) == action[judge([code])[0]], code
 
 
-@pytest.mark.parametrize("name", RENDERED)
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if "gke" in name])
 def test_as_little_leave_as_possible(name):
-    backend, cluster = RENDERED[name]
-    pod = pod_of(manifest(backend, cluster))
+    cluster = CLUSTERS[name]
+    pod = pod_of(manifest(cluster))
     account = cluster.service_account is not None
     assert pod["automountServiceAccountToken"] is account
     (container,) = pod["containers"]
@@ -189,19 +147,16 @@ def test_as_little_leave_as_possible(name):
     }
     assert pod["shareProcessNamespace"] is True
     assert not {"hostPID", "hostIPC", "initContainers"} & pod.keys()
-    if backend is gke_gpu:
+    if isinstance(cluster, GkeGpuCluster):
         assert pod["securityContext"]["runAsNonRoot"] is True
 
 
-@pytest.mark.parametrize(
-    ("backend", "cluster"),
-    [(gke_tpu, TPU), (gke_gpu, GPU), (gke_gpu, replace(GPU, processes_per_node=8))],
-)
-def test_hostile_values_arrive(backend, cluster, tmp_path):
+@pytest.mark.parametrize("cluster", [TPU, GPU, replace(GPU, processes_per_node=8)])
+def test_hostile_values_arrive(cluster, tmp_path):
     """One argument each of the program that trains, whatever the kubelet expands."""
     overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
     job = replace(JOB, overrides=overrides, environment={"V": "$(HOME) $$ $A"})
-    pod = Pod(manifest(backend, cluster, job))
+    pod = Pod(manifest(cluster, job))
     pod.variables |= {"POD_NAME": "gone", "PATH": f"{tmp_path}:/usr/bin:/bin"}
     argument_printer(tmp_path)
     subprocess.run(pod.command, env=pod.variables, check=True)
@@ -209,13 +164,6 @@ def test_hostile_values_arrive(backend, cluster, tmp_path):
     assert tuple(arguments[-len(overrides) :]) == overrides
     assert arguments[-len(overrides) - 1] == "train"
     assert pod.variables["V"] == "$(HOME) $$ $A"
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_hostile_names_of_runs(value):
-    job = replace(JOB, name=job_name(value, f"gs://bucket/{value}"))
-    assert refused(manifest(gke_tpu, TPU, job)) == []
-    assert refused(manifest(gke_gpu, GPU, job)) == []
 
 
 def test_what_is_merged_has_the_last_word():
@@ -243,8 +191,8 @@ def test_what_is_merged_has_the_last_word():
             ],
         },
     }
-    plain = manifest(gke_gpu, GPU)
-    document = manifest(gke_gpu, replace(GPU, merge=more))
+    plain = manifest(GPU)
+    document = manifest(replace(GPU, merge=more))
     labels = plain["metadata"]["labels"]
     assert document["metadata"]["labels"] == {**labels, "team": "a"}
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 7
@@ -266,40 +214,6 @@ def test_yaml_is_read_alike_by_all():
         assert f'"{word}"' in text
 
 
-@pytest.mark.parametrize(
-    ("keys", "wrong"),
-    [
-        ({"target": None}, "cluster.target"),
-        ({"target": "v5e-7"}, "cluster.target"),
-        ({"target": "h100-8"}, "cluster.target"),
-        ({"target": "v5e-8x2"}, "cluster.target"),
-        ({"image": None}, "cluster.image"),
-        ({"code": Code.shared}, "cluster.code"),
-        ({"memory": "300 Gi"}, "cluster.memory"),
-        ({"secrets": {"A": "b"}}, "cluster.secrets.A"),
-        ({"secrets": {"A": "B/c"}}, "cluster.secrets.A"),
-    ],
-)
-def test_mistakes_of_tpus(keys, wrong):
-    assert gke_tpu.mistakes(TPU, JOB.run_dir) == []
-    found = gke_tpu.mistakes(replace(TPU, **keys), JOB.run_dir)
-    assert [mistake.key for mistake in found] == [wrong]
-
-
-@pytest.mark.parametrize(
-    ("keys", "wrong"),
-    [
-        ({"processes_per_node": 3}, "cluster.processes_per_node"),
-        ({"gpu": "v5e"}, "cluster.gpu"),
-        ({"gpu": "h1000"}, "cluster.gpu"),
-    ],
-)
-def test_mistakes_of_gpus(keys, wrong):
-    assert gke_gpu.mistakes(GPU, JOB.run_dir) == []
-    found = gke_gpu.mistakes(replace(GPU, **keys), JOB.run_dir)
-    assert [mistake.key for mistake in found] == [wrong]
-
-
 def test_a_run_lies_where_pods_see_it():
     mount = {"containers": [{"name": "train", "volumeMounts": [{"mountPath": "/nfs"}]}]}
     mounted = replace(GPU, merge={"spec": mount})
@@ -307,52 +221,6 @@ def test_a_run_lies_where_pods_see_it():
     for cluster, folder in ((GPU, "/nfs/runs/a"), (mounted, "/nfsx/a")):
         (mistake,) = gke_gpu.mistakes(cluster, folder)
         assert mistake.key == "run.dir"
-
-
-def test_machines_are_known_to_the_plan():
-    assert gke_tpu.machine(TPU) == Machine("v5p-64x2")
-    assert gke_gpu.machine(GPU) == Machine("h100-8x2", variables=gpu.values({}))
-    assert gke_gpu.machine(replace(GPU, gpu=None)) == Machine(devices=16)
-    assert gke_gpu.machine(replace(GPU, gpus_per_node=6)) == Machine(devices=12)
-
-
-def test_through_the_door(tmp_path):
-    """Presets, tables on the command line, and no store or cluster asked."""
-    pytest.importorskip("s3fs")
-    arguments = [
-        *("action=render", "cluster=gke_tpu", "cluster.target=v5e-256x2"),
-        *("cluster.image=host/name:tag", "run.dir=s3://nowhere/runs/a"),
-        *("cluster.secrets={WANDB_API_KEY: wandb/api-key}", "model=gpt_nano"),
-        *("cluster.environment.B=c,d", f"output={tmp_path}", "tracker.project=$(A)"),
-        "cluster.node_selector={cloud.google.com/gke-nodepool: mine}",
-    ]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments],
-        env=env,
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    document = yaml.safe_load((tmp_path / FILE).read_text())
-    assert refused(document) == []
-    pod = Pod(document)
-    assert pod.command[:4] == ["python", "-P", "-m", "train"]
-    assert {*pod.command} >= {"model=gpt_nano", "tracker.project=$(A)"}
-    assert not [word for word in pod.command if "cluster" in word or "output" in word]
-    assert pod.variables["B"] == "c,d"
-    assert pod.variables["WANDB_API_KEY"] == "secret wandb api-key"
-    assert done.stdout.endswith(f"create -f {FILE}\n")
-
-
-@pytest.mark.parametrize("kind", ["gke_tpu", "gke_gpu", "skypilot"])
-def test_presets_tell_all_keys_with_their_defaults(kind):
-    preset = yaml.safe_load((REPOSITORY / f"configs/cluster/{kind}.yaml").read_text())
-    defaults = yaml.safe_load(written(KINDS[kind]()))
-    without_effect = {"backoff_s"} if kind != "skypilot" else set()
-    assert preset.keys() == defaults.keys() - without_effect
-    assert preset == {key: defaults[key] for key in preset}
 
 
 @pytest.mark.parametrize(
@@ -418,7 +286,7 @@ def tiny(folder: Path) -> Job:
 @pytest.mark.slow
 def test_pods_of_two_slices_find_each_other(tmp_path):
     """With what GKE's webhook gives each pod of a Job that asks for TPUs."""
-    document = manifest(gke_tpu, replace(TPU, target="v4-16x2"), tiny(tmp_path))
+    document = manifest(replace(TPU, target="v4-16x2"), tiny(tmp_path))
     pods = [Pod(document, job, index) for job in (0, 1) for index in (0, 1)]
     port = str(free_port())
 
@@ -435,7 +303,7 @@ def test_pods_of_two_slices_find_each_other(tmp_path):
 
 @pytest.mark.slow
 def test_a_host_of_tpus_is_alone(tmp_path):
-    document = manifest(gke_tpu, replace(TPU, target="v5e-8"), tiny(tmp_path))
+    document = manifest(replace(TPU, target="v5e-8"), tiny(tmp_path))
     trains([Pod(document)], lambda number: {}, 1)
 
 
@@ -443,7 +311,7 @@ def test_a_host_of_tpus_is_alone(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_pods_of_nodes_find_each_other(tmp_path, processes):
     cluster = replace(GPU, gpus_per_node=2, processes_per_node=processes)
-    document = manifest(gke_gpu, cluster, tiny(tmp_path))
+    document = manifest(cluster, tiny(tmp_path))
     pods = [Pod(document, 0, index) for index in (0, 1)]
     port = {"MASTER_PORT": str(free_port())}
     trains(pods, lambda number: port, 2 * processes)

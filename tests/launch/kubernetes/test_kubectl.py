@@ -20,7 +20,7 @@ from tests.fleet import REPOSITORY
 from tests.launch.api_server import ApiServer
 from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES
-from tests.launch.kubernetes.test_gke import JOB, TPU
+from tests.launch.test_backend import JOB, TPU
 from train.cli.quoting import hydra_text
 from train.errors import Exit
 

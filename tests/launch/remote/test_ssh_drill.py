@@ -23,6 +23,8 @@ ListenAddress 127.0.0.1
 HostKey {folder}/key
 AuthorizedKeysFile {folder}/key.pub
 PidFile none
+LoginGraceTime 600
+MaxStartups 100
 UsePAM no
 StrictModes no
 PasswordAuthentication no
@@ -64,7 +66,7 @@ class Servers:
                 [sshd, "-D", "-e", "-f", config], stdout=said, stderr=said
             )
         reach = ["ssh", "-F", f"{self.folder}/config", "-o", "BatchMode=yes", host]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while subprocess.run([*reach, "true"], capture_output=True).returncode:
             said = (self.folder / f"{host}.said").read_text()
             assert time.monotonic() < deadline, said

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import gpu_variables as gpu
-from launch.config import Code, SlurmCluster
+from launch.config import SlurmCluster
 from launch.job import Job
-from launch.plan_check import Machine, check_plan
+from launch.plan_check import check_plan
 from launch.slurm import backend as slurm
 from launch.slurm.script import script
 from launch.slurm.squeue import QueuedJob
-from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
 from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
@@ -42,28 +40,6 @@ def test_directives_hold_only_what_was_checked():
             assert f"#SBATCH --comment={value}" in lines
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"time": "a day"}, "cluster.time"),
-        ({"memory": "500 GB"}, "cluster.memory"),
-        ({"options": {"gpus-per-task": 1}}, "cluster.options.gpus-per-task"),
-        ({"srun_options": {"gpu-bind": "single"}}, "cluster.srun_options.gpu-bind"),
-        ({"options": {"nodes": 3}}, "cluster.options.nodes"),
-        ({"options": {"output": "x"}}, "cluster.options.output"),
-        ({"options": {"--exclusive": True}}, "cluster.options.--exclusive"),
-        ({"options": {"licenses": ["a"]}}, "cluster.options.licenses"),
-        ({"gpu": "h100"}, "cluster.gpu"),
-        ({"gpu": "v5e", "gpus_per_node": 8}, "cluster.gpu"),
-        ({"gpus_per_node": 8, "processes_per_node": 2}, "cluster.processes_per_node"),
-        ({"code": Code.image}, "cluster.code"),
-        ({"container_mounts": ["/a:/a"]}, "cluster.container_mounts"),
-    ],
-)
-def test_what_cannot_be_is_refused(keys, key):
-    assert [m.key for m in slurm.mistakes(SlurmCluster(**keys), "/runs/a")] == [key]
-
-
 def test_what_can_be_is_not_refused():
     options = {
         "exclusive": True,
@@ -78,17 +54,6 @@ def test_what_can_be_is_not_refused():
     lines = script(JOB, cluster).splitlines()
     assert {"#SBATCH --exclusive", "#SBATCH --nice=100"} <= {*lines}
     assert not [line for line in lines if "reservation" in line]
-
-
-def test_the_plan_is_made_for_the_machine():
-    gpus = {"nodes": 4, "gpus_per_node": 8}
-    variables = gpu.values({})
-    named = slurm.machine(SlurmCluster(**gpus, gpu="h100"))
-    assert named == Machine("h100-8x4", variables=variables)
-    assert slurm.machine(SlurmCluster(**gpus)) == Machine(devices=32)
-    six = SlurmCluster(gpu="h100", gpus_per_node=6, nodes=2)
-    assert slurm.machine(six) == Machine(devices=12)
-    assert slurm.machine(SlurmCluster(nodes=4)) == Machine()
 
 
 def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch, tmp_path):
@@ -147,27 +112,6 @@ def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):
         assert not folder.exists()
         folder.mkdir(parents=True)  # typed by hand: the next has another folder
         folder = folder.with_name(str(number + 1))
-
-
-def test_golden():
-    equals_golden(
-        "slurm/cpu", slurm.render(JOB, SlurmCluster(nodes=2, python="python"))
-    )
-    gpus = SlurmCluster(
-        nodes=4,
-        gpus_per_node=8,
-        gpu="h100",
-        time="1-00:00:00",
-        partition="batch",
-        cpus_per_task=96,
-        container_image="nvcr.io#nvidia/jax:26.01",
-        options={"exclusive": True},
-        srun_options={"mpi": "none"},
-        setup=["module load slurm"],
-        environment={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
-    )
-    job = Job(**{**vars(JOB), "environment": gpus.environment})
-    equals_golden("slurm/gpu", slurm.render(job, gpus))
 
 
 def test_what_the_queue_says(tmp_path, monkeypatch):

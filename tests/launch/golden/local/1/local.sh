@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-cd /work
-export PYTHONPATH=/code
-export NCCL_DEBUG='a $b'
-/venv/bin/python -P -m train model=gpt_nano
+cd /here
+export PYTHONPATH=/root
+export A='b $c'
+export NCCL_DEBUG=INFO
+/venv/bin/python -P -m train model=gpt_nano 'run.dir="/runs/base-1b"'

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=base-0a1b2c3d
+#SBATCH --job-name=base-1b-12345678
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Trains base-0a1b2c3d, and starts again until it is done or of no use.
+# Trains base-1b-12345678, and starts again until it is done or of no use.
 
 # Process 0, at a port that no other job on its node has.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -16,7 +16,9 @@ if ! getent hosts "$first" >/dev/null &&
 fi
 export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
-export PYTHONPATH=/shared/longhaul
+export PYTHONPATH=/root
+export A='b $c'
+export NCCL_DEBUG=INFO
 
 tasks=2
 srun=(
@@ -40,21 +42,21 @@ train=(
 	-P
 	-m
 	train
-	model=llama3_1b
-	'run.dir="/shared/runs/base"'
+	model=gpt_nano
+	'run.dir="/runs/base-1b"'
 )
 status=(
 	python
 	-P
 	-m
 	train.status
-	'run.dir="/shared/runs/base"'
+	'run.dir="/runs/base-1b"'
 	json=true
 )
 
-folder=/shared/runs/base/launch/1
-diary=/shared/runs/base/launch/1/attempts.jsonl
-stop=/shared/runs/base/launch/1/stop
+folder=/runs/base-1b/launch/1
+diary=/runs/base-1b/launch/1/attempts.jsonl
+stop=/runs/base-1b/launch/1/stop
 exclude=''
 stopped=130
 crashes_again=70

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=base-0a1b2c3d
+#SBATCH --job-name=base-1b-12345678
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --exclusive
 
-# Trains base-0a1b2c3d, and starts again until it is done or of no use.
+# Trains base-1b-12345678, and starts again until it is done or of no use.
 
 # For GPUs; cluster.environment replaces any of them.
 # xla_gpu_enable_latency_hiding_scheduler: collectives run beside products that do not need them
@@ -22,7 +22,7 @@ export XLA_FLAGS='--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enabl
 # JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's
 export XLA_CLIENT_MEM_FRACTION=0.9
 # programs that this run has compiled before
-export JAX_COMPILATION_CACHE_DIR=/shared/runs/base/compilation_cache
+export JAX_COMPILATION_CACHE_DIR=/runs/base-1b/compilation_cache
 # Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket):
 # export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
 # export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
@@ -41,8 +41,8 @@ if ! getent hosts "$first" >/dev/null &&
 fi
 export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
-export PYTHONPATH=/shared/longhaul
-export NCCL_SOCKET_IFNAME=eth0
+export PYTHONPATH=/root
+export A='b $c'
 export NCCL_DEBUG=INFO
 
 tasks=4
@@ -56,9 +56,9 @@ srun=(
 	--wait=600
 	--export=ALL
 	'--container-image=nvcr.io#nvidia/jax:26.01'
-	--container-mounts=/shared/work:/shared/work,/shared/runs/base:/shared/runs/base,/shared/longhaul:/shared/longhaul
-	--container-workdir=/shared/work
-	--container-env=JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
+	--container-workdir=/here
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
 	--mpi=none
 )
 srun_one=(
@@ -68,9 +68,9 @@ srun_one=(
 	--ntasks-per-node=1
 	--export=ALL
 	'--container-image=nvcr.io#nvidia/jax:26.01'
-	--container-mounts=/shared/work:/shared/work,/shared/runs/base:/shared/runs/base,/shared/longhaul:/shared/longhaul
-	--container-workdir=/shared/work
-	--container-env=JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
+	--container-workdir=/here
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
 	--mpi=none
 )
 train=(
@@ -78,21 +78,21 @@ train=(
 	-P
 	-m
 	train
-	model=llama3_1b
-	'run.dir="/shared/runs/base"'
+	model=gpt_nano
+	'run.dir="/runs/base-1b"'
 )
 status=(
 	python3
 	-P
 	-m
 	train.status
-	'run.dir="/shared/runs/base"'
+	'run.dir="/runs/base-1b"'
 	json=true
 )
 
-folder=/shared/runs/base/launch/1
-diary=/shared/runs/base/launch/1/attempts.jsonl
-stop=/shared/runs/base/launch/1/stop
+folder=/runs/base-1b/launch/1
+diary=/runs/base-1b/launch/1/attempts.jsonl
+stop=/runs/base-1b/launch/1/stop
 exclude=''
 stopped=130
 crashes_again=70

@@ -1,5 +1,6 @@
 export JAX_COMPILATION_CACHE_DIR=gs://bucket/runs/base-1b/compilation_cache
-export A='b c'
+export A='b $c'
+export NCCL_DEBUG=INFO
 WANDB_API_KEY="$(gcloud secrets versions access latest --secret=wandb --project=my-project)"
 export WANDB_API_KEY
 python3 -m pip install --quiet --user uv

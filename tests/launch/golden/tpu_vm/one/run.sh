@@ -1,4 +1,6 @@
 export JAX_COMPILATION_CACHE_DIR=gs://bucket/runs/base-1b/compilation_cache
+export A='b $c'
+export NCCL_DEBUG=INFO
 python3 -m pip install --quiet --user uv
 python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv
 tar --extract --gzip --file code.tar.gz constraints.txt

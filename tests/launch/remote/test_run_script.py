@@ -1,0 +1,94 @@
+"""What run.sh does on a host, and that all that it is told arrives there."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.archive import archive
+from launch.config import Code
+from launch.job import ARCHIVE, Job
+from launch.remote import ssh, tpu_vm
+from launch.subprocesses import ROOT
+from tests.launch.fake_gcloud import program
+from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.remote.stage import SSH, TPU, until
+from train.cli.quoting import hydra_text
+
+JOB = Job("job", "gs://a/b", "folder", (), "/root", "/tmp")
+
+
+def run_here(folder: Path, text: str, **more: str) -> str:
+    """Run what `run.sh start` starts, with stubs first on the PATH; return its code."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "run.sh").write_text(text)
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    run = ["bash", str(folder / "run.sh"), "start", "0", "1"]
+    subprocess.run(run, env={**os.environ, "PATH": path, **more}, check=True)
+    code = folder / "process-0/code"
+    until(code.exists)
+    return code.read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "python"),
+    [
+        (ssh, SSH, "trainer"),
+        (ssh, replace(SSH, code=Code.archive), "trainer"),
+        (tpu_vm, replace(TPU, code=Code.archive), "trainer"),
+        (tpu_vm, replace(TPU, code=Code.image, image="registry/image:tag"), "sudo"),
+    ],
+)
+def test_hostile_values_arrive_verbatim(tmp_path, backend, cluster, python):
+    environment = {f"SAID_{n}": value for n, value in enumerate(VALUES)}
+    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    job = replace(JOB, overrides=overrides, environment=environment)
+    argument_printer(tmp_path / "bin", python)
+    assert run_here(tmp_path, backend.render(job, cluster).files["run.sh"]) == "0"
+    words = printed(tmp_path / "bin")[-1]
+    assert words[words.index("train") - 2 :] == ["-P", "-m", "train", *overrides]
+    assert ("docker" in words) == (cluster.code is Code.image)
+
+
+def test_hostile_values_of_the_environment(tmp_path):
+    environment = {f"SAID_{n}": value for n, value in enumerate(VALUES)}
+    job = replace(JOB, environment=environment)
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin/trainer", "#!/bin/sh\nenv -0\n")
+    assert run_here(tmp_path, ssh.render(job, SSH).files["run.sh"]) == "0"
+    told = (tmp_path / "process-0/log").read_bytes().decode().split("\0")
+    assert {f"{name}={value}" for name, value in environment.items()} <= {*told}
+
+
+def test_a_restart_gets_the_versions_of_the_archive(tmp_path):
+    """Each start installs, and newer versions may be there by then."""
+    cluster = replace(TPU, code=Code.archive, setup=None, python="python3")
+    (tmp_path / ARCHIVE).write_bytes(archive(ROOT))
+    (tmp_path / "longhaul/venv/bin").mkdir(parents=True)
+    (tmp_path / "longhaul/venv/bin/activate").touch()
+    argument_printer(tmp_path / "bin", "python3")
+    text = tpu_vm.render(JOB, cluster).files["run.sh"]
+    assert run_here(tmp_path, text, HOME=str(tmp_path)) == "0"
+    (words,) = (w for w in printed(tmp_path / "bin") if "install" in w[3:])
+    constraints = tmp_path / words[words.index("--constraint") + 1]
+    assert constraints.read_bytes() == (ROOT / "constraints.txt").read_bytes()
+
+
+@pytest.mark.parametrize("had", [True, False])
+def test_secrets_are_fetched_there(tmp_path, had):
+    cluster = replace(TPU, secrets={"KEY": "it's $HOME"}, project="p")
+    (tmp_path / "bin").mkdir()
+    ask = 'printf "%s\\n" "$@" >"$OUT"; echo secret' if had else "exit 78"
+    program(tmp_path / "bin/gcloud", f"#!/bin/sh\n{ask}\n")
+    program(tmp_path / "bin/trainer", '#!/bin/sh\necho "$KEY"\n')
+    text = tpu_vm.render(JOB, cluster).files["run.sh"]
+    assert run_here(tmp_path, text, OUT=f"{tmp_path}/asked") == ("0" if had else "1")
+    log = (tmp_path / "process-0/log").read_text()
+    if had:
+        assert log == "secret\n"
+        asked = (tmp_path / "asked").read_text().splitlines()
+        assert asked[-3:] == ["latest", "--secret=it's $HOME", "--project=p"]
+    else:
+        assert log == "a line before training failed\n"
