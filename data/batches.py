@@ -24,8 +24,9 @@ from data import tokenizer
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.mixture import Mixture
-from data.rows import Batch, open_rows, read_rows
+from data.rows import Batch, Rows, open_rows, read_rows
 from data.sources import Sources
+from data.text.files import Split
 
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
@@ -55,13 +56,9 @@ class Order:
         Raises:
             DataError: a source has no row, or all together too few for a batch.
         """
-        self._config, self._sources = config, sources
-        self.names = list(sources.stores)
-        self.rows = [
-            open_rows(store, config, "train", sources.cache)
-            for store in sources.stores.values()
-        ]
-        counts = {n: len(rows) for n, rows in zip(self.names, self.rows, strict=True)}
+        self._config, self._sources, self._seed = config, sources, seed
+        self.rows, self.in_memory = _open(sources, config, "train")
+        counts = {name: len(rows) for name, rows in self.rows.items()}
         if sum(counts.values()) < config.batch_size or 0 in counts.values():
             have = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise DataError(
@@ -71,18 +68,15 @@ class Order:
                 f"{config.batch_size}, and each source one. Use shorter sequences, a "
                 f"smaller batch or more text"
             )
-        self._mixture = Mixture(self.names, _stretches(config, self.names))
-        self._counts, self._seed = counts, seed
-        splits = [store.split("train") for store in sources.stores.values()]
-        self.in_memory = all(split.in_memory for split in splits)
+        self._mixture = Mixture(list(counts), _stretches(config, list(counts)))
 
     @functools.cached_property
     def _shuffled(self) -> list[Any]:
         """The row numbers of each source in the order of training."""
-        several = len(self._counts) > 1
+        several = len(self.rows) > 1
         return [
-            _shuffled(count, self._seed, name if several else None)
-            for name, count in self._counts.items()
+            _shuffled(len(rows), self._seed, name if several else None)
+            for name, rows in self.rows.items()
         ]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
@@ -92,10 +86,8 @@ class Order:
         """
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
         given = self._mixture.counts(num_batches * self._config.batch_size).tolist()
-        return {
-            name: count / len(rows)
-            for name, count, rows in zip(self.names, given, self.rows, strict=True)
-        }
+        of_source = zip(self.rows.items(), given, strict=True)
+        return {name: count / len(rows) for (name, rows), count in of_source}
 
     def mistakes(self, num_steps: int) -> list[tuple[str, object, str]]:
         """List the sources that end before num_steps, as (key, value, remedy)."""
@@ -118,12 +110,10 @@ class Order:
         """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
         before = self.batch_number(step) * self._config.batch_size
         which, rank = self._mixture.rows(before + rows)
-        numbers = [
-            self._shuffled[w][r]
-            for w, r in zip(which.tolist(), rank.tolist(), strict=True)
-        ]
-        for source, name in enumerate(self.names):
-            limit = self._limit(name) * len(self.rows[source])
+        places = zip(which.tolist(), rank.tolist(), strict=True)
+        numbers = [self._shuffled[source][place] for source, place in places]
+        for source, (name, own) in enumerate(self.rows.items()):
+            limit = self._limit(name) * len(own)
             if limit < math.inf and (rank[which == source] >= limit).any():
                 raise DataError(
                     f"step {step}: data.sources.{name} is used up after "
@@ -139,7 +129,7 @@ class Order:
         """
         which, numbers = self.find(step, _chosen(self._config, rows))
         try:
-            return read_rows(self.names, self.rows, which, numbers)
+            return read_rows(self.rows, which, numbers)
         except DataError as error:
             raise DataError(f"step {step}, {error}") from error
 
@@ -155,25 +145,18 @@ class Order:
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Read which documents make up a batch, row by row."""
-        rows = np.arange(self._config.batch_size)
-        for row, (source, number) in enumerate(
-            zip(*self.find(step, rows), strict=True)
-        ):
-            name = self.names[source]
+        which, numbers = self.find(step, np.arange(self._config.batch_size))
+        names = [list(self.rows)[source] for source in which]
+        for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
             store = self._sources.stores[name]
             tokens = store.split("train")
-            for piece in self.rows[source].pieces(int(number)):
-                nth, begins, _ = tokens.document_at(piece.start)
-                inputs = tokens.read(piece.start, piece.start + piece.length)
-                yield Excerpt(
-                    row,
-                    piece.column,
-                    name,
-                    tokens.document_id(nth),
-                    nth,
-                    piece.start - begins,
-                    tokenizer.decode(store.encoding, inputs),
+            for column, start, length in self.rows[name].pieces(int(number)):
+                document, begin, _ = tokens.document_at(start)
+                text = tokenizer.decode(
+                    store.encoding, tokens.read(start, start + length)
                 )
+                key, first = tokens.document_id(document), start - begin
+                yield Excerpt(row, column, name, key, document, first, text)
 
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)
@@ -202,7 +185,7 @@ def validation_batches(
     shape.
 
     Args:
-        sources: what `open_sources(config)` gave.
+        sources: of the text.
         config: of rows and batches.
         num_batches: how many at most; -1 reads all.
         rows: which rows of each global batch to read, in this order; None is all.
@@ -210,31 +193,36 @@ def validation_batches(
     Raises:
         DataError: a chunk is damaged.
     """
-    names = list(sources.stores)
-    readers = [
-        open_rows(store, config, "validation", sources.cache)
-        for store in sources.stores.values()
-    ]
-    counts = [len(reader) for reader in readers]
+    readers, in_memory = _open(sources, config, "validation")
+    counts = [len(reader) for reader in readers.values()]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
     turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
-    which = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.concatenate([np.arange(n) for n in counts])
     by_turn = np.argsort(turns, kind="stable")
-    which, numbers = which[by_turn], numbers[by_turn]
-    padding = (0, available * config.batch_size - len(which))
+    padding = (0, available * config.batch_size - len(turns))
+    which = np.repeat(np.arange(len(counts)), counts)[by_turn]
     which = np.pad(which, padding, constant_values=-1)
+    numbers = np.concatenate([np.arange(n) for n in counts])[by_turn]
     numbers = np.pad(numbers, padding)
     chosen = _chosen(config, rows)
 
     def read(step: int) -> Batch:
         places = step * config.batch_size + chosen
-        return read_rows(names, readers, which[places], numbers[places])
+        return read_rows(readers, which[places], numbers[places])
 
-    splits = [store.split("validation") for store in sources.stores.values()]
-    in_memory = all(split.in_memory for split in splits)
     return _prefetch(read, range(count), in_memory, config)
+
+
+def _open(
+    sources: Sources, config: DataConfig, split: Split
+) -> tuple[dict[str, Rows], bool]:
+    """Open a split's rows by their source; are all of them in memory?"""
+    rows = {
+        name: open_rows(store, config, split, sources.cache)
+        for name, store in sources.stores.items()
+    }
+    stores = sources.stores.values()
+    return rows, all(store.split(split).in_memory for store in stores)
 
 
 def _stretches(

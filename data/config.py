@@ -142,6 +142,9 @@ class DataConfig:
             if unknown := sorted(set(given) - set(self.sources)):
                 rule = f"at step {of_step} name no source: {', '.join(unknown)}"
                 found.append(("weight_changes", given, rule))
+            if not all(0 <= weight < inf for weight in given.values()):
+                rule = f"at step {of_step} must be at least 0 and finite"
+                found.append(("weight_changes", given, rule))
             if not any(weight > 0 for weight in given.values()) and self.sources:
                 rule = f"at step {of_step} need one above 0"
                 found.append(("weight_changes", given, rule))

@@ -31,40 +31,36 @@ class Mixture:
 
         Args:
             names: the sources. Their sequence numbers them and decides nothing else.
-            stretches: (first row, weights) of each stretch of constant weights, the
-                last of which has no end. Weights are decimals, taken exactly as they
-                are written; they need not sum to 1, and an absent one is 0.
+            stretches: (first row, weights) of each stretch of constant weights; the
+                first is from row 0 on, the last has no end. Weights are decimals,
+                taken exactly as they are written; they need not sum to 1, and an
+                absent one is 0. `DataConfig.mistakes` says what they must be.
 
         Raises:
-            ValueError: a weight is negative, of an unknown source or needs too many
-                digits; all of a stretch are 0; first rows do not increase from 0.
+            ValueError: a weight needs too many digits.
         """
-        _check(names, stretches)
-        num_sources = len(names)
-        first_rows = [first for first, _ in stretches]
-        lengths = [b - a for a, b in itertools.pairwise(first_rows)] + [MAX_PERIOD]
+        self._first_row = np.array([first for first, _ in stretches], np.int64)
+        lengths = [*np.diff(self._first_row).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
         for (_, weights), length in zip(stretches, lengths, strict=True):
-            written = _shares(names, weights)
-            shares = [written[source] for source in by_name]
+            shares = shares_of([names[source] for source in by_name], weights)
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
-            given = np.eye(num_sources, dtype=np.int64)[order]
+            given = np.eye(len(names), dtype=np.int64)[order]
             periods.append(period)
             orders.append(order)
             ranks.append((np.cumsum(given, axis=0) - given)[range(len(order)), order])
             gains.append(given.sum(axis=0))
         self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
-        self._first_row = np.array(first_rows, np.int64)
         self._period = np.array(periods, np.int64)
         # Per stretch: where its period stands in the tables, how many rows each source
         # gives in one, and how many each gave before the stretch.
         self._entry = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
         self._gain = np.array(gains)
         self._before = np.zeros_like(self._gain)
-        for stretch in range(1, len(stretches)):
-            self._before[stretch] = self._counts(stretch - 1, lengths[stretch - 1])
+        for stretch, (length, _) in enumerate(itertools.pairwise(lengths)):
+            self._before[stretch + 1] = self._counts(stretch, length)
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
@@ -128,28 +124,12 @@ def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]
     return order
 
 
-def _check(
-    names: Sequence[str], stretches: Sequence[tuple[int, Mapping[str, float]]]
-) -> None:
-    starts = [first for first, _ in stretches]
-    if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-        raise ValueError(
-            f"the stretches of a mixture start at rows {starts}, but must start at row "
-            "0 and then increase: sort them, and give each row once"
-        )
-    for first, weights in stretches:
-        place = f"the weights {dict(weights)} from row {first} on"
-        unknown = sorted(set(weights) - set(names))
-        if unknown:
-            raise ValueError(f"{place} name {unknown}, but sources are {list(names)}")
-        if not all(0 <= weight < math.inf for weight in weights.values()):
-            raise ValueError(f"{place} must be at least 0 and finite")
-        if not any(weights.values()):
-            raise ValueError(f"{place} need one above 0: some source must give a row")
+def shares_of(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
+    """Return each source's share of a row, exactly.
 
-
-def _shares(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
-    """Return each source's share of a row, exactly."""
+    Raises:
+        ValueError: a weight needs too many digits.
+    """
     exact = [Fraction(str(weights.get(name, 0))) for name in names]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))

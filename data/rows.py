@@ -5,13 +5,11 @@ start anew with each document. `Concatenated` rows are the tokens end to end; `P
 rows hold pieces of documents by a plan, which is made once and kept in the cache.
 """
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,84 +47,6 @@ class Piece(NamedTuple):
     length: int
 
 
-class Rows(Protocol):
-    """The rows of a split."""
-
-    length: int  # T: positions in a row
-
-    def __len__(self) -> int:
-        """Count them."""
-        ...
-
-    def read(self, numbers: np.ndarray) -> Batch:
-        """Read rows by number: int64 [n], in any order.
-
-        Raises:
-            DataError: a chunk is missing or damaged; the rows are named.
-        """
-        ...
-
-    def pieces(self, number: int) -> list[Piece]:
-        """List the stretches of text in a row."""
-        ...
-
-
-def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Rows:
-    """Open the rows of a split as the config wants them.
-
-    Training rows of `concat` are whole ones; the last validation row is padded.
-
-    Raises:
-        DataError: the store is damaged, or a plan cannot be kept.
-    """
-    tokens, length = store.split(split), config.sequence_length
-    if config.packing is Packing.concat:
-        count = max(0, len(tokens) - 1) // length
-        if split == "validation":
-            count = -(-max(0, len(tokens) - 1) // length)
-        return Concatenated(tokens, length, count, config.document_mask)
-    name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
-    folder = cache / f"{name}-v{_PLAN_VERSION}"
-    if not folder.exists():
-        _plan(tokens, length, config.packing, folder)
-    return Packed(tokens, length, folder)
-
-
-def read_rows(
-    names: Sequence[str],
-    readers: Sequence[Rows],
-    which: np.ndarray,
-    numbers: np.ndarray,
-) -> Batch:
-    """Read rows of several sources as one batch.
-
-    Args:
-        names: of the sources.
-        readers: of the sources' rows, all of one length.
-        which: int64 [n], the source of each row, an index into `names`; -1 is padding.
-        numbers: int64 [n], which of its source's rows it is.
-
-    Raises:
-        DataError: a chunk is missing or damaged; source and rows are named.
-    """
-    length = readers[0].length
-    batch = Batch(*np.zeros((4, len(which), length), np.int32))
-    batch.targets[:] = -1
-    for source, (name, reader) in enumerate(zip(names, readers, strict=True)):
-        mine = np.flatnonzero(which == source)
-        if not len(mine):
-            continue
-        try:
-            part = reader.read(numbers[mine])
-        except DataError as error:
-            raise DataError(f"source {name}, {error}") from error
-        if len(mine) == len(which):
-            return part
-        for into, field in zip(batch, part, strict=True):
-            into[mine] = field
-    return batch
-
-
 class Concatenated:
     """Row r covers the tokens [r T, r T + T]: its last one is the next row's first."""
 
@@ -142,20 +62,19 @@ class Concatenated:
         return self._count
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """Read rows by number."""
+        """Read rows by number; a damaged chunk raises a DataError."""
         starts = numbers * self.length
         wanted = np.clip(len(self._tokens) - starts, 0, self.length + 1)
-        with _naming(numbers):
-            found = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
-            if (wanted == self.length + 1).all():
-                rows = found.reshape(len(numbers), -1)
-            else:
-                rows = np.zeros((len(numbers), self.length + 1), np.int32)
-                rows[np.arange(self.length + 1) < wanted[:, None]] = found
-            row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
-            if self._document_mask:
-                row, start = self._tokens.starts_within(starts, starts + self.length)
-                column = start - starts[row]
+        tokens = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
+        if (wanted == self.length + 1).all():
+            rows = tokens.reshape(len(numbers), -1)
+        else:
+            rows = np.zeros((len(numbers), self.length + 1), np.int32)
+            rows[np.arange(self.length + 1) < wanted[:, None]] = tokens
+        row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if self._document_mask:
+            row, start = self._tokens.starts_within(starts, starts + self.length)
+            column = start - starts[row]
         return cut_rows(rows, row, column, len(self._tokens) - starts)
 
     def pieces(self, number: int) -> list[Piece]:
@@ -225,8 +144,7 @@ class Packed:
         piece = np.repeat(first, counts) + nth
         starts = self._starts[piece]
         lengths = self.lengths[piece].astype(np.int64)
-        with _naming(numbers):
-            tokens = self._tokens.gather(starts, lengths + 1)
+        tokens = self._tokens.gather(starts, lengths + 1)
         # Where each piece's first token stands: in the row, and among the tokens read.
         before = np.cumsum(lengths) - lengths
         column = before - np.repeat(before[np.cumsum(counts) - counts], counts)
@@ -244,11 +162,9 @@ class Packed:
     def pieces(self, number: int) -> list[Piece]:
         """List the stretches of text in a row."""
         span = slice(self._row_offsets[number], self._row_offsets[number + 1])
-        column, found = 0, []
-        for start, length in zip(self._starts[span], self.lengths[span], strict=True):
-            found.append(Piece(column, int(start), int(length)))
-            column += int(length)
-        return found
+        starts, lengths = self._starts[span].tolist(), self.lengths[span].tolist()
+        columns = np.cumsum([0, *lengths[:-1]]).tolist()
+        return list(map(Piece, columns, starts, lengths))
 
 
 def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
@@ -280,12 +196,59 @@ def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
     )
 
 
-@contextlib.contextmanager
-def _naming(numbers: np.ndarray) -> Iterator[None]:
-    """Add the rows that were being read to what says that a store is damaged."""
-    try:
-        yield
-    except DataError as error:
-        rows = ", ".join(map(str, numbers[:8].tolist()))
-        more = ", ..." if len(numbers) > 8 else ""
-        raise DataError(f"reading rows {rows}{more}: {error}") from error
+Rows = Concatenated | Packed  # of a split; numbers to read are int64 [n], in any order
+
+
+def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Rows:
+    """Open the rows of a split as the config wants them.
+
+    Training rows of `concat` are whole ones; the last validation row is padded.
+
+    Raises:
+        DataError: the store is damaged, or a plan cannot be kept.
+    """
+    tokens, length = store.split(split), config.sequence_length
+    if config.packing is Packing.concat:
+        num_pairs = max(0, len(tokens) - 1)
+        count = num_pairs // length if split == "train" else -(-num_pairs // length)
+        return Concatenated(tokens, length, count, config.document_mask)
+    name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
+    folder = cache / f"{name}-v{_PLAN_VERSION}"
+    if not folder.exists():
+        _plan(tokens, length, config.packing, folder)
+    return Packed(tokens, length, folder)
+
+
+def read_rows(
+    sources: dict[str, Rows], which: np.ndarray, numbers: np.ndarray
+) -> Batch:
+    """Read rows of several sources as one batch.
+
+    Args:
+        sources: rows of one length, by the source's name.
+        which: int64 [n], the place of each row's source among them; -1 is padding.
+        numbers: int64 [n], which of its source's rows it is.
+
+    Raises:
+        DataError: a chunk is missing or damaged; source and rows are named.
+    """
+    length = next(iter(sources.values())).length
+    batch = Batch(*np.zeros((4, len(which), length), np.int32))
+    batch.targets[:] = -1
+    for source, (name, rows) in enumerate(sources.items()):
+        mine = np.flatnonzero(which == source)
+        if not len(mine):
+            continue
+        try:
+            part = rows.read(numbers[mine])
+        except DataError as error:
+            first = ", ".join(map(str, numbers[mine][:8].tolist()))
+            more = ", ..." if len(mine) > 8 else ""
+            raise DataError(
+                f"source {name}, reading rows {first}{more}: {error}"
+            ) from error
+        if len(mine) == len(which):
+            return part
+        for field, values in zip(batch, part, strict=True):
+            field[mine] = values
+    return batch

@@ -44,7 +44,7 @@ def describe(program: Program) -> None:
 def describe_data(order: Order, num_steps: int) -> None:
     """Print what each source gives in the whole run."""
     used = order.epochs(num_steps)
-    for number, (name, rows) in enumerate(zip(order.names, order.rows, strict=True)):
+    for number, (name, rows) in enumerate(order.rows.items()):
         title = "" if number else "data"
         times = f"{used[name]:.2f}" if used[name] >= 0.005 else "less than 0.01"
         use = f"used {times} times" if used[name] else "never used"

@@ -13,9 +13,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,11 +42,6 @@ class Corpus:
     files: tuple[File, ...]
     validation: float  # the part that is held out
 
-    @property
-    def is_single_text(self) -> bool:
-        """Whether one running text is divided, so that no document ends in it."""
-        return len(self.files) == 1 and self.files[0].format is Format.text
-
     def identity(self) -> str:
         """Hash the division, and path, size and version of every file."""
         files = [(file.path, file.size, file.version) for file in self.files]
@@ -57,20 +53,19 @@ class Corpus:
         Raises:
             DataError: a split of a single text would be empty.
         """
-        if self.is_single_text:
-            return self._single_text()
         if any(file.format is not Format.text for file in self.files):
             return [unit for file in self.files for unit in units_of(file)]
-        names = tuple(file.name for file in self.files)
+        if len(self.files) == 1:
+            return self._single_text()
+        names = {file.name for file in self.files}
         held_out = held_out_ids(names, self.validation) if self.validation else set()
-        units = []
-        for file in self.files:
-            split: Split = "validation" if file.name in held_out else "train"
-            if file.compression:
-                units.append(Unit(file, split=split))
-            else:
-                units += cut(file, 0, file.size, split)
-        return units
+        return [
+            unit
+            for file in self.files
+            for unit in units_of(
+                file, "validation" if file.name in held_out else "train"
+            )
+        ]
 
     def _single_text(self) -> list[Unit]:
         (file,) = self.files
@@ -98,8 +93,10 @@ def find_corpus(config: DataConfig) -> Corpus:
     """
     if config.source is Source.python:
         root = Path(sysconfig.get_paths()["stdlib"])
-        names = _library_files(root)
-        files = [_file(str(root / name), name) for name in names]
+        try:
+            files = _library_files(root)
+        except OSError as error:
+            raise unreadable(root, error) from error
         if len(files) < 2:
             raise DataError(
                 f"{root}: Python's standard library is not there as source code. Name "
@@ -126,57 +123,50 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     for given in inputs:
         try:
             files = _find(str(given), pattern)
-        except FileNotFoundError:
-            files = None
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{given}: there is no such file or folder. Name a text file, a folder "
+                f"of them, or a pattern such as 'corpus/*.jsonl'"
+            ) from error
         except (OSError, ValueError, NotImplementedError, ImportError) as error:
             raise DataError(
                 f"{given}: cannot be searched for {pattern} ({error}). Use a path or "
                 f"URL that can be read, and a pattern inside it such as '**/*.txt'"
             ) from error
-        if files is None:
-            raise DataError(
-                f"{given}: there is no such file or folder. Name a text file, a folder "
-                f"of them, or a pattern such as 'corpus/*.jsonl'"
-            )
         if not files:
             raise DataError(
                 f"{given}: 0 files match pattern={pattern} (hidden ones do not count). "
                 f"Add files, widen the pattern, or name a single file"
             )
-        prefix = PurePosixPath(given.rstrip("/")).name if len(inputs) > 1 else ""
-        if prefix and any("/" in f.name or f.name != prefix for f in files):
-            files = [
-                File(f.path, f"{prefix}/{f.name}", f.size, f.version) for f in files
-            ]
+        prefix = PurePosixPath(given.rstrip("/")).name
+        if len(inputs) > 1 and [file.name for file in files] != [prefix]:
+            files = [replace(file, name=f"{prefix}/{file.name}") for file in files]
         all_files += files
     return sorted(all_files, key=lambda file: file.name)
 
 
-def held_out_ids(ids: tuple[str, ...], fraction: float) -> set[str]:
+def held_out_ids(ids: set[str], fraction: float) -> set[str]:
     """Choose the validation documents: those whose id's hash falls under `fraction`.
 
     The lowest hash is always held out and the highest never, so that neither split
-    is empty. `ids` holds at least two; their order does not matter.
+    is empty. `ids` holds at least two.
     """
     hashes = {
         name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
-        for name in ids
+        for name in sorted(ids)
     }
-    ranked = sorted(ids, key=hashes.__getitem__)
-    chosen = {name for name in ids if hashes[name] < fraction}
-    return (chosen | {ranked[0]}) - {ranked[-1]}
+    first, *_, last = sorted(hashes, key=hashes.__getitem__)
+    return ({name for name in ids if hashes[name] < fraction} | {first}) - {last}
 
 
 def _find(given: str, pattern: str) -> list[File]:
     local = not is_remote(given)
     system, path = fsspec.url_to_fs(str(Path(given).expanduser()) if local else given)
-    if any(letter in path for letter in "*?[") and not system.exists(path):
-        root = path[: min(path.index(letter) for letter in "*?[" if letter in path)]
-        root = root.rpartition("/")[0]
+    if re.search(r"[*?[]", path) and not system.exists(path):
+        root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
         infos = system.glob(path, detail=True)
     elif system.isfile(path):
-        info = system.info(path)
-        return [_of(system, info, PurePosixPath(path).name)]
+        return [_file_of(system, system.info(path), PurePosixPath(path).name)]
     else:
         root = path.rstrip("/")
         if not system.isdir(path):
@@ -184,51 +174,40 @@ def _find(given: str, pattern: str) -> list[File]:
         if pattern.startswith("/"):
             raise ValueError("the pattern is an absolute path")
         infos = system.glob(f"{glob.escape(root)}/{pattern}", detail=True)
-    names = {
-        info["name"][len(root) :].lstrip("/"): info
-        for info in infos.values()
+    files = []
+    for info in infos.values():
+        name = info["name"][len(root) :].lstrip("/")
+        hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
         # A link is of type "other", whatever it leads to.
-        if info["type"] == "file"
-        or (info.get("islink") and system.isfile(info["name"]))
-    }
-    files = [
-        _of(system, info, name)
-        for name, info in names.items()
-        if not any(part.startswith(".") for part in PurePosixPath(name).parts)
-    ]
-    records = [file for file in files if file.format is not Format.text]
-    if records and len(records) < len(files):
-        others = next(file for file in files if file.format is Format.text)
+        linked = info.get("islink") and system.isfile(info["name"])
+        if not hidden and (info["type"] == "file" or linked):
+            files.append(_file_of(system, info, name))
+    others = [file.name for file in files if file.format is Format.text]
+    if others and len(others) < len(files):
         log.warning(
             "%s: %d files that hold no records are left out, such as %s; to encode "
             "them too, name them as another input",
             given,
-            len(files) - len(records),
-            others.name,
+            len(others),
+            others[0],
         )
-    return records or files
+        return [file for file in files if file.format is not Format.text]
+    return files
 
 
-def _of(system: Any, info: dict[str, Any], name: str) -> File:
+def _file_of(system: Any, info: dict[str, Any], name: str) -> File:
     stamps = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
     version = next((str(info[key]) for key in stamps if info.get(key)), "")
     path = system.unstrip_protocol(info["name"])
     return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
 
 
-def _file(path: str, name: str) -> File:
-    try:
-        stat = Path(path).stat()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return File(path, name, stat.st_size, str(stat.st_mtime))
-
-
-def _library_files(root: Path) -> list[str]:
+def _library_files(root: Path) -> list[File]:
     # Not a glob: that would go through all installed packages, at every start.
-    names = []
-    for folder, subfolders, files in os.walk(root):
+    files = []
+    for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
-        relative = Path(folder).relative_to(root)
-        names += [(relative / file).as_posix() for file in files if file[-3:] == ".py"]
-    return sorted(names)
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            stat, name = path.stat(), path.relative_to(root).as_posix()
+            files.append(File(str(path), name, stat.st_size, str(stat.st_mtime)))
+    return sorted(files, key=lambda file: file.name)

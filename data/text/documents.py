@@ -8,114 +8,99 @@ import json
 from collections.abc import Callable, Iterator
 
 from data.text import files, streams
-from data.text.files import File, Format, Unit, unreadable
+from data.text.files import File, Format, Unit
 from data.text.records import Bad, Reading, Record, document, not_utf8, too_long
 from data.text.streams import Stream, cut_point, open_stream
-from data.text.tables import arrow, parquet
+from data.text.tables import table_rows
 
 _BOM = b"\xef\xbb\xbf"
 
 
 def read(
-    unit: Unit, how: Reading, progress: Callable[[int], None] = lambda _: None
+    unit: Unit, reading: Reading, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[Record | Bad]:
-    """Read the documents of a unit.
-
-    Args:
-        unit: what to read.
-        how: fields and limits.
-        progress: told of the bytes of the file that were read, as they are.
+    """Read the documents of a unit; `progress` gets the bytes of the file, as read.
 
     Raises:
         DataError: the file cannot be opened, or a library that it needs is missing.
     """
-    readers = {
-        Format.text: _text,
-        Format.lines: _lines,
-        Format.parquet: parquet,
-        Format.arrow: arrow,
-    }
-    try:
-        with open_stream(unit.file, progress) as stream:
-            yield from readers[unit.file.format](unit, stream, how)
-    except (OSError, ValueError, EOFError) as error:
-        raise unreadable(unit.file.path, error) from error
+    readers = {Format.text: _text, Format.lines: _lines}
+    reader = readers.get(unit.file.format, table_rows)
+    with open_stream(unit.file, progress) as stream:
+        yield from reader(unit, stream, reading)
 
 
-def _text(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
+def _text(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad]:
     """Yield running text in pieces of about 4 MiB, cut at ends of lines."""
-    broken = None
 
-    def behind_line(at: int) -> int:
+    def behind_line(place: int) -> int:
         # What lies behind `high` belongs to another split.
-        room = streams.CUT_WINDOW if unit.high is None else unit.high - at
+        room = streams.CUT_WINDOW if unit.high is None else unit.high - place
         return cut_point(stream.peek(min(streams.CUT_WINDOW, room)))
 
-    at = stream.seek(unit.start)
+    place = stream.seek(unit.start)
     if unit.start != unit.low:
-        at += stream.skip(behind_line(at))
-    while broken is None:
+        place += stream.skip(behind_line(place))
+    while True:
         # Pieces end where units do, so that compressed text gives the same ones.
-        target = unit.low + ((at - unit.low) // files.UNIT_BYTES + 1) * files.UNIT_BYTES
+        num_units = (place - unit.low) // files.UNIT_BYTES + 1
+        target = unit.low + num_units * files.UNIT_BYTES
         if unit.stop is not None:
             target = min(target, unit.stop)
-        pieces = bytearray()
-        try:
-            pieces += stream.take(max(0, target - at))
-            # Looking further is what finds that a compressed file is cut off here.
-            last = not stream.peek(1) or target == unit.high
-            if not last:
-                pieces += stream.take(behind_line(target))
-        except EOFError as error:
-            pieces += stream.left
-            last, broken = True, error
-        at += len(pieces)
-        text = bytes(pieces)
-        bad = None if how.keep_invalid_utf8 else not_utf8(text)
-        if bad is not None and broken is not None and bad >= len(text) - 3:
+        text = stream.take(max(0, target - place))
+        # Looking further is what finds that a compressed file is cut off here.
+        damage = None if stream.peek(1) else stream.damage
+        last = not stream.peek(1) or target == unit.high
+        if not last:
+            text += stream.take(behind_line(target))
+        place += len(text)
+        bad = None if reading.keep_invalid_utf8 else not_utf8(text)
+        if bad is not None and damage is not None and bad >= len(text) - 3:
             text = text[:bad]  # the character that it broke off in
         elif bad is not None:
-            yield Bad(unit.file, f"byte {at - len(text) + bad}", "not UTF-8")
+            yield Bad(unit.file, f"byte {place - len(text) + bad}", "not UTF-8")
             text = b""
         if text or last:
             yield Record(unit.file.name, text, last)
-        if broken is not None:
-            yield Bad(unit.file, f"byte {at}", f"cannot be read further: {broken}")
-        if last or (unit.stop not in (None, unit.high) and at >= unit.stop):
+        if damage is not None:
+            yield Bad(unit.file, f"byte {place}", f"cannot be read further: {damage}")
+        if last or (unit.stop not in (None, unit.high) and place >= unit.stop):
             return
 
 
-def _lines(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
+def _lines(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad]:
     """Yield the lines that start inside the unit."""
-    lines, limit = stream.file, how.max_record_bytes
-    try:
-        at = stream.seek(unit.start)
-        if unit.start:  # a line that starts just here has a newline before it
-            at = stream.seek(unit.start - 1)
-            while (part := lines.readline(2**20)) and not part.endswith(b"\n"):
-                at += len(part)
-            at += len(part)
-        while unit.stop is None or at < unit.stop:
-            line = lines.readline(limit + 1)
-            if not line:
-                return
-            start, cut_off = at, len(line) > limit and not line.endswith(b"\n")
-            at += len(line)
-            if cut_off:
-                while (part := lines.readline(2**20)) and not part.endswith(b"\n"):
-                    at += len(part)
-                at += len(part)
-                yield Bad(unit.file, f"byte {start}", too_long(at - start, limit))
-                continue
-            if start == 0:
-                line = line.removeprefix(_BOM)
-            if line.strip():
-                yield _record(unit.file, f"byte {start}", line, how)
-    except EOFError as error:
-        yield Bad(unit.file, f"byte {at}", f"cannot be read further: {error}")
+    lines, limit = stream.file, reading.max_record_bytes
+
+    def rest_of_line() -> int:
+        size = 0
+        while part := lines.readline(2**20):
+            size += len(part)
+            if part.endswith(b"\n"):
+                break
+        return size
+
+    place = 0
+    if unit.start:  # a line that starts just here has a newline before it
+        place = stream.seek(unit.start - 1) + rest_of_line()
+    while unit.stop is None or place < unit.stop:
+        line = lines.readline(limit + 1)
+        start, ends = place, line.endswith(b"\n")
+        place += len(line)
+        if len(line) > limit and not ends:
+            place += rest_of_line()
+            yield Bad(unit.file, f"byte {start}", too_long(place - start, limit))
+        elif stream.damage is not None and not ends:
+            reason = f"cannot be read further: {stream.damage}"
+            yield Bad(unit.file, f"byte {start}", reason)
+            return
+        elif not line:
+            return
+        elif (line := line.removeprefix(_BOM if start == 0 else b"")).strip():
+            yield _record(unit.file, f"byte {start}", line, reading)
 
 
-def _record(file: File, place: str, line: bytes, how: Reading) -> Record | Bad:
+def _record(file: File, place: str, line: bytes, reading: Reading) -> Record | Bad:
     """Parse one line of JSON."""
     try:
         value = json.loads(line.decode())
@@ -125,9 +110,9 @@ def _record(file: File, place: str, line: bytes, how: Reading) -> Record | Bad:
         return Bad(file, place, f"no JSON: {error}")
     if not isinstance(value, dict):
         return Bad(file, place, f"no JSON object but {type(value).__name__}")
-    for field in (how.text_field, how.id_field):
+    for field in (reading.text_field, reading.id_field):
         if field is not None and field not in value:
             there = ", ".join(map(str, list(value)[:8]))
             return Bad(file, place, f"no field {field!r} among {there}")
-    name = None if how.id_field is None else value[how.id_field]
-    return document(file, place, value[how.text_field], name, how)
+    name = None if reading.id_field is None else value[reading.id_field]
+    return document(file, place, value[reading.text_field], name, reading)

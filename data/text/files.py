@@ -80,11 +80,11 @@ class Unit:
         return self.file.size if self.stop is None else self.stop - self.start
 
 
-def units_of(file: File) -> list[Unit]:
+def units_of(file: File, split: Split | None = None) -> list[Unit]:
     """Cut a file into the units that are read independently of each other."""
     if file.compression or file.format in (Format.parquet, Format.arrow):
-        return [Unit(file)]
-    return cut(file, 0, file.size)
+        return [Unit(file, split=split)]
+    return cut(file, 0, file.size, split)
 
 
 def cut(

@@ -3,67 +3,58 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data.text.files import File, Unit, missing
+from data.text.files import File, Format, Unit, missing
 from data.text.records import Bad, Reading, Record, document
 from data.text.streams import Stream
 
-# What else pyarrow raises on damage: lengths of nonsense, names that are not UTF-8.
-_DAMAGED = (OSError, ValueError, OverflowError, MemoryError)
 
-
-def parquet(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Yield the rows of a parquet file."""
+def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad]:
+    """Yield the rows of a parquet file, or of an arrow file or stream."""
     try:
         import pyarrow as pa
-        import pyarrow.parquet as pq
     except ImportError as error:
         raise missing("pyarrow", error) from error
-    columns = [how.text_field, *([how.id_field] if how.id_field else [])]
+    columns = [name for name in (reading.text_field, reading.id_field) if name]
     row = 0
     try:
-        table = pq.ParquetFile(stream.file, buffer_size=2**20, pre_buffer=False)
-        absent = [name for name in columns if name not in table.schema_arrow.names]
-        if absent:
+        parquet = unit.file.format is Format.parquet
+        names, batches = (_parquet if parquet else _arrow)(stream.file, columns)
+        if absent := [name for name in columns if name not in names]:
             yield Bad(unit.file, "row 0", f"no column {absent[0]!r}")
             return
-        # Few rows at a time: each may be as long as max_record_bytes.
-        for batch in table.iter_batches(batch_size=32, columns=columns):
-            yield from _rows(unit.file, row, batch, how)
-            row += batch.num_rows
-    except (pa.ArrowException, *_DAMAGED) as error:
-        reason = str(error) or type(error).__name__
-        yield Bad(unit.file, f"row {row}", f"cannot be read further: {reason}")
-
-
-def arrow(unit: Unit, stream: Stream, how: Reading) -> Iterator[Record | Bad]:
-    """Yield the rows of an arrow file, of the stream or the file format."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise missing("pyarrow", error) from error
-    row, raw = 0, stream.file
-    try:
-        is_file = stream.file.peek(6)[:6] == b"ARROW1"
-        reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
-        for field in (how.text_field, how.id_field):
-            if field is not None and field not in reader.schema.names:
-                yield Bad(unit.file, "row 0", f"no column {field!r}")
-                return
-        batches: Any = reader
-        if is_file:
-            count = reader.num_record_batches
-            batches = (reader.get_batch(index) for index in range(count))
         for batch in batches:
-            yield from _rows(unit.file, row, batch, how)
+            yield from _rows(unit.file, row, batch, reading)
             row += batch.num_rows
-    except (pa.ArrowException, *_DAMAGED) as error:
-        reason = str(error) or type(error).__name__
+    # The others are raised on lengths of nonsense, and names that are not UTF-8.
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as e:
+        reason = str(e) or type(e).__name__
         yield Bad(unit.file, f"row {row}", f"cannot be read further: {reason}")
 
 
-def _rows(file: File, first: int, batch: Any, how: Reading) -> Iterator[Record | Bad]:
-    texts = _column(batch, how.text_field)
-    names = _column(batch, how.id_field) if how.id_field else None
+def _parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
+    # Few rows at a time: each may be as long as max_record_bytes.
+    batches = table.iter_batches(batch_size=32, columns=columns)
+    return table.schema_arrow.names, batches
+
+
+def _arrow(file: Any, _: list[str]) -> tuple[list[str], Iterator[Any]]:
+    import pyarrow as pa
+
+    if file.peek(6)[:6] != b"ARROW1":
+        stream = pa.ipc.open_stream(file)
+        return stream.schema.names, iter(stream)
+    table = pa.ipc.open_file(file)
+    return table.schema.names, map(table.get_batch, range(table.num_record_batches))
+
+
+def _rows(
+    file: File, first: int, batch: Any, reading: Reading
+) -> Iterator[Record | Bad]:
+    texts = _column(batch, reading.text_field)
+    names = _column(batch, reading.id_field) if reading.id_field else None
     for index in range(batch.num_rows):
         place = f"row {first + index}"
         try:
@@ -75,7 +66,7 @@ def _rows(file: File, first: int, batch: Any, how: Reading) -> Iterator[Record |
         except (ValueError, OverflowError) as error:
             yield Bad(file, place, f"no value of Python's: {error}")
         else:
-            yield document(file, place, text, name, how)
+            yield document(file, place, text, name, reading)
 
 
 def _column(batch: Any, name: str) -> Any:

@@ -4,6 +4,7 @@
 builds what `python -m data.prepare` asks for, and continues after a kill.
 """
 
+import collections
 import contextlib
 import fcntl
 import glob
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import tiktoken
+
 from data import tokenizer
 from data.config import DataConfig, OnError, PrepareConfig
 from data.errors import DataError
@@ -24,7 +27,7 @@ from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import Reading
-from data.token_store.encode import Task, encode_tasks, make_tasks, part_path
+from data.token_store.encode import encode_tasks, make_tasks, part_path
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
 from data.token_store.storage import Storage, written_whole
@@ -61,17 +64,16 @@ def cached_store(config: DataConfig) -> Store:
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
-    if path.exists() and not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
     if not (path / MANIFEST).exists():
+        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
         _log.info("preparing %s from %s", path, corpus.root)
         started = time.monotonic()
         _remove_abandoned(path)
         with written_whole(path) as building:
-            _make_folder(building, "data.cache_dir")
             parts = building / "parts"
-            parts.mkdir()
-            build_store(Storage(building), corpus, settings, parts, usable_cores())
+            _make_folder(parts, path.parent, "data.cache_dir")
+            storage = Storage(building)
+            build_store(storage, corpus, settings, encoding, parts, usable_cores())
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     return open_store(path, encoding)
@@ -91,47 +93,43 @@ def prepare_store(config: PrepareConfig) -> Store:
     """
     assert config.output, "checked by the command"
     encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    reading = Reading(
+        config.text_field,
+        config.id_field,
+        config.keep_invalid_utf8,
+        config.max_record_bytes,
+    )
     settings = EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256,
-        Reading(
-            config.text_field,
-            config.id_field,
-            config.keep_invalid_utf8,
-            config.max_record_bytes,
-        ),
+        reading,
         config.validation,
         config.on_error is OnError.skip,
     )
-    root = " ".join(config.inputs)
     files = tuple(find_files(config.inputs, config.pattern))
-    corpus = Corpus(root, files, config.validation)
-    storage = Storage(config.output)
+    corpus = Corpus(" ".join(config.inputs), files, config.validation)
+    storage, workers = Storage(config.output), config.workers or usable_cores()
     with _locked(_work_folder(config, storage)) as work:
-        if storage.has(MANIFEST):
-            storage.remove(_MARK)
-            store = open_store(storage.location, encoding)
-            if store.manifest["made_of"] != made_of(corpus, settings):
-                raise DataError(
-                    f"{storage}: is a store of other input or other settings. Name "
-                    f"another output, or delete it"
-                )
+        if is_there := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
         else:
-            names = storage.names()
+            names = set(storage.names())
             if names and _MARK not in names:
                 raise DataError(
                     f"{storage}: is not empty, and is no token store. Name another "
                     f"output"
                 )
             storage.write(_MARK, b"")
-            for name in set(names) - {_MARK}:
-                storage.remove(name)
-            build_store(
-                storage, corpus, settings, work, config.workers or usable_cores()
+            for name in names - {_MARK}:
+                storage.write(name, None)
+            build_store(storage, corpus, settings, encoding, work, workers)
+        storage.write(_MARK, None)
+        store = open_store(storage.location, encoding)
+        if is_there and store.manifest["made_of"] != made_of(corpus, settings):
+            raise DataError(
+                f"{storage}: is a store of other input or other settings. Name "
+                f"another output, or delete it"
             )
-            storage.remove(_MARK)
-            store = open_store(storage.location, encoding)
         for part in work.glob("*.part*"):
             part.unlink()
     return store
@@ -141,22 +139,17 @@ def build_store(
     storage: Storage,
     corpus: Corpus,
     settings: EncodingSettings,
+    encoding: tiktoken.Encoding,
     parts: Path,
     workers: int,
 ) -> None:
-    """Encode a corpus into an empty folder.
+    """Encode a corpus into an empty folder; its manifest, written last, commits it.
 
-    Args:
-        storage: the folder; the manifest, written last, makes it a store.
-        corpus: what to encode.
-        settings: tokenizer, fields, what becomes of bad records.
-        parts: where encoded parts wait. What an earlier attempt left there is used.
-        workers: processes.
+    Encoded parts wait in `parts`, where what an earlier attempt left is used.
 
     Raises:
         DataError: text or storage fail, or a split would be empty.
     """
-    encoding = tokenizer.load_tokenizer(settings.tokenizer, settings.tokenizer_sha256)
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
         encode_tasks(tasks, parts, settings, workers, meter.show)
@@ -167,13 +160,12 @@ def build_store(
         "source": {"path": corpus.root, "validation": corpus.validation},
         "made_of": made_of(corpus, settings),
     }
-    segments = _checked(_segments(tasks, parts, settings), corpus)
+    paths = [part_path(parts, task, settings) for task in tasks]
+    segments = _segments(paths, corpus, settings.skip_bad)
     try:
         ranks = tokenizer.rank_file(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), about, ranks)
     except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
             f"{storage}: cannot be written ({error}). Free space there, or name "
             f"another place"
@@ -187,35 +179,32 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _segments(
-    tasks: list[Task], parts: Path, settings: EncodingSettings
-) -> Iterator[Segment]:
-    for task in tasks:
-        for segment in read_part(part_path(parts, task, settings)):
-            if (
-                segment.notes["bad"] and not settings.skip_bad
-            ):  # an earlier attempt skipped
-                path, place, reason = segment.notes["bad"][0]
-                raise DataError(f"{path}, {place}: {reason}. Mend it, or on_error=skip")
+def cache_dir(config: DataConfig) -> Path:
+    """Return the folder of stores that were built on first use, and of rows' plans."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    return cache_folder() / "stores"
+
+
+def _segments(paths: list[Path], corpus: Corpus, skip_bad: bool) -> Iterator[Segment]:
+    """Read parts in order; in the end, refuse a store of which a split is empty."""
+    documents, num_bad = collections.Counter(), 0
+    for path in paths:
+        for segment in read_part(path):
+            bad = segment.notes["bad"]
+            if bad and not skip_bad:  # an earlier attempt did
+                file, place, reason = bad[0]
+                raise DataError(f"{file}, {place}: {reason}. Mend it, or on_error=skip")
+            num_bad += len(bad)
+            documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
             yield segment
-
-
-def _checked(segments: Iterator[Segment], corpus: Corpus) -> Iterator[Segment]:
-    """Pass segments on; in the end, refuse a store of which a split is empty."""
-    documents, bad = dict.fromkeys(SPLITS, 0), 0
-    for segment in segments:
-        bad += len(segment.notes["bad"])
-        for split in SPLITS:
-            documents[split] += len(segment.splits[split].ends)
-        yield segment
-    needed = SPLITS if corpus.validation else SPLITS[:1]
-    for split in needed:
+    for split in SPLITS if corpus.validation else SPLITS[:1]:
         if not documents[split]:
-            total = sum(documents.values())
             raise DataError(
-                f"{corpus.root}: of {total} documents none falls to {split} with "
-                f"validation={corpus.validation} ({bad} bad records were skipped). "
-                f"Give more text or another part; validation=0 holds nothing out"
+                f"{corpus.root}: of {documents.total()} documents none falls to "
+                f"{split} with validation={corpus.validation} ({num_bad} bad records "
+                f"were skipped). Give more text or another part; validation=0 holds "
+                f"nothing out"
             )
 
 
@@ -234,7 +223,7 @@ def _locked(folder: Path) -> Iterator[Path]:
 
     A lock dies with its owner.
     """
-    _make_folder(folder, "work_dir")
+    _make_folder(folder, folder.parent, "work_dir")
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,20 +238,13 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def cache_dir(config: DataConfig) -> Path:
-    """Name the folder of stores that were built on first use, and of plans of rows."""
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
-    return cache_folder() / "stores"
-
-
-def _make_folder(path: Path, key: str) -> None:
+def _make_folder(path: Path, place: Path, key: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{path.parent}: nothing can be kept there ({error}). Name a "
-            f"folder that can be written with {key}"
+            f"{place}: nothing can be kept there ({error}). Name a folder that can be "
+            f"written with {key}"
         ) from error
 
 

@@ -5,7 +5,6 @@ run in any order, in any number of processes, and be killed: what is there need 
 done again.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ from data.errors import DataError
 from data.text.documents import read
 from data.text.files import Format, Unit
 from data.text.records import Bad, Record
-from data.text.streams import line_numbers
+from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
 from data.token_store.storage import written_whole
 
@@ -74,17 +73,12 @@ def encode_tasks(
     folder: Path,
     settings: EncodingSettings,
     workers: int,
-    report: Callable[[int, int], None] = lambda size, tokens: None,
+    report: Callable[[int, int], None] = lambda num_bytes, num_tokens: None,
 ) -> None:
-    """Make every part that is not there yet.
+    """Make every part in `folder` that is not there yet.
 
-    Args:
-        tasks: what to encode.
-        folder: where parts lie.
-        settings: what decides their content.
-        workers: processes; with 1, or one task, all is done in this one.
-        report: told now and then how many bytes of the files are done, and how many
-            tokens came of those that were not done before.
+    With one worker, or one task left, all is done in this process. `report` gets now
+    and then the bytes of the files that are done, and the tokens encoded just now.
 
     Raises:
         DataError: a file cannot be read; or, unless bad records are skipped, the
@@ -95,16 +89,16 @@ def encode_tasks(
         there = len(tasks) - len(left)
         log.info("%d of %d parts were encoded before", there, len(tasks))
     done = sum(task.size for task in tasks) - sum(task.size for task in left)
+    context = multiprocessing.get_context("spawn")
+    counts = context.Value("q", 0), context.Value("q", 0)
     if workers == 1 or len(left) <= 1:
-        encoder = _Encoder(folder, settings)
+        encoder = _Encoder(folder, settings, counts)
         for task in left:
             encoder.encode(task)
-            report(done + encoder.size, encoder.tokens)
+            report(done + counts[0].value, counts[1].value)
         return
-    context = multiprocessing.get_context("spawn")
-    shared = context.Value("q", 0), context.Value("q", 0)
     pool = ProcessPoolExecutor(
-        min(workers, len(left)), context, _start_worker, (folder, settings, shared)
+        min(workers, len(left)), context, _start_worker, (folder, settings, counts)
     )
     try:
         waiting = {pool.submit(_work, task) for task in left}
@@ -112,7 +106,7 @@ def encode_tasks(
             ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
             for future in ended:
                 future.result()
-            report(done + shared[0].value, shared[1].value)
+            report(done + counts[0].value, counts[1].value)
     except BrokenProcessPool as error:
         raise DataError(
             f"{folder}: a worker process died, perhaps for want of memory. The same "
@@ -123,31 +117,28 @@ def encode_tasks(
 
 
 class _Encoder:
-    """Encodes tasks, and counts the files' bytes and the tokens it has done.
-
-    A pool's workers add up what they count in shared memory.
-    """
+    """Encodes tasks; `counts` are the files' bytes and the tokens done by all."""
 
     def __init__(
         self,
         folder: Path,
         settings: EncodingSettings,
-        shared: tuple[Synchronized | None, Synchronized | None] = (None, None),
+        counts: tuple[Synchronized, Synchronized],
     ):
-        self._folder, self._settings, self._shared = folder, settings, shared
+        self._folder, self._settings = folder, settings
+        self._num_bytes, self._num_tokens = counts
         self._encoding = tokenizer.load_tokenizer(
             settings.tokenizer, settings.tokenizer_sha256
         )
-        self.size = self.tokens = 0
 
     def encode(self, task: Task) -> None:
         """Make a task's part."""
         path = part_path(self._folder, task, self._settings)
+        segment = SegmentBuilder(self._encoding, self._settings.validation)
         try:
             with written_whole(path) as partial, partial.open("wb") as file:
-                segment = self._new_segment()
                 for unit in task.units:
-                    segment = self._encode_unit(unit, segment, file)
+                    self._add(unit, segment, file)
                 segment.write(file)
         except OSError as error:
             raise DataError(
@@ -155,38 +146,34 @@ class _Encoder:
                 f"another place with work_dir"
             ) from error
 
-    def _encode_unit(
-        self, unit: Unit, segment: SegmentBuilder, file: BinaryIO
-    ) -> SegmentBuilder:
-        """Add a unit's records to a segment; return the one that goes on."""
-        size_before, is_text = self.size, unit.file.format is Format.text
+    def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
+        """Add a unit's records to a segment, which is written whenever it is full."""
+        num_read, is_text = 0, unit.file.format is Format.text
         whole = not is_text or unit.start == unit.low
-        for record in read(unit, self._settings.reading, self._count):
+
+        def progress(num_bytes: int) -> None:
+            nonlocal num_read
+            num_read += num_bytes
+            _add_to(self._num_bytes, num_bytes)
+
+        for record in read(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 raise DataError(
-                    f"{complaint(record)}. Mend it, or leave such records out with "
+                    f"{_complaint(record)}. Mend it, or leave such records out with "
                     f"on_error=skip"
                 )
-            self._count(0, segment.add(record, unit, whole))
+            _add_to(self._num_tokens, segment.add(record, unit, whole))
             if is_text and isinstance(record, Record) and record.text:
                 whole = False
             if segment.size >= _SEGMENT_BYTES:
                 segment.write(file)
-                segment = self._new_segment()
         # A unit's ends lie elsewhere than its records', but the sum is the files'.
-        self._count(unit.num_bytes - (self.size - size_before))
-        return segment
+        _add_to(self._num_bytes, unit.num_bytes - num_read)
 
-    def _new_segment(self) -> SegmentBuilder:
-        return SegmentBuilder(self._encoding, self._settings.validation)
 
-    def _count(self, size: int, tokens: int = 0) -> None:
-        self.size += size
-        self.tokens += tokens
-        for shared, more in zip(self._shared, (size, tokens), strict=True):
-            if shared is not None and more:
-                with shared.get_lock():
-                    shared.value += more
+def _add_to(count: Synchronized, more: int) -> None:
+    with count.get_lock():
+        count.value += more
 
 
 _encoder: _Encoder | None = None  # of a worker process
@@ -195,7 +182,7 @@ _encoder: _Encoder | None = None  # of a worker process
 def _start_worker(
     folder: Path,
     settings: EncodingSettings,
-    shared: tuple[Synchronized, Synchronized],
+    counts: tuple[Synchronized, Synchronized],
 ) -> None:
     global _encoder
     logging.disable(logging.INFO)
@@ -207,7 +194,7 @@ def _start_worker(
         os._exit(1)  # nobody is left to read what it would give
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _encoder = _Encoder(folder, settings, shared)
+    _encoder = _Encoder(folder, settings, counts)
 
 
 def _work(task: Task) -> None:
@@ -215,11 +202,10 @@ def _work(task: Task) -> None:
     _encoder.encode(task)
 
 
-def complaint(bad: Bad) -> str:
+def _complaint(bad: Bad) -> str:
     """Describe a bad record, by file and line."""
-    place = bad.place
-    with contextlib.suppress(OSError, ValueError):
-        if place.startswith("byte "):
-            (line,) = line_numbers(bad.file, [int(place.removeprefix("byte "))])
-            place = f"line {line} ({place})"
-    return f"{bad.file.path}, {place}: {bad.reason}"
+    unit, _, number = bad.place.partition(" ")
+    if unit == "byte":
+        line = line_number(bad.file, int(number))
+        return f"{bad.file.path}, line {line} ({bad.place}): {bad.reason}"
+    return f"{bad.file.path}, {bad.place}: {bad.reason}"

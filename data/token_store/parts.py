@@ -54,53 +54,51 @@ class SegmentBuilder:
         """Begin with nothing; `validation` is the part of documents held out."""
         self._encoding, self._validation = encoding, validation
         self._dtype = token_dtype(encoding)
-        self._tokens: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens = {s: [np.zeros(0, self._dtype)] for s in SPLITS}
         self._counts = dict.fromkeys(SPLITS, 0)
         self._ends: dict[Split, list[int]] = {split: [] for split in SPLITS}
         self._ids: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
-        self._bytes = dict.fromkeys(SPLITS, 0)
-        self._empty, self._bad, self.size = 0, [], 0
+        self._notes = {"bytes": dict.fromkeys(SPLITS, 0), "empty": 0, "bad": []}
+        self.size = 0
 
     def add(self, record: Record | Bad, unit: Unit, whole: bool) -> int:
-        """Encode a record; `whole`: nothing of its document came before it.
+        """Encode a record; return how many tokens it gave.
 
-        Returns:
-            How many tokens it gave.
+        `whole`: nothing of its document came before it.
         """
         if isinstance(record, Bad):
-            self._bad.append([record.file.path, record.place, record.reason])
+            bad = [record.file.path, record.place, record.reason]
+            self._notes["bad"].append(bad)
             return 0
         if whole and record.ends and not record.text:
-            self._empty += 1
+            self._notes["empty"] += 1
             return 0
         split = unit.split or split_of(record.id, self._validation)
         tokens = tokenizer.encode(self._encoding, record.text).astype(self._dtype)
-        self._tokens[split].append(tokens)
-        count = len(tokens)
         if record.ends and unit.marks_end:
-            end = np.array([self._encoding.eot_token], self._dtype)
-            self._tokens[split].append(end)
-            count += 1
-        self._counts[split] += count
+            tokens = np.append(tokens, self._dtype.type(self._encoding.eot_token))
+        self._tokens[split].append(tokens)
+        self._counts[split] += len(tokens)
         if record.ends:
             self._ends[split].append(self._counts[split])
             self._ids[split].append(record.id.encode())
-        self._bytes[split] += len(record.text)
+        self._notes["bytes"][split] += len(record.text)
         self.size += len(record.text) + 64
-        return count
+        return len(tokens)
 
     def write(self, file: BinaryIO) -> None:
-        """Append the segment to a part."""
+        """Append the segment to a part, and begin another."""
         for split in SPLITS:
             ids = self._ids[split]
-            _save(
-                file, np.concatenate([np.zeros(0, self._dtype), *self._tokens[split]])
-            )
+            _save(file, np.concatenate(self._tokens[split]))
             _save(file, np.array(self._ends[split], np.int64))
             _save(file, np.frombuffer(b"".join(ids), np.uint8))
             _save(file, np.cumsum([len(name) for name in ids], dtype=np.int64))
-        notes = {"bytes": self._bytes, "empty": self._empty, "bad": self._bad}
-        _save(file, np.frombuffer(json.dumps(notes).encode(), np.uint8))
+        _save(file, np.frombuffer(json.dumps(self._notes).encode(), np.uint8))
+        self._clear()
 
 
 def read_part(path: Path) -> Iterator[Segment]:

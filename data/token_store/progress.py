@@ -14,33 +14,28 @@ _QUIET_S, _LINE_INTERVAL_S = 2.0, 10.0
 _log = logging.getLogger(__name__)
 
 
-class Meter:
+class Meter(Progress):
     """Shows bytes done, bytes and tokens a second, and the time left."""
 
     def __init__(self, total: int):
         """Begin; `total` is the bytes that there are in all."""
-        console = Console(stderr=True)
-        self._total, self._terminal = total, console.is_terminal
-        self._began = self._shown = time.monotonic()
-        columns = TextColumn("encoding"), BarColumn(), TextColumn("{task.fields[text]}")
-        self._bar = Progress(
-            *columns,
-            console=console,
-            disable=not self._terminal,
-            redirect_stdout=False,  # results go there
-        )
-        self._bar.add_task("", total=total, text="")
-        (self._task,) = self._bar.tasks
+        columns = "encoding", BarColumn(), TextColumn("{task.description}")
+        # Results go to stdout.
+        super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
+        self.disable = not self.console.is_terminal
+        self._total, self._began = total, time.monotonic()
+        self._shown = self._began
+        self._task = self._tasks[self.add_task("", total=total)]
 
     def __enter__(self) -> "Meter":
-        return self
+        return self  # not started before there is something to show
 
     def show(self, size: int, tokens: int) -> None:
         """Show the bytes done, those of earlier attempts too, and the new tokens."""
         task, now = self._task, time.monotonic()
-        seconds = max(now - self._began, 1e-9)
+        seconds = now - self._began
         # The first update counts for no speed: it tells what was done before.
-        self._bar.update(task.id, completed=size)
+        self.update(task.id, completed=size)
         if seconds < _QUIET_S:
             return
         text = (
@@ -49,12 +44,8 @@ class Meter:
             f"{tokens / seconds / 1e6:.2f} M tokens/s, "
             f"{task.time_remaining or 0:,.0f} s left"
         )
-        self._bar.update(task.id, text=text)
-        self._bar.start()
-        if not self._terminal and now - self._shown >= _LINE_INTERVAL_S:
+        self.update(task.id, description=text)
+        self.start()
+        if self.disable and now - self._shown >= _LINE_INTERVAL_S:
             self._shown = now
             _log.info("encoding: %s", text)
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the bar as it is."""
-        self._bar.stop()

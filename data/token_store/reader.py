@@ -24,7 +24,10 @@ _CACHE_LIMIT_BYTES = 2**28
 
 
 class TokenArray:
-    """One split of a store: a flat array of tokens, and where its documents start."""
+    """One split of a store: a flat array of tokens, and where its documents start.
+
+    Whatever reads raises a DataError of a chunk that is missing or damaged.
+    """
 
     def __init__(
         self,
@@ -34,14 +37,9 @@ class TokenArray:
         tokens: int,
         keep: bool = True,
     ):
-        """Open a split; read the tokens too when they are few.
+        """Open a split of so many documents and tokens, as its manifest says.
 
-        Args:
-            storage: the store's folder.
-            split: its name.
-            documents: how many the manifest says there are.
-            tokens: likewise.
-            keep: whether to hold what is small in memory.
+        What is small is read into memory, if `keep`.
         """
         self._storage, self._split = storage, split
         self._num_tokens, self.num_documents = tokens, documents
@@ -59,8 +57,9 @@ class TokenArray:
             self._arrays[name] = array
         size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
         self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
-        few = documents <= OFFSETS_LIMIT
-        self._offsets_in_memory = self.in_memory or (keep and few)
+        self._offsets_in_memory = keep and (
+            self.in_memory or documents <= OFFSETS_LIMIT
+        )
         if self.in_memory:
             self._arrays["tokens"] = self.array("tokens")
         if self._offsets_in_memory:
@@ -80,28 +79,16 @@ class TokenArray:
         return self.array("index")
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read a stretch of an array by its name.
-
-        Raises:
-            DataError: a chunk is missing or damaged.
-        """
+        """Read a stretch of an array by its name."""
         end = int(self._arrays[name].shape[0]) if stop is None else stop
         return self._wait(name, start, end, self._begin(name, start, end))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Read tokens [start, stop), in the store's dtype.
-
-        Raises:
-            DataError: a chunk is missing or damaged.
-        """
+        """Read tokens [start, stop), in the store's dtype."""
         return self.array("tokens", start, stop)
 
     def stretches(self, name: str) -> Iterator[np.ndarray]:
-        """Read an array shard by shard; what is damaged in one is named by the chunk.
-
-        Raises:
-            DataError: a chunk is missing or damaged.
-        """
+        """Read an array shard by shard; what is damaged is named by chunk."""
         length = self._arrays[name].shape[0]
         for start in range(0, length, SHARD_LENGTH):
             stop = min(start + SHARD_LENGTH, length)
@@ -113,16 +100,12 @@ class TokenArray:
                 raise
 
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Read `lengths` tokens from each of `starts` on, end to end, as int32.
-
-        Raises:
-            DataError: a chunk is missing or damaged.
-        """
+        """Read `lengths` tokens from each of `starts` on, end to end, as int32."""
         ends = np.cumsum(lengths)
         if self.in_memory:
             shift = np.repeat(starts - (ends - lengths), lengths)
-            found = self._arrays["tokens"][shift + np.arange(len(shift))]
-            return found.astype(np.int32)
+            places = shift + np.arange(len(shift))
+            return self._arrays["tokens"][places].astype(np.int32)
         # All reads are under way before the first one is awaited.
         spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
         reads = [self._begin("tokens", *span) for span in spans]
@@ -136,12 +119,8 @@ class TokenArray:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the documents, the end as one, that start in each stretch (low, high].
 
-        Args:
-            lows: int64 [n].
-            highs: int64 [n].
-
         Returns:
-            For each found one which stretch it is in, and its start; both int64.
+            For each of them which stretch it is in, and its start; both int64.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")
@@ -168,9 +147,6 @@ class TokenArray:
 
     def document_at(self, token: int) -> tuple[int, int, int]:
         """Return the document that a token belongs to: its number, start and end."""
-        if self._offsets_in_memory:
-            number = int(np.searchsorted(self.offsets, token, "right")) - 1
-            return number, int(self.offsets[number]), int(self.offsets[number + 1])
         first = max(0, int(self._index[token // CHUNK_LENGTH]) - 1)
         last = int(self._index[min(token // CHUNK_LENGTH + 1, len(self._index) - 1)])
         offsets = self.array("offsets", first, last + 1)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,23 +84,27 @@ class Storage:
         if self.path is not None:
             return {"driver": "file", "path": folder}
         url = urlsplit(folder)
-        if url.scheme == "s3":
-            # Source: tensorstore 0.1.80, kvstore/s3 schema. A URL has no place for it.
-            where = {"bucket": url.netloc, "path": url.path[1:]}
-            spec: dict[str, Any] = {"driver": "s3", **where}
-            if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
-                region = os.environ.get("AWS_REGION", "us-east-1")
-                spec |= {"endpoint": endpoint, "aws_region": region}
-            if "AWS_ACCESS_KEY_ID" in os.environ:
-                # Looked at first in any case, but then with lines on stderr about all
-                # the other places that hold nothing.
-                spec["aws_credentials"] = {"type": "environment"}
-            return spec
-        if url.scheme == "gs":
-            return {"driver": "gcs", "bucket": url.netloc, "path": url.path[1:]}
+        if url.scheme in ("http", "https"):
+            return {"driver": "http", "base_url": folder}
         if url.scheme == "memory":
             return {"driver": "memory", "path": url.netloc + url.path}
-        return {"driver": "http", "base_url": folder}
+        driver = "gcs" if url.scheme == "gs" else "s3"
+        spec: dict[str, Any] = {
+            "driver": driver,
+            "bucket": url.netloc,
+            "path": url.path[1:],
+        }
+        if driver == "gcs":
+            return spec
+        # Source: tensorstore 0.1.80, kvstore/s3 schema. A URL has no place for these.
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+            region = os.environ.get("AWS_REGION", "us-east-1")
+            spec |= {"endpoint": endpoint, "aws_region": region}
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            # Looked at first in any case, but then with lines on stderr about all the
+            # other places that hold nothing.
+            spec["aws_credentials"] = {"type": "environment"}
+        return spec
 
     def read(self, name: str) -> bytes:
         """Read a key.
@@ -109,37 +113,31 @@ class Storage:
             FileNotFoundError: there is none.
             DataError: it cannot be read.
         """
-        try:
-            entry = self._open().read(name).result()
-        except (ValueError, OSError) as error:
-            raise self._failed(name, "read", error) from error
-        if entry.state != "value":
+        value, _ = self.read_version(name)
+        if value is None:
             raise FileNotFoundError(f"{self}/{name}")
-        return bytes(entry.value)
+        return value
 
-    def write(self, name: str, value: bytes) -> None:
-        """Write a key whole.
-
-        Raises:
-            DataError: it cannot be written.
-        """
-        try:
-            self._open().write(name, value).result()
-        except (ValueError, OSError) as error:
-            raise self._failed(name, "written", error) from error
-
-    def read_version(self, name: str, timeout_s: float) -> tuple[bytes | None, bytes]:
-        """Read a key, None if there is none, and what its version is called.
+    def read_version(
+        self, name: str, timeout_s: float | None = None
+    ) -> tuple[bytes | None, bytes]:
+        """Read a key, None if there is none, and the name of its version.
 
         Raises:
             DataError: it cannot be read, or not in that time.
         """
-        try:
-            entry = self._open(timeout_s).read(name).result(timeout_s)
-        except (ValueError, OSError) as error:
-            raise self._failed(name, "read", error) from error
+        entry = self._call("read", name, lambda keys: keys.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation
+
+    def write(self, name: str, value: bytes | None) -> None:
+        """Write a key whole; None removes it, if there is one.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        verb = "removed" if value is None else "written"
+        self._call(verb, name, lambda keys: keys.write(name, value))
 
     def replace(
         self, name: str, value: bytes | None, version: bytes, timeout_s: float
@@ -155,52 +153,41 @@ class Storage:
         Raises:
             DataError: it cannot be written, or not in that time.
         """
-        try:
-            writing = self._open(timeout_s).write(name, value, if_equal=version)
-            return writing.result(timeout_s).generation or None
-        except (ValueError, OSError) as error:
-            raise self._failed(name, "written", error) from error
+        stamp = self._call(
+            "written",
+            name,
+            lambda keys: keys.write(name, value, if_equal=version),
+            timeout_s,
+        )
+        return stamp.generation or None
 
     def has(self, name: str) -> bool:
-        """Tell whether there is such a key."""
-        try:
-            self.read(name)
-        except FileNotFoundError:
-            return False
-        return True
+        """Return whether there is such a key."""
+        return self.read_version(name)[0] is not None
 
     def names(self) -> list[str]:
         """List every key in here."""
+        keys = self._call("listed", "", lambda keys: keys.list())
+        return [key.decode() for key in keys]
+
+    def _call(
+        self,
+        verb: str,
+        name: str,
+        request: Callable[[ts.KvStore], ts.Future],
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Make a request of the opened store, and wait for its result."""
         try:
-            return [key.decode() for key in self._open().list().result()]
+            if self._store is None:  # opening may ask for credentials and regions
+                opening = ts.KvStore.open(self.spec(), context=self._context)
+                self._store = opening.result(timeout_s)
+            return request(self._store).result(timeout_s)
         except (ValueError, OSError) as error:
-            raise self._failed("", "listed", error) from error
-
-    def remove(self, name: str) -> None:
-        """Remove a key, if there is one."""
-        try:
-            self._open().write(name, None).result()
-        except (ValueError, OSError) as error:
-            raise self._failed(name, "removed", error) from error
-
-    def clear(self) -> None:
-        """Remove every key in here."""
-        try:
-            self._open().delete_range(ts.KvStore.KeyRange()).result()
-        except (ValueError, OSError) as error:
-            raise self._failed("", "removed", error) from error
-
-    def _open(self, timeout_s: float | None = None) -> ts.KvStore:
-        if self._store is None:  # opening may ask for credentials and regions
-            opening = ts.KvStore.open(self.spec(), context=self._context)
-            self._store = opening.result(timeout_s)
-        return self._store
-
-    def _failed(self, name: str, verb: str, error: Exception) -> DataError:
-        late = isinstance(error, TimeoutError)
-        # TensorStore separates keys by zeros.
-        reason = "no answer in time" if late else str(error).replace("\0", "/")
-        return DataError(
-            f"{self}/{name}: cannot be {verb} ({reason}). Check path, network and "
-            f"permissions"
-        )
+            late = isinstance(error, TimeoutError)
+            # TensorStore separates keys by zeros.
+            reason = "no answer in time" if late else str(error).replace("\0", "/")
+            raise DataError(
+                f"{self}/{name}: cannot be {verb} ({reason}). Check path, network and "
+                f"permissions"
+            ) from error

@@ -59,11 +59,13 @@ class Store:
             DataError: an array is missing or damaged.
         """
         if split not in self._splits:
-            counts = self.manifest["splits"][split]
-            self._splits[split] = TokenArray(
-                self.storage, split, counts["documents"], counts["tokens"]
-            )
+            self._splits[split] = self._open(split)
         return self._splits[split]
+
+    def _open(self, split: Split, keep: bool = True) -> TokenArray:
+        counts = self.manifest["splits"][split]
+        sizes = counts["documents"], counts["tokens"]
+        return TokenArray(self.storage, split, *sizes, keep)
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
         """Decode a split, or its first `limit` bytes, without the documents' ends."""
@@ -81,23 +83,21 @@ class Store:
         """Read everything, and name what does not agree with the manifest."""
         for split in SPLITS:
             try:
-                counts = self.manifest["splits"][split]
-                sizes = counts["documents"], counts["tokens"]
-                array = TokenArray(self.storage, split, *sizes, keep=False)
+                array = self._open(split, keep=False)
             except DataError as error:
                 yield str(error)
                 continue
             for name, digest in self.manifest["digests"][split].items():
-                read = hashlib.sha256()
+                content = hashlib.sha256()
                 try:
                     for values in array.stretches(name):
-                        read.update(values.data)
+                        content.update(values.data)
                 except DataError as error:
                     yield str(error)
                     continue
-                if read.hexdigest() != digest:
-                    where = f"{self.path}/{split}/{name}"
-                    yield f"{where}: its values are not those of the manifest"
+                if content.hexdigest() != digest:
+                    place = f"{self.path}/{split}/{name}"
+                    yield f"{place}: its values are not those of the manifest"
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
@@ -108,11 +108,11 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             was made with another tokenizer.
     """
     storage = Storage(path)
+    file = f"{storage}/{MANIFEST}"
     again = (
         f"Delete {storage} and prepare it again (python -m data.prepare input=... "
         f"output={storage}), or bring it back from a copy"
     )
-    file = f"{storage}/{MANIFEST}"
     try:
         content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
@@ -120,23 +120,25 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             f"{error}: is not there, so {storage} is no whole token store. Is it a "
             f"folder of text? Then data=text. {again}"
         ) from error
-    if hashlib.sha256(content).hexdigest().encode() != digest.strip():
-        raise DataError(f"{file}: is damaged: its SHA-256 is another one. {again}")
+
+    def check(name: str, content: bytes, digest: str) -> None:
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(
+                f"{storage}/{name}: is damaged: its SHA-256 is another one. {again}"
+            )
+
+    check(MANIFEST, content, digest.decode(errors="replace").strip())
     manifest = json.loads(content)
     if manifest.get("schema") != SCHEMA:
         raise DataError(
             f"{file}: its schema is {manifest.get('schema')}, but this version reads "
             f"{SCHEMA}. {again}"
         )
-    for name, expected in manifest["files"].items():
-        try:
-            found = hashlib.sha256(storage.read(name)).hexdigest()
-        except FileNotFoundError as error:
-            raise DataError(f"{error}: is not there. {again}") from error
-        if found != expected:
-            raise DataError(
-                f"{storage}/{name}: is damaged: its SHA-256 is another one. {again}"
-            )
+    try:
+        for name, digest in manifest["files"].items():
+            check(name, storage.read(name), digest)
+    except FileNotFoundError as error:
+        raise DataError(f"{error}: is not there. {again}") from error
     if encoding is None and RANKS in manifest["files"]:
         encoding = tokenizer.parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
     elif encoding is None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from data.text.files import SPLITS, Split
+from data.text.files import SPLITS
 from data.token_store.parts import Segment, SegmentSplit
 from data.token_store.storage import Storage
 
@@ -45,21 +45,15 @@ def write_store(
     about: dict[str, Any],
     ranks: bytes | None = None,
 ) -> None:
-    """Write a store into an empty folder.
+    """Write segments into an empty folder, in their order.
 
-    Args:
-        storage: the folder.
-        segments: the text, in order.
-        dtype: of the tokens.
-        about: what else the manifest says: tokenizer, source.
-        ranks: the tokenizer's rank file, to be kept with its tokens.
+    `about` is what else the manifest says: tokenizer, source. `ranks` is the
+    tokenizer's rank file, to be kept with its tokens.
 
     Raises:
         DataError: the storage cannot be written.
     """
-    splits: dict[Split, _SplitWriter] = {}
-    for split in SPLITS:
-        splits[split] = _SplitWriter(storage, split, dtype)
+    splits = {split: _SplitWriter(storage, split, dtype) for split in SPLITS}
     num_bytes, empty, skipped = collections.Counter(), 0, []
     for segment in segments:
         for split, writer in splits.items():
@@ -67,18 +61,16 @@ def write_store(
         num_bytes.update(segment.notes["bytes"])
         empty += segment.notes["empty"]
         skipped += segment.notes["bad"]
-    counts, digests = {}, {}
-    for split, writer in splits.items():
-        counts[split] = {**writer.close(), "bytes": num_bytes[split]}
-        digests[split] = writer.digests()
-    lines = [
-        json.dumps(dict(zip(("file", "place", "reason"), bad, strict=True)))
-        for bad in skipped
-    ]
-    storage.write(SKIPPED, "".join(f"{line}\n" for line in lines).encode())
+    counts = {s: w.close() | {"bytes": num_bytes[s]} for s, w in splits.items()}
+    digests = {split: writer.digests() for split, writer in splits.items()}
+    keys = "file", "place", "reason"
+    lines = [json.dumps(dict(zip(keys, bad, strict=True))) + "\n" for bad in skipped]
+    storage.write(SKIPPED, "".join(lines).encode())
+    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+    small.append(SKIPPED)
     if ranks is not None:
         storage.write(RANKS, ranks)
-    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+        small.append(RANKS)
     content = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
     manifest = {
         "schema": SCHEMA,
@@ -89,8 +81,7 @@ def write_store(
         "fingerprint": hashlib.sha256(" ".join(content).encode()).hexdigest(),
         "digests": digests,
         "files": {
-            name: hashlib.sha256(storage.read(name)).hexdigest()
-            for name in [*small, SKIPPED, *([] if ranks is None else [RANKS])]
+            name: hashlib.sha256(storage.read(name)).hexdigest() for name in small
         },
     }
     text = (json.dumps(manifest, indent=2) + "\n").encode()

@@ -101,7 +101,7 @@ def test_processes_together_read_the_global_batch(config, processes):
 def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     config, flat = numbers
     store = open_sources(config)
-    (rows,) = Order(store, config, 0).rows
+    (rows,) = Order(store, config, 0).rows.values()
     count = len(rows)
     assert count == 112
     rows = [flat[row * 16 : row * 16 + 17].tolist() for row in range(count)]

@@ -5,6 +5,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
         since = given[first * B : last * B] - before
         assert np.abs(since - count * weights).max() < 1
     used = order.epochs(STEPS)
-    for name, rows, count in zip(order.names, order.rows, given[-1], strict=True):
+    for (name, rows), count in zip(order.rows.items(), given[-1], strict=True):
         assert used[name] == count / len(rows)
 
 
@@ -151,7 +152,7 @@ def test_a_source_goes_through_all_its_rows_before_one_returns(stores, sources):
     order = Order(sources, mixture(stores), 7)
     found = [order.find(step, np.arange(B)) for step in range(60)]
     which, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    for source, rows in enumerate(order.rows):
+    for source, rows in enumerate(order.rows.values()):
         mine = numbers[which == source]
         epochs = [mine[i : i + len(rows)] for i in range(0, len(mine), len(rows))]
         for epoch in epochs[:-1]:
@@ -166,7 +167,7 @@ def test_a_limit_of_epochs_is_known_before_it_is_reached(stores, sources):
     limited = {**config.sources, "prose": MixtureSource(f"{stores}/prose", 0.61, 1)}
     config = dataclasses.replace(config, sources=limited, weight_changes=[])
     order = Order(sources, config, 7)
-    last = int(len(order.rows[0]) / 0.61 / B) - 1
+    last = int(len(order.rows["prose"]) / 0.61 / B) - 1
     assert order.mistakes(last) == []
     ((key, value, rule),) = order.mistakes(2 * last)
     assert (key, value) == ("data.sources.prose.epochs", 1)
@@ -290,6 +291,8 @@ def test_a_store_without_validation_text_is_refused(stores, tmp_path):
         ({"sources": {"a": MixtureSource("x", 0.0)}}, "weight_changes"),
         ({"weight_changes": [WeightChange(0, {"code": 1})]}, "weight_changes"),
         ({"weight_changes": [WeightChange(9, {"cod": 1})]}, "weight_changes"),
+        ({"weight_changes": [WeightChange(9, {"code": -1})]}, "weight_changes"),
+        ({"weight_changes": [WeightChange(9, {"code": nan})]}, "weight_changes"),
         ({"document_mask": False}, "packing"),
         ({"path": "x"}, "path"),
     ],

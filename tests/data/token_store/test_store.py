@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_written_is_named(config, folder):
 def test_an_interrupted_preparation_is_done_again(config, monkeypatch):
     def die(*arguments):
         data.token_store.writer.write_store(*arguments)
-        arguments[0].remove(data.token_store.writer.MANIFEST)
+        arguments[0].write(data.token_store.writer.MANIFEST, None)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
