@@ -33,10 +33,11 @@ _PATTERN = RANK_FILE_PATTERN.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Learn `vocab_size` tokens from texts, and give the content of a rank file.
+    """Learn `vocab_size` tokens from texts, and return the content of a rank file.
 
     The 256 single bytes are among them and come first, in the order of GPT-2's file;
-    the <|endoftext|> that `load_tokenizer` adds is not.
+    the <|endoftext|> that `load_tokenizer` adds is not. A pair that occurs once is not
+    worth a token.
 
     Raises:
         DataError: `tokenizers` is not installed, or the texts hold too few pairs.
@@ -50,10 +51,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """Learn `vocab_size` tokens from texts; like `train`, which writes them down.
-
-    A pair that occurs once is not worth a token, and none is made of it.
-    """
+    """Learn as `train` does, which writes down what is learned."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -111,12 +109,12 @@ def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
 
 
 def texts_of(
-    input: str, max_bytes: int, how: Reading, pattern: str = "**/*"
+    input: str, max_bytes: int, reading: Reading, pattern: str = "**/*"
 ) -> Iterator[str]:
-    """Yield the text of an input, up to `max_bytes` of it.
+    """Yield the text of an input, up to `max_bytes` of it, without bad records.
 
     If there is more, the units of files that are read lie spread over all of it. They
-    depend on the files' names and sizes alone. Bad records are left out.
+    depend on the files' names and sizes alone.
 
     Raises:
         DataError: there is no such file or folder, or a file cannot be read.
@@ -124,13 +122,12 @@ def texts_of(
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
-    spread = [unit for first in range(stride) for unit in units[first::stride]]
     left = max_bytes
-    for unit in spread:
-        for found in read(unit, how):
-            if isinstance(found, Bad):
+    for unit in (unit for first in range(stride) for unit in units[first::stride]):
+        for record in read(unit, reading):
+            if isinstance(record, Bad):
                 continue
-            text = found.text[:left]
+            text = record.text[:left]
             yield text.decode("utf-8", "replace")
             left -= len(text)
             if not left:

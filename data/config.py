@@ -10,11 +10,12 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Lt
 
 Count = Annotated[int, Ge(1)]
+Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
 
 
-def tokenizer_mistakes(name: str, sha256: str | None) -> list[tuple[str, object, str]]:
+def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     """List what is wrong with a tokenizer's name, or with a rank file's hash."""
     published = ("bytes", *PUBLISHED)
     if name in published or sha256 is not None:
@@ -98,57 +99,57 @@ class DataConfig:
     # Batches to leave out: [first,last, ...] (before: data.skip_steps).
     skip_batches: list[int] = field(default_factory=list)
 
-    def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what does not go together as (field, value, rule and remedy)."""
-        found: list[tuple[str, object, str]] = []
+    def mistakes(self) -> Mistakes:
+        """List what does not go together."""
+        mistakes: Mistakes = []
         if self.source in (Source.text, Source.tokens) and not self.path:
             kind = "a file or a folder" if self.source is Source.text else "a store"
             rule = f"must name {kind} with data={self.source}"
-            found.append(("path", self.path, rule))
+            mistakes.append(("path", self.path, rule))
         if self.source in (Source.python, Source.mixture) and self.path:
             rule = f"is not read by data={self.source}; add data=text or data=tokens"
-            found.append(("path", self.path, rule))
-        found += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
+            mistakes.append(("path", self.path, rule))
+        mistakes += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"
-            found.append(("packing", self.packing, rule))
+            mistakes.append(("packing", self.packing, rule))
         pairs = self.skip_batches
         if len(pairs) % 2 or pairs != sorted(pairs) or (pairs and pairs[0] < 0):
             rule = "must be pairs, ascending: the first and last batch to leave out"
-            found.append(("skip_batches", pairs, rule))
-        return found + self._mixture_mistakes()
+            mistakes.append(("skip_batches", pairs, rule))
+        return mistakes + self._mixture_mistakes()
 
-    def _mixture_mistakes(self) -> list[tuple[str, object, str]]:
-        found: list[tuple[str, object, str]] = []
+    def _mixture_mistakes(self) -> Mistakes:
+        mistakes: Mistakes = []
         if self.source is not Source.mixture:
             for key in ("sources", "weight_changes"):
                 if value := getattr(self, key):
-                    found.append((key, value, "is only for data=mixture"))
-            return found
+                    mistakes.append((key, value, "is only for data=mixture"))
+            return mistakes
         if not self.sources:
             rule = "must name stores: 'data.sources={web: {path: stores/web}, ...}'"
-            found.append(("sources", self.sources, rule))
+            mistakes.append(("sources", self.sources, rule))
         for name, source in self.sources.items():
             if not source.path:
                 rule = "must name a store that python -m data.prepare made"
-                found.append((f"sources.{name}.path", source.path, rule))
+                mistakes.append((f"sources.{name}.path", source.path, rule))
         steps = [change.step for change in self.weight_changes]
         if steps != sorted(set(steps)) or (steps and steps[0] < 1):
             rule = "must come at steps from 1 on, in ascending order"
-            found.append(("weight_changes", steps, rule))
+            mistakes.append(("weight_changes", steps, rule))
         weights = {name: source.weight for name, source in self.sources.items()}
         changed = [change.weights for change in self.weight_changes]
         for of_step, given in zip((0, *steps), (weights, *changed), strict=True):
             if unknown := sorted(set(given) - set(self.sources)):
                 rule = f"at step {of_step} name no source: {', '.join(unknown)}"
-                found.append(("weight_changes", given, rule))
+                mistakes.append(("weight_changes", given, rule))
             if not all(0 <= weight < inf for weight in given.values()):
                 rule = f"at step {of_step} must be at least 0 and finite"
-                found.append(("weight_changes", given, rule))
+                mistakes.append(("weight_changes", given, rule))
             if not any(weight > 0 for weight in given.values()) and self.sources:
                 rule = f"at step {of_step} need one above 0"
-                found.append(("weight_changes", given, rule))
-        return found
+                mistakes.append(("weight_changes", given, rule))
+        return mistakes
 
 
 class OnError(StrEnum):
@@ -183,13 +184,13 @@ class PrepareConfig:
         given = self.input if isinstance(self.input, list) else [self.input]
         return [str(path) for path in given if path not in (None, "")]
 
-    def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what does not go together as (field, value, rule and remedy)."""
-        found: list[tuple[str, object, str]] = []
+    def mistakes(self) -> Mistakes:
+        """List what does not go together."""
+        mistakes: Mistakes = []
         if not self.inputs:
             rule = "must name files, folders or patterns, say input=corpus/"
-            found.append(("input", self.input, rule))
+            mistakes.append(("input", self.input, rule))
         if not self.output:
             rule = "must name the store's folder, say output=stores/corpus"
-            found.append(("output", self.output, rule))
-        return found + tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
+            mistakes.append(("output", self.output, rule))
+        return mistakes + tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)

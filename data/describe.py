@@ -1,6 +1,5 @@
 """What is in a store, and in a batch, in words."""
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,11 +44,11 @@ def describe_lengths(store: Store, split: Split) -> str:
         lengths = np.diff(np.concatenate([[end], offsets]))[1 if end == 0 else 0 :]
         counts += np.bincount(np.log2(np.maximum(lengths, 1)).astype(int), minlength=64)
         end = int(offsets[-1])
-    found = np.flatnonzero(counts)
-    if not len(found):
+    powers = np.flatnonzero(counts).tolist()
+    if not powers:
         return f"{split}: no documents"
     lines = [f"{split}: documents by length in tokens"]
-    for power in range(int(found[0]), int(found[-1]) + 1):
+    for power in range(powers[0], powers[-1] + 1):
         bar = "#" * round(_BAR * counts[power] / counts.max())
         span = f"{2**power:,} to {2 ** (power + 1) - 1:,}"
         lines.append(f"  {span:>25}  {counts[power]:>12,}  {bar}".rstrip())
@@ -75,8 +74,7 @@ def samples(store: Store, split: Split, count: int, seed: int, width: int) -> st
 def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
     """Yield row by row which documents a batch holds, with the beginning of each."""
     yield "row  column  source  document (tokens from, number)  text"
-    for row, found in itertools.groupby(excerpts, lambda excerpt: excerpt.row):
-        for e in found:
-            place = f"{row:>3}  {e.column:>6}  {e.source}  {e.document}"
-            text = ascii(e.text[:width]) if width else ""
-            yield f"{place} ({e.first}, {e.number})  {text}"
+    for e in excerpts:
+        place = f"{e.row:>3}  {e.column:>6}  {e.source}  {e.document}"
+        text = ascii(e.text[:width]) if width else ""
+        yield f"{place} ({e.first}, {e.number})  {text}"

@@ -67,15 +67,15 @@ def main(config: InspectConfig) -> int:
 
 def validate(config: InspectConfig) -> list[Mistake]:
     """List what does not go together."""
-    found = []
+    mistakes = []
     of_run = bool(config.run.dir or config.run.name)
     if bool(config.store) == of_run:
         rule = "name either a store (store=stores/web) or a run (run.name=base)"
-        found.append(Mistake("store", config.store, rule))
+        mistakes.append(Mistake("store", config.store, rule))
     if of_run and config.step is None:
         rule = "must say which batch of the run to show, say step=1000"
-        found.append(Mistake("step", config.step, rule))
-    return found
+        mistakes.append(Mistake("step", config.step, rule))
+    return mistakes
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`python -m data.prepare input=... output=...`: text to a token store."""
 
 import logging
-import sys
 
 from data.config import PrepareConfig
 from train.cli.command import run_command
@@ -35,4 +34,3 @@ def validate(config: PrepareConfig) -> list[Mistake]:
 
 if __name__ == "__main__":
     run_command(main, "prepare", PrepareConfig, validate)
-    sys.exit()

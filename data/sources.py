@@ -1,7 +1,7 @@
 """The stores that a run reads: one, or a mixture of several by name."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class Sources:
 
     @property
     def path(self) -> str:
-        """Where they lie."""
+        """Their paths."""
         return ", ".join(store.path for store in self.stores.values())
 
     @property
@@ -59,7 +59,7 @@ class Sources:
         """Decode a split, or its first `limit` bytes, store after store."""
         text = b""
         for store in self.stores.values():
-            text += store.text(split, None if limit is None else limit - len(text))
+            text += store.text(split, limit and limit - len(text))
         return text
 
 
@@ -67,21 +67,27 @@ def open_sources(config: DataConfig) -> Sources:
     """Open, and for text build on first use, what a config names.
 
     Raises:
-        DataError: something is missing or damaged, or tokenizers differ.
+        DataError: something is missing or damaged, or tokenizers differ, or there is
+            no text to evaluate on.
         ValueError: a rank file is named as tokenizer without its hash.
     """
-    cache = cache_dir(config)
     if config.source in (Source.python, Source.text):
-        return _scored(Sources({config.name: cached_store(config)}, cache))
-    stores = {name: open_store(path) for name, path in _paths(config)}
-    of = {n: store.manifest["tokenizer_fingerprint"] for n, store in stores.items()}
-    if len(set(of.values())) > 1:
+        stores = {config.name: cached_store(config)}
+    else:
+        stores = {name: open_store(path) for name, path in _paths(config).items()}
+    if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(
             f"data.sources: their tokenizers differ ({names}). Prepare all of them "
             f"with one"
         )
-    return _scored(Sources(stores, cache))
+    sources = Sources(stores, cache_dir(config))
+    if (count := sources.num_tokens("validation")) < 2:
+        raise DataError(
+            f"{sources.path}: validation has {count} tokens, but a target needs 2. "
+            f"Give more text, or hold more of it out with validation=..."
+        )
+    return sources
 
 
 def encoding_of(config: DataConfig) -> tiktoken.Encoding:
@@ -93,22 +99,10 @@ def encoding_of(config: DataConfig) -> tiktoken.Encoding:
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    return open_store(next(_paths(config))[1]).encoding
+    return open_store(next(iter(_paths(config).values()))).encoding
 
 
-def _paths(config: DataConfig) -> Iterator[tuple[str, str]]:
+def _paths(config: DataConfig) -> dict[str, str]:
     if config.source is Source.tokens:
-        yield config.name, config.path or ""
-    for name, source in config.sources.items():
-        yield name, source.path
-
-
-def _scored(sources: Sources) -> Sources:
-    """Refuse what could be trained on, but not evaluated."""
-    if sources.num_tokens("validation") < 2:
-        raise DataError(
-            f"{sources.path}: validation has {sources.num_tokens('validation')} "
-            f"tokens, but a target needs 2. Give more text, or hold more of it out "
-            f"with validation=..."
-        )
-    return sources
+        return {config.name: config.path or ""}
+    return {name: source.path for name, source in config.sources.items()}

@@ -39,11 +39,9 @@ _NOT_UTF8 = re.compile("([\udc80-\udcff])")
 def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     """Load the tokenizer of that name.
 
-    Args:
-        name: "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of
-            `PUBLISHED` (downloaded on first use), or the path of a tiktoken rank
-            file (<|endoftext|> follows its last rank).
-        sha256: of the rank file, required with one; in hexadecimal.
+    It is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of `PUBLISHED`
+    (downloaded on first use), or the path of a tiktoken rank file (<|endoftext|>
+    follows its last rank), whose SHA-256 in hexadecimal is required.
 
     Raises:
         ValueError: a rank file is named without its hash.
@@ -148,17 +146,15 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     if encoding.name == BYTES:
         return np.frombuffer(text, np.uint8)
     pieces = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
-    parts = []
+    parts = [np.zeros(0, np.uint32)]
     for index, piece in enumerate(pieces):
         if index % 2:
-            stray = encoding.encode_single_token(bytes([ord(piece) - 0xDC00]))
-            parts.append(np.array([stray], np.uint32))
-        else:
-            parts += [
-                encoding.encode_to_numpy(short, disallowed_special=())
-                for short in _short_pieces(piece)
-            ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+            byte = piece.encode("utf-8", "surrogateescape")
+            parts.append(np.array([encoding.encode_single_token(byte)], np.uint32))
+            continue
+        for short in _short_pieces(piece):
+            parts.append(encoding.encode_to_numpy(short, disallowed_special=()))
+    return np.concatenate(parts)
 
 
 def _short_pieces(text: str) -> Iterator[str]:
@@ -182,14 +178,11 @@ def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> by
     try:
         return encoding.decode_bytes(ids.tolist())
     except KeyError:  # some vocabularies leave gaps between their special tokens
-        return b"".join(_token_bytes(encoding, token) for token in ids.tolist())
-
-
-def _token_bytes(encoding: tiktoken.Encoding, token: int) -> bytes:
-    try:
-        return encoding.decode_single_token_bytes(token)
-    except KeyError:
-        return b""
+        values = {*encoding._mergeable_ranks.values()}
+        values |= {*encoding._special_tokens.values()}
+        return encoding.decode_bytes(
+            [token for token in ids.tolist() if token in values]
+        )
 
 
 def decode(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> str:

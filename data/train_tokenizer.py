@@ -39,28 +39,22 @@ class TrainTokenizerConfig:
     vocab_size: Annotated[int, Ge(NUM_BYTES + 1), Le(MAX_VOCAB_SIZE)] = 32000
     max_bytes: Count = 2**28  # of text: a minute and 0.7 GB on two cores
 
-    def mistakes(self) -> list[tuple[str, object, str]]:
-        """List what is wrong as (field, value, rule and remedy)."""
-        found: list[tuple[str, object, str]] = []
-        if not self.input:
-            rule = "must name a text file or a folder of text files"
-            found.append(("input", self.input, rule))
-        if not self.output:
-            rule = "must name the rank file to write, say output=mine.tiktoken"
-            found.append(("output", self.output, rule))
-        if self.input and self.output:
-            source, target = (
-                Path(name).expanduser().resolve() for name in (self.input, self.output)
-            )
-            if target.is_relative_to(source):
-                rule = f"must lie outside of input={self.input}, which is read as text"
-                found.append(("output", self.output, rule))
-        return found
-
 
 def validate(config: TrainTokenizerConfig) -> list[Mistake]:
     """List every mistake."""
-    return [Mistake(*mistake) for mistake in config.mistakes()]
+    mistakes = []
+    if not config.input:
+        rule = "must name a text file or a folder of text files"
+        mistakes.append(Mistake("input", config.input, rule))
+    if not config.output:
+        rule = "must name the rank file to write, say output=mine.tiktoken"
+        mistakes.append(Mistake("output", config.output, rule))
+    if config.input and config.output:
+        source = Path(config.input).expanduser().resolve()
+        if Path(config.output).expanduser().resolve().is_relative_to(source):
+            rule = f"must lie outside of input={config.input}, which is read as text"
+            mistakes.append(Mistake("output", config.output, rule))
+    return mistakes
 
 
 def main(config: TrainTokenizerConfig) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from data.text.files import SPLITS
+from data.text.files import SPLITS, Split
 from data.token_store.parts import Segment, SegmentSplit
 from data.token_store.storage import Storage
 
@@ -53,7 +53,9 @@ def write_store(
     Raises:
         DataError: the storage cannot be written.
     """
-    splits = {split: _SplitWriter(storage, split, dtype) for split in SPLITS}
+    splits: dict[Split, _SplitWriter] = {
+        split: _SplitWriter(storage, split, dtype) for split in SPLITS
+    }
     num_bytes, empty, skipped = collections.Counter(), 0, []
     for segment in segments:
         for split, writer in splits.items():

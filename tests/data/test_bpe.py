@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.text import files, streams
 from data.text.records import Reading
 from data.tokenizer import encode, load_tokenizer
-from data.train_tokenizer import TrainTokenizerConfig, write
+from data.train_tokenizer import TrainTokenizerConfig, validate, write
 from tests.fleet import REPOSITORY
 
 VOCAB_SIZE = 1000
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 def test_the_output_is_not_part_of_the_input(tmp_path):
     def wrong(input: str, output: str) -> list[str]:
         config = TrainTokenizerConfig(str(tmp_path / input), str(tmp_path / output))
-        return [field for field, _, _ in config.mistakes()]
+        return [mistake.key for mistake in validate(config)]
 
     assert wrong("texts", "more/../texts/a") == wrong("texts", "texts") == ["output"]
     assert wrong("texts", "texts.tiktoken") == wrong("texts/a", "texts/b") == []
