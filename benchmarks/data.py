@@ -27,13 +27,7 @@ import numpy as np
 import data.token_store.reader
 from data import bpe
 from data.batches import Order
-from data.config import (
-    DataConfig,
-    MixtureSource,
-    Packing,
-    PrepareConfig,
-    Source,
-)
+from data.config import DataConfig, MixtureSource, Packing, PrepareConfig, Source
 from data.errors import DataError
 from data.machine import usable_cores
 from data.sources import open_sources
@@ -45,7 +39,7 @@ REPEATS = 5
 
 
 def library(num_bytes: int) -> list[str]:
-    """Give about num_bytes of Python source, the standard library over and over."""
+    """Return about num_bytes of Python source, the standard library over and over."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     texts = [path.read_text(errors="replace") for path in paths]
@@ -60,7 +54,7 @@ def library(num_bytes: int) -> list[str]:
 
 
 def learn(folder: Path, texts: list[str]) -> tuple[str, str]:
-    """Learn a vocabulary of 32,000; give its rank file and the hash."""
+    """Learn a vocabulary of 32,000; return its rank file and the hash."""
     (folder / "learn").mkdir()
     (folder / "learn/text.txt").write_text("\n".join(texts)[: 2**24])
     command = [sys.executable, "-m", "data.train_tokenizer", f"input={folder}/learn"]
@@ -109,7 +103,7 @@ def tokenize(folder: Path) -> None:
 
 
 def timed(work: Callable[[], object]) -> Callable[[], float]:
-    """Make what times a piece of work."""
+    """Return what times a piece of work."""
 
     def run() -> float:
         began = time.perf_counter()
@@ -158,8 +152,8 @@ def load(folder: Path) -> None:
         for name, seconds in alternate(work, REPEATS).items():
             rate = count * rows * length / seconds / 1e6
             rates.setdefault(name, []).append(f"{rate:.1f}")
-    for name, found in rates.items():
-        print(f"| {name} | {' | '.join(found)} |")
+    for name, by_shape in rates.items():
+        print(f"| {name} | {' | '.join(by_shape)} |")
 
 
 def from_disk(config: DataConfig) -> Iterator:
@@ -176,7 +170,7 @@ def from_disk(config: DataConfig) -> Iterator:
 
 
 def timer(batches: Iterator, count: int) -> Callable[[], float]:
-    """Make what times `count` batches, after those that were read ahead."""
+    """Return what times `count` batches, after those that were read ahead."""
 
     def take() -> float:
         for _ in itertools.islice(batches, 8):
@@ -239,9 +233,9 @@ tokens = TokenArray(Storage(sys.argv[1]), "train", int(sys.argv[2]), int(sys.arg
 rows = Concatenated(tokens, 1024, (len(tokens) - 1) // 1024, True)
 order = data.batches._shuffled(len(rows), 0, None)
 numbers = np.array([order[i] for i in range(64)])
-found = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
+_, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
 print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
-      f"{len(found[0])} documents start in 64 rows")
+      f"{len(starts)} documents start in 64 rows")
 """
 
 
@@ -276,14 +270,14 @@ def open_large(folder: Path) -> None:
 
 
 def alternate(work: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Give the median seconds of each, turn and turn about, after one warm-up."""
+    """Return the median seconds of each, turn and turn about, after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):
         for name in list(work)[:: -1 if turn % 2 else 1]:
             seconds = work[name]()
             if turn:
                 times[name].append(seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(all_s) for name, all_s in times.items()}
 
 
 def main() -> None:

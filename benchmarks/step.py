@@ -15,21 +15,20 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from benchmarks.step_worker import MFU_CONVENTION, NUM_BATCHES, PRESETS
 from data.machine import usable_cores
 from train.hardware.chips import peak_flops
 
-NUM_BATCHES = 8  # distinct ones, used in turn
-CHECK_STEPS = 40  # a multiple of NUM_BATCHES: first and last loss of one batch
+CHECK_STEPS = 5 * NUM_BATCHES  # first and last loss are of one batch
 TORCH_KEPT = 2  # variants that reach the long run
 # Compiled or eager, bfloat16 autocast or not, PyTorch's attention kernel or its own
 # products and softmax ("written", the faster one on a CPU at a short context).
@@ -44,130 +43,6 @@ DEFAULT_CONTENDERS = {
     "cpu": [*TORCH_VARIANTS, "longhaul"],
     "gpu": ["torch-compile-bf16", "longhaul"],
 }
-MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model and of the batch."""
-
-    num_layers: int
-    num_heads: int
-    embed_dim: int
-    context: int
-    batch_size: int
-    vocab_size: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step."""
-        return self.batch_size * self.context
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of one step; see MFU_CONVENTION."""
-        c, layers = self.embed_dim, self.num_layers
-        matrices = 12 * layers * c * c + self.vocab_size * c
-        return (6 * matrices + 12 * layers * c * self.context) * self.tokens
-
-    def batches(self) -> np.ndarray:
-        """Draw token ids (NUM_BATCHES, B, T + 1), frequent ones first (Zipf)."""
-        weights = 1 / np.arange(1, self.vocab_size + 1)
-        size = (NUM_BATCHES, self.batch_size, self.context + 1)
-        ids = np.random.default_rng(0).choice(
-            self.vocab_size, size=size, p=weights / weights.sum()
-        )
-        return ids.astype(np.int32)
-
-
-PRESETS = {
-    "nano": Shape(4, 4, 128, 64, 12, 384),
-    "small": Shape(4, 8, 256, 256, 4, 4096),
-    "gpt2_124m": Shape(12, 12, 768, 1024, 64, 50304),
-}
-
-
-class Worker(Protocol):
-    """What a contender's process holds."""
-
-    def step_block(self, num_steps: int) -> tuple[float, float]:
-        """Do `num_steps` updates; return their seconds and the last one's loss."""
-        ...
-
-    def device_peak_bytes(self) -> int | None:
-        """Most GPU memory ever allocated; None on the CPU."""
-        ...
-
-
-def longhaul_worker(shape: Shape, device: str) -> Worker:
-    """Build Longhaul's step."""
-    from benchmarks.longhaul import LonghaulWorker
-
-    return LonghaulWorker(
-        shape.batches(),
-        device=device,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        embed_dim=shape.embed_dim,
-        vocab_size=shape.vocab_size,
-    )
-
-
-def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
-    """Build the PyTorch variant `name`."""
-    from benchmarks.torch_gpt import TorchWorker
-
-    return TorchWorker(
-        shape.batches(),
-        compiled="compile" in name,
-        bfloat16="bf16" in name,
-        written_out="written" in name,
-        device="cuda" if device == "gpu" else "cpu",
-        num_threads=threads,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        embed_dim=shape.embed_dim,
-        context=shape.context,
-        vocab_size=shape.vocab_size,
-    )
-
-
-def serve(name: str, shape: Shape, device: str, threads: int) -> None:
-    """Answer `warm`, `run N` and `quit` on stdin with one JSON line each.
-
-    `warm` builds, compiles and does the first step. Host memory is the peak since
-    then, so that a compiler's own does not count.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
-    worker: Worker | None = None
-    for line in sys.stdin:
-        command, *arguments = line.split()
-        if command == "quit":
-            return
-        if command == "warm":
-            if name == "longhaul":
-                worker = longhaul_worker(shape, device)
-            else:
-                worker = torch_worker(name, shape, device, threads)
-        assert worker is not None, "warm comes first"
-        seconds, loss = worker.step_block(int(arguments[0]) if arguments else 1)
-        peak = worker.device_peak_bytes()
-        answer = {"seconds": seconds, "loss": loss, "bytes": peak or host_peak_bytes()}
-        print(json.dumps(answer), file=answers, flush=True)
-        reset = Path("/proc/self/clear_refs")
-        if command == "warm" and reset.exists():
-            reset.write_text("5")
-
-
-def host_peak_bytes() -> int:
-    """Read this process's peak resident memory."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Contender:
@@ -177,12 +52,11 @@ class Contender:
         self.name = name
         self.blocks: list[float] = []  # seconds of a step, one per block
         self.memory = 0
-        flags = ["--preset", options.preset, "--device", options.device]
-        flags += ["--threads", str(options.threads), "--worker", name]
+        arguments = [name, options.preset, options.device, str(options.threads)]
         environment = {"OMP_NUM_THREADS": str(options.threads)}
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU is shared
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.step", *flags],
+            [sys.executable, "-m", "benchmarks.step_worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -338,11 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of one block")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        shape = PRESETS[options.preset]
-        return serve(options.worker, shape, options.device, options.threads)
     names = DEFAULT_CONTENDERS[options.device]
     if options.contenders:
         names = options.contenders.split(",")

@@ -44,7 +44,7 @@ class Mixture:
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
         for (_, weights), length in zip(stretches, lengths, strict=True):
-            shares = shares_of([names[source] for source in by_name.tolist()], weights)
+            shares = shares_of([names[int(source)] for source in by_name], weights)
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
             given = np.eye(len(names), dtype=np.int64)[order]

@@ -1,0 +1,144 @@
+"""One contender of `benchmarks.step`, in a process of its own.
+
+It holds one shape's training step and does as many updates as it is asked for. The
+shapes, and the batches that all contenders train on, are here too.
+"""
+
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+NUM_BATCHES = 8  # distinct ones, used in turn
+MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model and of the batch."""
+
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    context: int
+    batch_size: int
+    vocab_size: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch_size * self.context
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one step; see MFU_CONVENTION."""
+        c, layers = self.embed_dim, self.num_layers
+        matrices = 12 * layers * c * c + self.vocab_size * c
+        return (6 * matrices + 12 * layers * c * self.context) * self.tokens
+
+    def batches(self) -> np.ndarray:
+        """Draw token ids (NUM_BATCHES, B, T + 1), frequent ones first (Zipf)."""
+        weights = 1 / np.arange(1, self.vocab_size + 1)
+        size = (NUM_BATCHES, self.batch_size, self.context + 1)
+        ids = np.random.default_rng(0).choice(
+            self.vocab_size, size=size, p=weights / weights.sum()
+        )
+        return ids.astype(np.int32)
+
+
+PRESETS = {
+    "nano": Shape(4, 4, 128, 64, 12, 384),
+    "small": Shape(4, 8, 256, 256, 4, 4096),
+    "gpt2_124m": Shape(12, 12, 768, 1024, 64, 50304),
+}
+
+
+class Worker(Protocol):
+    """What a contender's process holds."""
+
+    def step_block(self, num_steps: int) -> tuple[float, float]:
+        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        ...
+
+    def device_peak_bytes(self) -> int | None:
+        """Most GPU memory ever allocated; None on the CPU."""
+        ...
+
+
+def longhaul_worker(shape: Shape, device: str) -> Worker:
+    """Build Longhaul's step."""
+    from benchmarks.longhaul import LonghaulWorker
+
+    return LonghaulWorker(
+        shape.batches(),
+        device=device,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        embed_dim=shape.embed_dim,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
+    """Build the PyTorch variant `name`."""
+    from benchmarks.torch_gpt import TorchWorker
+
+    return TorchWorker(
+        shape.batches(),
+        compiled="compile" in name,
+        bfloat16="bf16" in name,
+        written_out="written" in name,
+        device="cuda" if device == "gpu" else "cpu",
+        num_threads=threads,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        embed_dim=shape.embed_dim,
+        context=shape.context,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def main(name: str, preset: str, device: str, threads: str) -> None:
+    """Answer `warm` and `run N` on stdin with one JSON line each.
+
+    `warm` builds, compiles and does the first step. Host memory is the peak since
+    then, so that a compiler's own does not count.
+    """
+    shape = PRESETS[preset]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    worker: Worker | None = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "warm":
+            if name == "longhaul":
+                worker = longhaul_worker(shape, device)
+            else:
+                worker = torch_worker(name, shape, device, int(threads))
+        assert worker is not None, "warm comes first"
+        seconds, loss = worker.step_block(int(arguments[0]) if arguments else 1)
+        peak = worker.device_peak_bytes()
+        answer = {"seconds": seconds, "loss": loss, "bytes": peak or host_peak_bytes()}
+        print(json.dumps(answer), file=answers, flush=True)
+        reset = Path("/proc/self/clear_refs")
+        if command == "warm" and reset.exists():
+            reset.write_text("5")
+
+
+def host_peak_bytes() -> int:
+    """Read this process's peak resident memory."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
