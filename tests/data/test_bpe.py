@@ -1,9 +1,11 @@
 import hashlib
+import logging
 import os
 import shlex
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +17,7 @@ from data.errors import DataError
 from data.text import files, streams
 from data.text.records import Reading
 from data.tokenizer import encode, load_tokenizer
-from data.train_tokenizer import TrainTokenizerConfig, validate, write
+from data.train_tokenizer import TrainTokenizerConfig, main, validate, write
 from tests.fleet import REPOSITORY
 
 VOCAB_SIZE = 1000
@@ -102,15 +104,6 @@ def test_without_the_package_its_installation_is_named(monkeypatch):
         bpe.train(["abc"], 300)
 
 
-def test_a_mistake_of_the_reader_comes_through():
-    def broken():
-        yield "abc"
-        raise DataError("shard 7 is damaged")
-
-    with pytest.raises(DataError, match="shard 7 is damaged"):
-        bpe.train(broken(), 300)
-
-
 def test_long_texts_are_cut_after_lines_where_there_are_any():
     lines = "a naïve 猫\n" * 5000
     pieces = list(bpe.pieces_of([lines, "x" * 40000, "", "short"]))
@@ -185,29 +178,18 @@ def test_the_output_is_not_part_of_the_input(tmp_path):
 
 
 def test_through_the_door(tmp_path):
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "data.train_tokenizer", *overrides]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
     (tmp_path / "texts").mkdir()
     for index, text in enumerate(library("validation")):
         (tmp_path / "texts" / f"{index:03}.py").write_text(text)
     (tmp_path / "texts" / "latin").write_bytes(b"na\xefve")
-
-    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "data.train_tokenizer", *overrides],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    result = run("vocab_size=256", "max_bytes=0")
-    assert result.returncode == 78
-    assert result.stderr.startswith("4 mistakes")
-    for key in ("input = null", "output = null", "vocab_size = 256", "max_bytes = 0"):
-        assert f"  {key}\n" in result.stderr
-
-    asked = ("input=texts", "output=my bpe")
-    result = run(*asked, "vocab_size=500")
+    result = run("input=texts", "output=my bpe", "vocab_size=500")
     assert result.returncode == 0, result.stderr
     name, sha256 = (x.partition("=")[2] for x in shlex.split(result.stdout))
     assert result.stdout.startswith("'data.tokenizer=/")
@@ -215,16 +197,26 @@ def test_through_the_door(tmp_path):
     assert load_tokenizer(name, sha256).n_vocab == 501
     figure = result.stderr.partition(" bytes per token on ")[0].split()[-1]
     assert 1.7 < float(figure) < 3
-
-    written = (tmp_path / "my bpe").stat()
-    again = run(*asked, "vocab_size=500")
-    assert (again.returncode, again.stdout) == (0, result.stdout)
-    assert "is the same" in again.stderr
-    other = run(*asked, "vocab_size=400")
-    assert (other.returncode, other.stdout) == (65, "")
-    assert "my bpe: is there already" in other.stderr
-    assert (tmp_path / "my bpe").stat() == written
-    nowhere = run("input=texts", "output=no/folder")
-    assert nowhere.returncode == 65
-    assert "no folder that can be written to" in nowhere.stderr
     assert sorted(x.name for x in tmp_path.iterdir()) == ["my bpe", "texts"]
+
+    result = run("vocab_size=256", "max_bytes=0")
+    assert result.returncode == 78
+    for key in ("input = null", "output = null", "vocab_size = 256", "max_bytes = 0"):
+        assert f"  {key}\n" in result.stderr
+
+
+def test_a_file_that_is_there_stays(tmp_path, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "text").write_text("abc abc\n" * 99)
+    ranks = tmp_path / "ranks"
+    config = TrainTokenizerConfig(str(tmp_path / "text"), str(ranks), vocab_size=258)
+    assert main(config) == 0
+    first, stat = capsys.readouterr().out, ranks.stat()
+    assert main(config) == 0
+    assert capsys.readouterr().out == first
+    assert "ranks is there already, and is the same" in caplog.text
+    with pytest.raises(DataError, match="ranks: is there already, and is another"):
+        main(replace(config, vocab_size=257))
+    assert ranks.stat() == stat
+    with pytest.raises(DataError, match="no folder that can be written to"):
+        main(replace(config, output=str(tmp_path / "no/folder")))

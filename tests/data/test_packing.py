@@ -1,5 +1,4 @@
-import sysconfig
-from pathlib import Path
+import hashlib
 
 import numpy as np
 import pytest
@@ -74,36 +73,6 @@ def test_the_rows_are_those_of_best_fit_piece_by_piece(lengths_and_T):
     assert totals == totals_of_best_fit(lengths.tolist(), T)
 
 
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS)
-def test_pieces_of_one_length_are_handed_out_in_their_order(lengths_and_T):
-    lengths, T = np.array(lengths_and_T[0], np.int32), lengths_and_T[1]
-    order, row_offsets = pack(lengths, T)
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for row in np.split(order, row_offsets[1:-1]):
-        kinds.setdefault(tuple(lengths[row].tolist()), []).extend(row.tolist())
-    for kind, found in kinds.items():
-        for length in set(kind):
-            same = [piece for piece in found if lengths[piece] == length]
-            assert same == sorted(same)
-
-
-@pytest.mark.parametrize("text", ["python", "lognormal"])
-def test_hardly_a_position_is_left_empty(text):
-    if text == "python":
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("**/*.py"))
-        files = [file for file in files if "site-packages" not in file.parts]
-        documents = [file.stat().st_size for file in files]
-    else:
-        random = np.random.default_rng(0)
-        documents = random.lognormal(6, 1.2, 20_000).astype(np.int64)
-    assert len(documents) > 100
-    _, lengths = pieces(offsets_of(documents), 1024)
-    order, row_offsets = pack(lengths, 1024)
-    assert_packed(lengths, order, row_offsets, 1024)
-    assert 0.97 <= fill(lengths, row_offsets, 1024) <= 1
-
-
 def test_fill_counts_the_empty_positions():
     lengths = np.array([3, 3, 2], np.int32)
     _, row_offsets = pack(lengths, 4)
@@ -139,4 +108,9 @@ def test_a_million_pieces_are_packed_as_the_groups_they_are():
     order, row_offsets = pack(lengths, 512)
     assert_packed(lengths, order, row_offsets, 512)
     assert fill(lengths, row_offsets, 512) > 0.999
-    np.testing.assert_array_equal(order, pack(lengths, 512)[0])
+
+
+def test_a_plan_made_anew_is_the_one_that_runs_trained_on():
+    lengths = (np.arange(10_000) * 7919 % 97 + 1).astype(np.int32)
+    plan = b"".join(array.tobytes() for array in pack(lengths, 128))
+    assert hashlib.sha256(plan).hexdigest()[:16] == "149526f12238f1c1"

@@ -3,15 +3,16 @@
 import dataclasses
 import hashlib
 import json
-import subprocess
-import sys
+import shutil
 from math import nan
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import data.inspect
 import data.token_store.reader
+import data.verify
 from data.batches import Batch, Order, validation_batches
 from data.config import (
     DataConfig,
@@ -22,25 +23,15 @@ from data.config import (
     WeightChange,
 )
 from data.errors import DataError
+from data.inspect import InspectConfig
 from data.sources import Sources, encoding_of, open_sources
 from data.token_store.build import prepare_store
-from tests.fleet import REPOSITORY
+from data.verify import VerifyConfig
+from tests.data.test_tokenizer import write_ranks
+from train.errors import WRONG_DATA
 
 WEIGHTS = {"prose": 0.61, "code": 0.23, "lists": 0.16}
 STEPS, B = 100, 8
-
-READER = """
-import hashlib, itertools, json, sys
-from tests.data.test_sources import mixture
-from data.batches import Order
-from data.sources import open_sources
-config = mixture(sys.argv[1])
-process, processes, first = map(int, sys.argv[2:])
-rows = slice(process * 8 // processes, (process + 1) * 8 // processes)
-batches = Order(open_sources(config), config, 7).batches(first, rows)
-for batch in itertools.islice(batches, 100 - first):
-    print(json.dumps([field.tolist() for field in batch]))
-"""
 
 
 def mixture(folder: str | Path, **changes) -> DataConfig:
@@ -112,23 +103,6 @@ def test_any_number_of_processes_sees_the_same_batches(
         parts = [next(batches) for batches in each]
         whole = Batch(*map(np.concatenate, zip(*parts, strict=True)))
         assert digest(whole) == expected[step]
-
-
-def test_real_processes_see_them_too(stores, expected):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", READER, stores, str(i), "2", "90"],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    for step, lines in enumerate(zip(*outputs, strict=True), 90):
-        parts = [np.array(json.loads(line), np.int32) for line in lines]
-        assert digest(Batch(*np.concatenate(parts, axis=1))) == expected[step]
 
 
 def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
@@ -235,13 +209,9 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch, damage):
     monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
-    output = f"{tmp_path}/store"
-    prepare_store(PrepareConfig(input=f"{stores}/code.jsonl", output=output))
-    config = DataConfig(
-        name="code", source=Source.tokens, path=output, sequence_length=16, batch_size=4
-    )
+    file = shutil.copytree(stores / "code", tmp_path / "store") / "train/tokens/c/0"
+    config = DataConfig("code", Source.tokens, f"{tmp_path}/store", batch_size=4)
     order = Order(open_sources(config), config, 0)
-    file = tmp_path / "store/train/tokens/c/0"
     if damage == "flip":
         content = bytearray(file.read_bytes())
         content[100] ^= 1
@@ -254,8 +224,6 @@ def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch, da
 
 
 def test_tokenizers_must_agree(stores, tmp_path):
-    from tests.data.test_tokenizer import write_ranks
-
     ranks = tmp_path / "ranks"
     prepare_store(
         PrepareConfig(
@@ -303,34 +271,22 @@ def test_mistakes_of_a_mixture_are_listed(changes, field):
     assert field in [key for key, _, _ in mixture("stores", **changes).mistakes()]
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def test_the_doors_to_a_store(stores, tmp_path):
-    """data.inspect and data.verify, as they are typed."""
-    shown = run("data.inspect", f"store={stores}/prose", "samples=2")
-    assert shown.returncode == 0, shown.stderr
-    assert "documents by length in tokens" in shown.stdout
-    small = ("sequence_length=16", "batch_size=2")
-    batch = run("data.inspect", f"store={stores}/prose", "step=2", *small)
-    assert "prose" in batch.stdout.splitlines()[1]
-    neither = run("data.inspect")
-    assert neither.returncode == 78
-    assert "either a store" in neither.stderr
-    assert "as they were written" in run("data.verify", f"store={stores}/code").stdout
-    output = f"{tmp_path}/damaged"
-    prepare_store(PrepareConfig(input=f"{stores}/code.jsonl", output=output))
-    file = Path(output) / "train/ids/c/0"
+def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
+    """data.inspect and data.verify."""
+    store = f"{stores}/prose"
+    assert data.inspect.main(InspectConfig(store, samples=2)) == 0
+    assert "documents by length in tokens" in capsys.readouterr().out
+    small = InspectConfig(store, step=2, sequence_length=16, batch_size=2)
+    assert data.inspect.main(small) == 0
+    assert "prose" in capsys.readouterr().out.splitlines()[1]
+    (neither,) = data.inspect.validate(InspectConfig())
+    assert "either a store" in neither.rule
+    assert data.verify.main(VerifyConfig(f"{stores}/code")) == 0
+    assert "as they were written" in capsys.readouterr().out
+    shutil.copytree(f"{stores}/code", tmp_path / "damaged")
+    file = tmp_path / "damaged/train/ids/c/0"
     content = bytearray(file.read_bytes())
     content[20] ^= 4
     file.write_bytes(content)
-    found = run("data.verify", f"store={output}")
-    assert found.returncode == 65
-    assert "train/ids/c/0: values 0 to" in found.stdout
+    assert data.verify.main(VerifyConfig(f"{tmp_path}/damaged")) == WRONG_DATA
+    assert "train/ids/c/0: values 0 to" in capsys.readouterr().out

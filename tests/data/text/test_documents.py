@@ -234,26 +234,6 @@ def test_columns_may_be_odd(tmp_path, name):
     ]
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-@pytest.mark.parametrize("error", [MemoryError(), ValueError(), pa.ArrowException()])
-def test_what_pyarrow_raises_on_damage_is_reported(tmp_path, monkeypatch, name, error):
-    file = file_of(tmp_path, name, encode_records(name, [("x", "a")]))
-    monkeypatch.setattr(data.text.tables, "_column", mock.Mock(side_effect=error))
-    reason = f"cannot be read further: {type(error).__name__}"
-    assert read_file(file) == [Bad(file, "row 0", reason)]
-
-
-@pytest.mark.parametrize("name", [*LINES, *COLUMNS, *TEXTS])
-def test_a_file_of_no_bytes_is_no_accident(tmp_path, name):
-    found = read_file(file_of(tmp_path, name, b""))
-    if name in TEXTS:
-        assert found == [Record(name, b"", True)]
-    elif name in LINES:
-        assert found == []
-    else:
-        assert [type(one) for one in found] == [Bad]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
 def test_what_comes_before_damage_is_read(tmp_path, name):
     """Cut off anywhere, or overwritten from some place on."""
@@ -368,20 +348,6 @@ def test_random_damage_is_reported_and_raises_nothing(tmp_path, name, trials):
         if len(good(found)) == len(found) and name not in COLUMNS:
             assert found == whole, "both compressions hold a checksum"
     assert reported > trials // 3
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10**9), st.integers(0, 255), st.randoms(use_true_random=False))
-def test_a_damaged_byte_costs_only_its_own_lines(at, value, source):
-    texts = ["ab 猫" * source.randrange(9) for _ in range(6)]
-    lines = encode_records("a.jsonl", [(str(n), t) for n, t in enumerate(texts)])
-    at %= len(lines)
-    hurt = {lines[:at].count(b"\n"), lines[: at + 1].count(b"\n")}
-    with tempfile.TemporaryDirectory() as folder:
-        content = lines[:at] + bytes([value]) + lines[at + 1 :]
-        found = good(read_file(file_of(Path(folder), "a.jsonl", content)))
-    for number, text in enumerate(texts):
-        assert number in hurt or (str(number), text.encode(), True) in found
 
 
 line = st.one_of(

@@ -1,12 +1,8 @@
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import os
-import pickle
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +16,6 @@ from data.text.files import SPLITS
 from data.token_store.build import cached_store
 from data.token_store.store import compression_bits_per_byte, open_store
 from tests.data.test_tokenizer import write_ranks
-from tests.fleet import REPOSITORY
 
 
 def test_a_store_holds_every_byte_of_its_text(config, folder):
@@ -136,33 +131,6 @@ def test_what_a_killed_preparation_left_is_removed_later(config):
     cached_store(config)
     assert young.exists()
     assert not old.exists()
-
-
-def test_processes_may_prepare_at_once(config):
-    script = (
-        "import pickle, sys; from data.token_store.build import cached_store\n"
-        "config = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-        "print('ready', flush=True); input()\n"
-        "store = cached_store(config)\n"
-        "print(store.fingerprint, len(store.text('train')))"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, pickle.dumps(config).hex()],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        outputs = list(pool.map(lambda p: p.communicate("\n", 60)[0], processes))
-    assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert len(list(Path(config.cache_dir).iterdir())) == 1
 
 
 def test_a_slower_process_takes_the_faster_ones_store(config, monkeypatch):
