@@ -39,16 +39,14 @@ class ClusterConfig:
     """What all kinds have."""
 
     max_restarts: Number = 10  # after crashes, not preemptions; 0: never again
-    backoff_s: Annotated[float, Ge(0)] = (
-        10.0  # after a crash; doubles with each, up to 10 minutes
-    )
-    # More of it; no secrets.
-    environment: dict[str, str] = field(default_factory=dict)
+    # After a crash; doubles with each, up to 10 minutes.
+    backoff_s: Annotated[float, Ge(0)] = 10.0
+    environment: dict[str, str] = field(default_factory=dict)  # more of it; no secrets
 
 
 @dataclass(frozen=True)
 class LocalCluster(ClusterConfig):
-    """ProcessGroup of this machine."""
+    """Processes of this machine."""
 
     processes: Count = 1  # that train together
     detach: bool = False  # go on in the background
@@ -89,10 +87,8 @@ class SlurmCluster(ClusterConfig):
     signal_s: Annotated[int, Ge(1), Le(65535)] = 120
     container_image: str | None = None  # of pyxis
     container_mounts: list[str] = field(default_factory=list)  # from:to, more of them
-    # More of sbatch.
-    options: dict[str, Any] = field(default_factory=dict)
-    # More of srun.
-    srun_options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # more of sbatch
+    srun_options: dict[str, Any] = field(default_factory=dict)  # more of srun
     setup: list[str] = field(default_factory=list)  # lines of shell, before
     python: str | None = None  # there; null: as here, in a container python3
     code: Code = Code.shared
@@ -114,12 +110,12 @@ class KubernetesCluster(ClusterConfig):
     cpus: Count | None = None  # of a pod; null: from the plan (host_resources.py)
     memory: str | None = None  # of a pod, 200Gi; null: from the plan
     ttl_s: Number = 604_800  # a JobSet that is over is deleted after these
-    # {WANDB_API_KEY: wandb/api-key}: variable: secret/key, of Kubernetes Secrets.
+    # Variables from Secrets of Kubernetes, each as secret/key, say
+    # cluster.secrets={WANDB_API_KEY: wandb/api-key}
     secrets: dict[str, str] = field(default_factory=dict)
     # More labels that nodes must have.
     node_selector: dict[str, str] = field(default_factory=dict)
-    # Into the JobSet.
-    merge: dict[str, Any] = field(default_factory=dict)
+    merge: dict[str, Any] = field(default_factory=dict)  # into the JobSet
     code: Code = Code.image  # or archive: over the image's own
 
 
@@ -161,7 +157,8 @@ class TpuVmCluster(ClusterConfig):
     setup: list[str] | None = None  # lines of shell on each VM; null: what code needs
     python: str = "python3"
     image: str | None = None  # to run in docker there
-    # {WANDB_API_KEY: wandb-key}: variable: name in Secret Manager.
+    # Variables from Secret Manager, each by its name there, say
+    # cluster.secrets={WANDB_API_KEY: wandb-key}
     secrets: dict[str, str] = field(default_factory=dict)
     code: Code = Code.archive
     keep: bool = False  # the machines, when the run is over; else they are deleted
@@ -180,10 +177,10 @@ class SkypilotCluster(ClusterConfig):
     spot: bool = False
     image: str | None = None
     setup: list[str] = field(default_factory=list)
-    # {WANDB_API_KEY: WANDB_API_KEY}: variable: variable of the environment here.
+    # Variables from your environment, each by its name here, say
+    # cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}
     secrets: dict[str, str] = field(default_factory=dict)
-    # Into the task.
-    merge: dict[str, Any] = field(default_factory=dict)
+    merge: dict[str, Any] = field(default_factory=dict)  # into the task
     code: Code = Code.archive
 
 

@@ -6,42 +6,36 @@ know: that is named, for the common cases, in `SITE_LINES`. Each flag is known t
 XLA of jax 0.10 to 0.12 (an unknown one ends the program). How much they gain was not
 measured on GPUs here.
 
-Sources: docs.jax.dev, "GPU performance tips" and "GPU memory allocation";
-docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
-openxla.org/xla/gpu_optimization_levels, O1; docs.nvidia.com/deeplearning/nccl,
-"Environment Variables"; aws/aws-ofi-nccl, README. MaxText's scripts for H100
-(src/maxtext/configs/gpu/a3) set the same flags.
+Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
+docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
+Variables".
 """
 
 from collections.abc import Mapping
 
+from launch.config import GkeGpuCluster, SlurmCluster
 from launch.plan_check import Machine
-from train.errors import ConfigError
+from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
-FLAGS: Mapping[str, tuple[str, str]] = {
+FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": (
-        "true",
-        "collectives run beside products that do not need them",
+        "collectives run beside products that do not need them"
     ),
     "xla_gpu_enable_pipelined_all_gather": (
-        "true",
-        "the weights of the next layer are gathered during this one",
+        "the weights of the next layer are gathered during this one"
     ),
     "xla_gpu_enable_pipelined_all_reduce": (
-        "true",
-        "the gradients of a layer are added up during the next one",
+        "the gradients of a layer are added up during the next one"
     ),
     "xla_gpu_enable_while_loop_double_buffering": (
-        "true",
-        "unrolls the loop over layers once: no copies, and no wait between two layers",
+        "unrolls the loop over layers once: no copies, and no wait between two layers"
     ),
 }
-
-SETTINGS: Mapping[str, tuple[str, str]] = {
+SETTINGS = {  # variable: value, reason
     "XLA_FLAGS": (
-        " ".join(f"--{flag}={value}" for flag, (value, _) in FLAGS.items()),
-        "\n".join(f"{flag}: {reason}" for flag, (_, reason) in FLAGS.items()),
+        " ".join(f"--{flag}=true" for flag in FLAGS),
+        "\n".join(f"{flag}: {reason}" for flag, reason in FLAGS.items()),
     ),
     "XLA_CLIENT_MEM_FRACTION": (
         "0.9",
@@ -49,35 +43,29 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     ),
     "NCCL_DEBUG": ("WARN", "says why, when a connection fails"),
 }
-_NO_MORE: Mapping[str, tuple[str, str]] = {}
 # jaxlib refuses both together.
 _SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-
-
 # What only a site knows, as comments in a job script: to be set in cluster.environment.
 SITE_LINES = """
-# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket):
+# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
+# of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
 # export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
 # export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
-# export NCCL_IB_GID_INDEX=3           # RoCE v2: the address that show_gids lists
+# export NCCL_IB_GID_INDEX=3           # RoCE: the address that show_gids lists so
 # export NCCL_CROSS_NIC=0              # networks of rails: each card keeps to its own
 # export NCCL_IB_TIMEOUT=22            # large fabrics: 4 us * 2^22 until a retry
-# export FI_PROVIDER=efa               # AWS: with its plugin aws-ofi-nccl
 """.strip().splitlines()
 
 
-def settings(
-    environment: Mapping[str, str], more: Mapping[str, tuple[str, str]] = _NO_MORE
-) -> dict[str, tuple[str, str]]:
+def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return each variable's value and reason, without those that are set anyway.
 
     Args:
         environment: `cluster.environment`.
-        more: beside those of this table.
     """
     return {
         name: both
-        for name, both in {**SETTINGS, **more}.items()
+        for name, both in SETTINGS.items()
         if name not in environment and _SAME.get(name) not in environment
     }
 
@@ -100,3 +88,26 @@ def machine_of(
     except ConfigError:
         return Machine(devices=gpus_per_node * nodes)
     return Machine(target, variables=values(environment))
+
+
+def mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
+    """List what is wrong with the keys of a node's GPUs."""
+    found, gpus = [], cluster.gpus_per_node
+    if gpus is not None and cluster.processes_per_node not in (1, gpus):
+        rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
+        rule += "one GPU each: with any other number some would be idle"
+        value = cluster.processes_per_node
+        found.append(Mistake("cluster.processes_per_node", value, rule))
+    if cluster.gpu is None:
+        return found
+    if gpus is None:
+        rule = "needs cluster.gpus_per_node=<number>"
+        found.append(Mistake("cluster.gpu", cluster.gpu, rule))
+    try:
+        cuda = parse_target(f"{cluster.gpu}-8").platform == "cuda"
+    except ConfigError:
+        cuda = False
+    if not cuda:
+        rule = "must be a100, h100, h200, b200, or null: then the plan knows no memory"
+        found.append(Mistake("cluster.gpu", cluster.gpu, rule))
+    return found

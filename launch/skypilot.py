@@ -17,6 +17,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from etils import epath
@@ -29,6 +30,7 @@ from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
 from launch.submissions import Submission
+from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
 
 log = logging.getLogger(__name__)
@@ -126,10 +128,9 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 
 def _run_script(job: Job, cluster: SkypilotCluster) -> str:
     """Return the lines of shell of each node."""
-    around = node_command(
-        *(PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s)
-    )
-    here = Job(**{**vars(job), "folder": "."})  # the working directory has the archive
+    limits = cluster.max_restarts, cluster.backoff_s
+    around = node_command(PYTHON, 1, job.folder, *limits)
+    here = replace(job, folder=".")  # the working directory has the archive
     rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
     return rank + shell(here.command(PYTHON, cluster.code, around)) + "\n"
 
@@ -159,22 +160,21 @@ def submit(
 
 def alive(submission: Submission) -> bool:
     """Return whether the job runs, or waits to."""
-    found = _newest(submission)
-    return found is not None and not _is_over(found)
+    return not _is_over(_newest(submission))
 
 
 def status(submission: Submission) -> list[str]:
     """Describe what SkyPilot knows of the job, and why it waits."""
-    found = _newest(submission)
-    if found is None:
+    job = _newest(submission)
+    if "job_id" not in job:
         return ["SkyPilot knows no such job"]
-    where = found.get("infra") or found.get("region") or ""
-    what = found.get("cluster_resources") or found.get("resources") or ""
-    lines = [f"managed job {found['job_id']}: {found['status']}"]
+    where = job.get("infra") or job.get("region") or ""
+    what = job.get("cluster_resources") or job.get("resources") or ""
+    lines = [f"managed job {job['job_id']}: {job['status']}"]
     lines += [f"on {what} {where}".rstrip()] if what not in ("", "-") else []
-    if found.get("recovery_count"):
-        lines.append(f"recovered {found['recovery_count']} times")
-    why = [found.get("details"), found.get("failure_reason")]
+    if job.get("recovery_count"):
+        lines.append(f"recovered {job['recovery_count']} times")
+    why = [job.get("details"), job.get("failure_reason")]
     return lines + [line for line in dict.fromkeys(why) if line]
 
 
@@ -186,38 +186,31 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Ask the run to save and stop, and wait until its job has ended."""
-    found = _newest(submission)
     asked = False
-    while found is not None and not _is_over(found):
-        if found["status"] == "RUNNING":
-            if not asked:
-                (submission.folder / STOP).write_text("")
-                log.info("asked to save and stop")
-            asked = True
+    while not _is_over(job := _newest(submission)):
+        if not asked and job["status"] == "RUNNING":
+            (submission.folder / STOP).write_text("")
+            log.info("asked to save and stop")
         elif not asked:
             _sky("jobs", "cancel", "--name", submission.name, "--yes")
-            asked = True
+        asked = True
         time.sleep(_LOOK_S)
-        found = _newest(submission)
     return FINISHED
 
 
-def _is_over(found: dict[str, Any]) -> bool:
-    return found["status"].startswith(_OVER)
+def _is_over(job: dict[str, Any]) -> bool:
+    return job.get("status", "FAILED").startswith(_OVER)
 
 
-def _newest(submission: Submission) -> dict[str, Any] | None:
-    """Return the job in the queue: of those with its name the last."""
-    said = _sky("jobs", "queue", "--all", "--output", "json")
-    named = [job for job in _jobs(said) if job.get("job_name") == submission.name]
-    return max(named, key=lambda job: job["job_id"], default=None)
-
-
-def _jobs(said: str) -> list[dict[str, Any]]:
-    """Read the queue; SkyPilot may say other things before it."""
-    start = min((i for c in "[{" if (i := said.find(c)) >= 0), default=len(said))
-    found = json.loads(said[start:] or "[]")
-    return found if isinstance(found, list) else found.get("jobs", [])
+def _newest(submission: Submission) -> dict[str, Any]:
+    """Return the last job in the queue with the submission's name; {} if none is."""
+    output = _sky("jobs", "queue", "--all", "--output", "json")
+    # SkyPilot may print other things before it.
+    start = min((i for c in "[{" if (i := output.find(c)) >= 0), default=len(output))
+    jobs = json.loads(output[start:] or "[]")
+    jobs = jobs if isinstance(jobs, list) else jobs.get("jobs", [])
+    named = [job for job in jobs if job.get("job_name") == submission.name]
+    return max(named, key=lambda job: job["job_id"], default={})
 
 
 def _sky(
@@ -238,10 +231,7 @@ def _sky(
 def _run(
     *words: str, show: bool, secrets: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    missing = "SkyPilot is not installed here: pip install skypilot"
     env = {**os.environ, **(secrets or {})}  # sky takes them from there
-    out = None if show else subprocess.PIPE
-    try:
-        return subprocess.run(["sky", *words], text=True, stdout=out, env=env)
-    except FileNotFoundError:
-        remedy = "SkyPilot is not installed here: pip install skypilot"
-        raise Exit(CRASHED, remedy) from None
+    streams = {"capture_output": False, "stdout": None if show else subprocess.PIPE}
+    return run_tool(["sky", *words], Exit(CRASHED, missing), env=env, **streams)

@@ -39,6 +39,26 @@ def run_module(
     return subprocess.run(command, env=env, text=True, **options)
 
 
+def run_tool(
+    words: Sequence[str], missing: Exit, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run a program of a cluster; return what it did, its outputs as text.
+
+    Args:
+        words: the command.
+        missing: raised if there is no such program.
+        options: of `subprocess.run`.
+
+    Raises:
+        Exit: `missing`.
+    """
+    options = {"capture_output": True, "text": True, **options}
+    try:
+        return subprocess.run(words, **options)
+    except FileNotFoundError:
+        raise missing from None
+
+
 def run_captured(
     words: Sequence[str],
     timeout_s: float = _TIMEOUT_S,
@@ -48,28 +68,17 @@ def run_captured(
     """Run a command; return its exit code, its output and its error output.
 
     It has a session of its own: Ctrl-C does not reach it, and what it began it ends.
-
-    Args:
-        words: the command.
-        timeout_s: it is killed after these.
-        cwd: where it runs.
-        stdin: what it reads.
+    After `timeout_s` it is killed.
 
     Raises:
         Exit: there is no such program.
     """
+    missing = f"{words[0]} is not installed on this machine, or not on the PATH"
+    options = {"input": stdin, "timeout": timeout_s, "cwd": cwd, "text": False}
     try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            input=stdin,
-            timeout=timeout_s,
-            cwd=cwd,
-            start_new_session=True,
+        done = run_tool(
+            words, Exit(WRONG_CONFIG, missing), start_new_session=True, **options
         )
-    except FileNotFoundError:
-        wrong = f"{words[0]} is not installed on this machine, or not on the PATH"
-        raise Exit(WRONG_CONFIG, wrong) from None
     except subprocess.TimeoutExpired:
         return 1, b"", f"{words[0]} took longer than {timeout_s:.0f} s"
     return done.returncode, done.stdout, done.stderr.decode(errors="replace")

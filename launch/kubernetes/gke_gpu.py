@@ -16,48 +16,30 @@ from launch.kubernetes.kubectl import logs as logs
 from launch.kubernetes.kubectl import status as status
 from launch.kubernetes.kubectl import stop as stop
 from launch.kubernetes.kubectl import submit as submit
-from launch.kubernetes.pod import Pods, annotation, host_of
+from launch.kubernetes.pod import Pods, from_pod, host_of
 from launch.node import node_command
 from launch.plan_check import Machine
-from train.errors import ConfigError, Mistake
-from train.hardware.targets import parse_target
+from train.errors import Mistake
 
 NODE = "node"
-_INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    found = []
-    if cluster.processes_per_node not in (1, cluster.gpus_per_node):
-        value, gpus = cluster.processes_per_node, cluster.gpus_per_node
-        rule = f"must be 1, or one for each of cluster.gpus_per_node={gpus}"
-        found.append(Mistake("cluster.processes_per_node", value, rule))
-    if cluster.gpu is not None:
-        found += _gpu_mistakes(cluster.gpu)
-    return [*found, *jobset.mistakes(cluster, run_dir)]
-
-
-def _gpu_mistakes(gpu: str) -> list[Mistake]:
-    try:
-        known = parse_target(f"{gpu}-8").platform == "cuda"
-    except ConfigError:
-        known = False
-    rule = "must be a100, h100, h200 or b200; null: any, and the plan knows no memory"
-    return [] if known else [Mistake("cluster.gpu", gpu, rule)]
+    return [*gpu.mistakes(cluster), *jobset.mistakes(cluster, run_dir)]
 
 
 def machine(cluster: GkeGpuCluster) -> Machine:
     """Plan for the nodes."""
-    how = cluster.gpus_per_node, cluster.nodes, cluster.environment
-    return gpu.machine_of(cluster.gpu, *how)
+    nodes = cluster.gpus_per_node, cluster.nodes
+    return gpu.machine_of(cluster.gpu, *nodes, cluster.environment)
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
     """Return the JobSet."""
     several = cluster.processes_per_node > 1
     around = node_command("python", cluster.processes_per_node) if several else ()
-    index = annotation(_INDEX)
+    index = from_pod("annotations", "batch.kubernetes.io/job-completion-index")
     pods = Pods(
         name=NODE,
         jobs=1,

@@ -20,7 +20,7 @@ from launch.kubernetes.kubectl import logs as logs
 from launch.kubernetes.kubectl import status as status
 from launch.kubernetes.kubectl import stop as stop
 from launch.kubernetes.kubectl import submit as submit
-from launch.kubernetes.pod import Pods, host_of, label
+from launch.kubernetes.pod import Pods, from_pod, host_of
 from launch.plan_check import Machine
 from train.errors import ConfigError, Mistake
 from train.hardware.targets import Target, parse_target
@@ -35,6 +35,7 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
     "tpu7x": "tpu7x",
 }
+_EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 _NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
@@ -50,10 +51,10 @@ def _target_mistakes(cluster: GkeTpuCluster) -> list[Mistake]:
     try:
         target = parse_target(name)
     except ConfigError as error:
-        return [Mistake(key, value, rule) for _, value, rule in error.mistakes]
+        return [mistake._replace(key=key) for mistake in error.mistakes]
     if target.platform != "tpu":
         return [Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu")]
-    if target.slices > 1 and _hosts(target) == 1:
+    if target.num_hosts == target.slices > 1:
         # Source: GKE, "Deploy TPU Multislices in GKE": only multi-host node pools.
         rule = "has several slices of one host each, which GKE does not join"
         return [Mistake(key, name, rule)]
@@ -69,7 +70,7 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
     """Return the JobSet."""
     assert cluster.target is not None  # `mistakes`
     target = parse_target(cluster.target)
-    hosts = _hosts(target)
+    hosts = target.num_hosts // target.slices
     pods = Pods(
         name=SLICE,
         jobs=target.slices,
@@ -81,24 +82,14 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
             "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[target.family],
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, target.topology)),
         },
-        annotations=_one_node_pool_each(hosts),
+        # The hosts of a slice are a node pool: its pods stay together.
+        annotations={_EXCLUSIVE: "cloud.google.com/gke-nodepool"} if hosts > 1 else {},
         # Device nodes are root's, unless containerd was told to hand them over. Source:
         # kubernetes/kubernetes#92211.
         user={"runAsUser": 0},
         network=_NODES_NETWORK if cluster.host_network else {},
     )
     return jobset.render(job, cluster, pods)
-
-
-def _hosts(target: Target) -> int:
-    """Return the hosts of a slice."""
-    return target.num_hosts // target.slices
-
-
-def _one_node_pool_each(hosts: int) -> dict[str, str]:
-    """Keep the pods of a slice together; the hosts of a slice are a node pool."""
-    exclusive = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-    return {exclusive: "cloud.google.com/gke-nodepool"} if hosts > 1 else {}
 
 
 def _environment(job: Job, target: Target) -> dict[str, Any]:
@@ -114,6 +105,6 @@ def _environment(job: Job, target: Target) -> dict[str, Any]:
         return {}
     return {
         "MEGASCALE_NUM_SLICES": str(target.slices),
-        "MEGASCALE_SLICE_ID": label("jobset.sigs.k8s.io/job-index"),
+        "MEGASCALE_SLICE_ID": from_pod("labels", "jobset.sigs.k8s.io/job-index"),
         "MEGASCALE_COORDINATOR_ADDRESS": host_of(job, SLICE),
     }

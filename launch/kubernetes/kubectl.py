@@ -9,7 +9,6 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +19,7 @@ from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
 from launch.kubernetes.spot import warn_of_short_notice
 from launch.submissions import Submission
+from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def submit(
     submission = submission.with_handle(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )
-    if (found := _jobset(submission)) and _over(found):
+    if (jobset := _jobset(submission)) and _over(jobset):
         _delete(submission)
     _ask(submission, "create", "-f", "-", input=rendered.files[FILE])
     print(f"{job.name}: submitted; action=status says where it is")
@@ -51,29 +51,34 @@ def submit(
 
 def alive(submission: Submission) -> bool:
     """Return whether the job runs, or waits to."""
-    found = _jobset(submission)
-    return found is not None and not _over(found)
+    jobset = _jobset(submission)
+    return jobset is not None and not _over(jobset)
 
 
 def status(submission: Submission) -> list[str]:
     """Describe what state the JobSet is in, and why its pods wait, if they do."""
-    found = _jobset(submission)
-    if found is None:
+    jobset = _jobset(submission)
+    if jobset is None:
         return ["not there: it was stopped, or somebody deleted it"]
-    state = found.get("status", {})
-    over = _over(found)
-    lines = [_describe_jobset(found, over)]
+    state = jobset.get("status", {})
+    over = _over(jobset)
+    lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
-        most = found["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
+        most = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
         lines.append(f"restarted {restarts} times, {counted} of at most {most} counted")
-    queue = found["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
-        its = f"kueue.x-k8s.io/job-uid={found['metadata']['uid']}"
+        its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
         workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
         lines += describe_queue(queue, workloads, _pending(submission, queue))
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
-    return lines + describe_pods(pods, lambda pod: _events(submission, pod))
+    of_pod = "involvedObject.kind=Pod,involvedObject.name="
+
+    def events(pod: str) -> list[dict[str, Any]]:
+        return _list(submission, "events", "--field-selector", of_pod + pod)
+
+    return lines + describe_pods(pods, events)
 
 
 def logs(submission: Submission, follow: bool) -> int:
@@ -85,9 +90,8 @@ def logs(submission: Submission, follow: bool) -> int:
         if now:
             more = ["--follow"] * (not over)
             more += [f"--since-time={seen}"] if now == pod else []
-            done = _run(
-                submission, "logs", now, "--container", CONTAINER, *more, show=True
-            )
+            more += ["--container", CONTAINER]
+            done = _run(submission, "logs", now, *more, show=True)
             if done.returncode == 0:
                 pod, seen = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
@@ -106,22 +110,15 @@ def stop(submission: Submission) -> int:
 def _delete(submission: Submission) -> None:
     """Delete the JobSet, and wait for its Jobs and their pods."""
     patience_s = submission.handle["grace_period_s"] + _MARGIN_S
-    how = ["--ignore-not-found", "--cascade=foreground", "--wait"]
-    _ask(
-        submission,
-        "delete",
-        "jobset",
-        submission.name,
-        *how,
-        f"--timeout={patience_s}s",
-    )
+    flags = ["--ignore-not-found", "--cascade=foreground", "--wait"]
+    flags.append(f"--timeout={patience_s}s")
+    _ask(submission, "delete", "jobset", submission.name, *flags)
 
 
 def _jobset(submission: Submission) -> dict[str, Any] | None:
-    said = _ask(
-        submission, "get", "jobset", submission.name, "--ignore-not-found", "-ojson"
-    )
-    return json.loads(said) if said.strip() else None
+    flags = ["--ignore-not-found", "-ojson"]
+    output = _ask(submission, "get", "jobset", submission.name, *flags)
+    return json.loads(output) if output.strip() else None
 
 
 def _list(submission: Submission, kind: str, *which: str) -> list[dict[str, Any]]:
@@ -130,19 +127,13 @@ def _list(submission: Submission, kind: str, *which: str) -> list[dict[str, Any]
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
 
 
-def _events(submission: Submission, pod: str) -> list[dict[str, Any]]:
-    which = f"involvedObject.kind=Pod,involvedObject.name={pod}"
-    return _list(submission, "events", "--field-selector", which)
-
-
 def _pending(submission: Submission, queue: str) -> list[dict[str, Any]]:
     """List what waits in a queue, in order; Kueue's visibility server may be off."""
     namespace = submission.handle["kubectl"][-1]
     for version in ("v1beta2", "v1beta1"):
         path = f"/apis/visibility.kueue.x-k8s.io/{version}/namespaces/{namespace}"
-        done = _run(
-            submission, "get", "--raw", f"{path}/localqueues/{queue}/pendingworkloads"
-        )
+        path += f"/localqueues/{queue}/pendingworkloads"
+        done = _run(submission, "get", "--raw", path)
         if done.returncode == 0:
             return json.loads(done.stdout)["items"]
     return []
@@ -156,18 +147,18 @@ def _first_pod(submission: Submission) -> str:
     return begun[-1]["metadata"]["name"] if begun else ""
 
 
-def _over(found: dict[str, Any]) -> bool:
-    return found.get("status", {}).get("terminalState") in _OVER
+def _over(jobset: dict[str, Any]) -> bool:
+    return jobset.get("status", {}).get("terminalState") in _OVER
 
 
-def _describe_jobset(found: dict[str, Any], over: bool) -> str:
-    state = found.get("status", {})
+def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
+    state = jobset.get("status", {})
     true = [c for c in state.get("conditions", []) if c["status"] == "True"]
     if over:
         final = state["terminalState"]
         why = [c.get("message", "") for c in true if c["type"] == final]
         return ": ".join([final.lower(), *filter(None, why)])
-    if found["spec"].get("suspend"):
+    if jobset["spec"].get("suspend"):
         return "suspended: it waits for Kueue, or for somebody to resume it"
     return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
 
@@ -188,10 +179,6 @@ def _ask(submission: Submission, *words: str, input: str | None = None) -> str:
 def _run(
     submission: Submission, *words: str, input: str | None = None, show: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    command: Sequence[str] = [*submission.handle["kubectl"], *words]
-    try:
-        return subprocess.run(
-            command, input=input, text=True, capture_output=not show, check=False
-        )
-    except FileNotFoundError:
-        raise Exit(CRASHED, "kubectl is not on the PATH") from None
+    options: dict[str, Any] = {"input": input, "capture_output": not show}
+    missing = Exit(CRASHED, "kubectl is not on the PATH")
+    return run_tool([*submission.handle["kubectl"], *words], missing, **options)

@@ -25,7 +25,7 @@ class Pods:
     jobs: how many times it is there.
     pods: of each.
     command: of each pod.
-    environment: texts, or mappings such as `label` gives.
+    environment: texts, or mappings such as `from_pod` gives.
     resource: as device plugins call it, and how many of it a pod gets.
     selector: labels of the nodes.
     annotations: of the JobSet.
@@ -54,18 +54,9 @@ def host_of(job: Job, pods: str) -> str:
     return f"{job.name}-{pods}-0-0.{job.name}"
 
 
-def label(name: str) -> dict[str, Any]:
-    """Return the value of a variable that is a label of its pod."""
-    return _field(f"metadata.labels['{name}']")
-
-
-def annotation(name: str) -> dict[str, Any]:
-    """Return the value of a variable that is an annotation of its pod."""
-    return _field(f"metadata.annotations['{name}']")
-
-
-def _field(path: str) -> dict[str, Any]:
-    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+def from_pod(kind: str, name: str) -> dict[str, Any]:
+    """Return the value of a variable that is one of its pod's labels or annotations."""
+    return {"valueFrom": {"fieldRef": {"fieldPath": f"metadata.{kind}['{name}']"}}}
 
 
 def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
@@ -73,13 +64,12 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
     selector = {**pods.selector, **({_SPOT: "true"} if cluster.spot else {})}
     selector |= cluster.node_selector
     spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     chosen = {
         "priorityClassName": cluster.priority_class,
         "serviceAccountName": cluster.service_account,
         "nodeSelector": selector,
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-        if pods.memory_volume
-        else None,
+        "volumes": [shm] * pods.memory_volume,
     }
     return {
         "restartPolicy": "Never",
@@ -92,7 +82,7 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         "securityContext": {**pods.user, "seccompProfile": {"type": "RuntimeDefault"}},
         "tolerations": [
             {"key": pods.resource[0], "operator": "Exists", "effect": "NoSchedule"},
-            *([spot] if cluster.spot else []),
+            *[spot] * cluster.spot,
         ],
         **pods.network,
         **{key: value for key, value in chosen.items() if value},
@@ -133,8 +123,7 @@ def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
         memory = memory or f"{host_memory_gib(job.staged_bytes, pods.processes)}Gi"
     requests = {"cpu": cpus and str(cpus), "memory": memory}
     requests = {name: value for name, value in requests.items() if value}
-    limits = {"limits": {resource: count}}
-    return {**({"requests": requests} if requests else {}), **limits}
+    return {**({"requests": requests} if requests else {}), "limits": {resource: count}}
 
 
 def escaped(word: str) -> str:

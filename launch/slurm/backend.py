@@ -13,12 +13,12 @@ from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.slurm.checks import slurm_mistakes
-from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script, workdir_of
+from launch.slurm.checks import mistakes as mistakes
+from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script
 from launch.slurm.squeue import QueuedJob, ask
 from launch.submissions import Submission
 from launch.supervisor import ATTEMPTS, describe_attempts
-from train.errors import FINISHED, Mistake
+from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +29,19 @@ _LOOK_S = 1.0
 _ASK_AGAIN_S = 60.0  # the first signal may have come before there was a process
 
 
-def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys."""
-    return slurm_mistakes(cluster, run_dir)
-
-
 def machine(cluster: SlurmCluster) -> Machine:
     """Return nodes of GPUs; nothing for CPUs, whose number is not known."""
     if cluster.gpus_per_node is None:
         return Machine()
-    how = cluster.gpus_per_node, cluster.nodes, cluster.environment
-    return gpu.machine_of(cluster.gpu, *how)
+    nodes = cluster.gpus_per_node, cluster.nodes
+    return gpu.machine_of(cluster.gpu, *nodes, cluster.environment)
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
     """Return the job script, and sbatch's line; that holds the paths."""
     folder = folder_of(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
-    command = ["sbatch", "--parsable", f"--chdir={workdir_of(job, cluster)}"]
+    command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     files = folder if job.rendered_to is None else job.files
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
     before = [shell(["mkdir", "-p", folder])]  # sbatch makes none for the output
@@ -86,10 +81,10 @@ def logs(submission: Submission, follow: bool) -> int:
         if follow and time.monotonic() - looked > 5 * _LOOK_S:
             over, looked = job.state() is None, time.monotonic()
         if file.exists():
-            with file.open("rb") as said:
-                said.seek(place)
-                print(said.read().decode(errors="replace"), end="", flush=True)
-                place = said.tell()
+            with file.open("rb") as log_file:
+                log_file.seek(place)
+                print(log_file.read().decode(errors="replace"), end="", flush=True)
+                place = log_file.tell()
         if over:
             return FINISHED
         time.sleep(_LOOK_S / 4)
@@ -102,17 +97,17 @@ def stop(submission: Submission) -> int:
     SIGINT goes only once: a second would end them before they have saved.
     """
     (Path(submission.handle["folder"]) / STOP).touch()
-    job, asked = QueuedJob(submission.handle), None
+    job, asked_at = QueuedJob(submission.handle), None
     while (state := job.state()) is not None:
         now = time.monotonic()
         if state == "PENDING":
             job.cancel()
-        elif state == "RUNNING" and asked is None:
+        elif state == "RUNNING" and asked_at is None:
             log.info("job %s: asked to save and stop", job.number)
             job.cancel("INT")
-            asked = now
-        elif state == "RUNNING" and asked is not None and now - asked > _ASK_AGAIN_S:
+            asked_at = now
+        elif state == "RUNNING" and now - (asked_at or now) > _ASK_AGAIN_S:
             job.cancel("TERM")
-            asked = now
+            asked_at = now
         time.sleep(_LOOK_S)
     return FINISHED

@@ -6,102 +6,75 @@ values hold nothing of that kind, nor anything else that none of its options nee
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
+from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
-from train.errors import ConfigError, Mistake
-from train.hardware.targets import parse_target
+from train.errors import Mistake
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
 _VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"
+_MEMORY_RULE = "must be a number, with K, M, G or T, say 500G"
+_TIME_RULE = "must be [days-]hours:minutes:seconds, say 1-12:00:00"
 _TIME = r"UNLIMITED|\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
 _KEYS = {  # option: the key that it has here
-    "nodes": "nodes",
     "ntasks": "processes_per_node",
     "ntasks-per-node": "processes_per_node",
     "gpus-per-node": "gpus_per_node",
     "cpus-per-task": "cpus_per_task",
     "mem": "memory",
-    "time": "time",
-    "partition": "partition",
-    "account": "account",
-    "qos": "qos",
     "chdir": "workdir",
     "signal": "signal_s",
     "container-image": "container_image",
     "container-mounts": "container_mounts",
     "container-workdir": "workdir",
 }
+_KEYS |= {name: name for name in ("nodes", "time", "partition", "account", "qos")}
 _OURS = ("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "array")
 _OURS += ("wrap", "parsable", "wait", "kill-on-bad-exit", "test-only", "container-env")
 # A process that sees one GPU only cannot reach the others of its node over NVLink.
 _ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 
-def slurm_mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
+def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    found = [*_texts(cluster), *_options(cluster)]
-    return [*found, *_gpus(cluster), *_code(cluster, run_dir)]
+    own = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
+    for key in ("cluster.options", "cluster.srun_options"):
+        options = cluster.options if key == "cluster.options" else cluster.srun_options
+        for name, value in options.items():
+            if rule := _rule_of_option(str(name), value):
+                own.append(Mistake(f"{key}.{name}", value, rule))
+    return own
 
 
 def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
     """List mistakes in what ends up in a directive."""
-    rules = {
-        "partition": (_VALUE, _VALUE_RULE),
-        "account": (_VALUE, _VALUE_RULE),
-        "qos": (_VALUE, _VALUE_RULE),
-        "memory": (r"\d+[KMGT]?", "must be a number, with K, M, G or T, say 500G"),
-        "time": (_TIME, "must be [days-]hours:minutes:seconds, say 1-12:00:00"),
-    }
-    for name, (form, rule) in rules.items():
-        value = getattr(cluster, name)
+    for name, value, form, rule in (
+        ("partition", cluster.partition, _VALUE, _VALUE_RULE),
+        ("account", cluster.account, _VALUE, _VALUE_RULE),
+        ("qos", cluster.qos, _VALUE, _VALUE_RULE),
+        ("memory", cluster.memory, r"\d+[KMGT]?", _MEMORY_RULE),
+        ("time", cluster.time, _TIME, _TIME_RULE),
+    ):
         if value is not None and not re.fullmatch(form, value):
             yield Mistake(f"cluster.{name}", value, rule)
 
 
-def _options(cluster: SlurmCluster) -> Iterator[Mistake]:
-    for where, options in (
-        ("cluster.options", cluster.options),
-        ("cluster.srun_options", cluster.srun_options),
-    ):
-        for name, value in options.items():
-            key = f"{where}.{name}"
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", str(name)):
-                rule = "must be the long name of an option, without the leading --"
-                yield Mistake(key, value, rule)
-            elif name in _ONE_EACH:
-                rule = "breaks what GPUs of a node share; cluster.processes_per_node="
-                rule += (
-                    "cluster.gpus_per_node gives each process one in a way that works"
-                )
-                yield Mistake(key, value, rule)
-            elif name in _KEYS:
-                yield Mistake(key, value, f"is said by cluster.{_KEYS[name]}")
-            elif name in _OURS:
-                yield Mistake(key, value, "is for the launcher to say")
-            elif not isinstance(value, bool | int | float | str | None):
-                yield Mistake(key, value, "must be text, a number, true, false or null")
-            elif isinstance(value, str) and not re.fullmatch(_VALUE, value):
-                yield Mistake(key, value, _VALUE_RULE)
-
-
-def _gpus(cluster: SlurmCluster) -> Iterator[Mistake]:
-    gpus, processes = cluster.gpus_per_node, cluster.processes_per_node
-    if gpus is not None and processes not in (1, gpus):
-        rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
-        rule += "one GPU each: with any other number some would be idle"
-        yield Mistake("cluster.processes_per_node", processes, rule)
-    if cluster.gpu is None:
-        return
-    if gpus is None:
-        rule = "needs cluster.gpus_per_node=<number>"
-        yield Mistake("cluster.gpu", cluster.gpu, rule)
-    try:
-        known = parse_target(f"{cluster.gpu}-8").platform == "cuda"
-    except ConfigError:
-        known = False
-    if not known:
-        rule = "must be a100, h100, h200, b200, or null: then no plan is made for it"
-        yield Mistake("cluster.gpu", cluster.gpu, rule)
+def _rule_of_option(name: str, value: Any) -> str | None:
+    """Return the rule that an option breaks, if it breaks one."""
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        return "must be the long name of an option, without the leading --"
+    if name in _ONE_EACH:
+        rule = "breaks what GPUs of a node share; cluster.processes_per_node="
+        return rule + "cluster.gpus_per_node gives each process one in a way that works"
+    if name in _KEYS:
+        return f"is said by cluster.{_KEYS[name]}"
+    if name in _OURS:
+        return "is for the launcher to say"
+    if not isinstance(value, bool | int | float | str | None):
+        return "must be text, a number, true, false or null"
+    wrong = isinstance(value, str) and not re.fullmatch(_VALUE, value)
+    return _VALUE_RULE if wrong else None
 
 
 def _code(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:

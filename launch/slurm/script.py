@@ -12,21 +12,27 @@ to the step, those of a requeue, a preemption and a time limit to all there is.
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from launch.host_resources import host_memory_gib, process_cores
-from launch.job import Job, exports
-from launch.policy import AGAIN, LONGEST_BACKOFF_S, NEVER_AGAIN, SAME_STEP, backoff
+from launch.job import Job, exports, options
+from launch.policy import (
+    AGAIN,
+    NEVER_AGAIN,
+    OTHERS_S,
+    SAME_STEP,
+    backoff,
+)
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
+_PAUSES = 32  # the last one holds for all later crashes
 _BY_CHOICE = {"constraint", "nodelist", "nodefile", "reservation"}
-_OTHERS_S = 600  # after one has ended: heartbeat, watchdog and a save are within it
 
 
 def script(job: Job, cluster: SlurmCluster) -> str:
@@ -56,11 +62,6 @@ def folder_of(job: Job) -> str:
     return str(Path.home() / f".local/state/longhaul/{job.name}/{number}")
 
 
-def workdir_of(job: Job, cluster: SlurmCluster) -> str:
-    """Return where the processes run."""
-    return cluster.workdir or job.workdir
-
-
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
     known = {
@@ -78,25 +79,21 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "requeue": True,
         "open-mode": "append",
     }
-    return [f"#SBATCH {word}" for word in flags({**known, **cluster.options})]
+    return [f"#SBATCH {word}" for word in options({**known, **cluster.options})]
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
-    if cluster.cpus_per_task is not None or job.staged_bytes is None:
+    if job.staged_bytes is None:
         return cluster.cpus_per_task
-    return process_cores((cluster.gpus_per_node or 1) // cluster.processes_per_node)
+    chips = (cluster.gpus_per_node or 1) // cluster.processes_per_node
+    return cluster.cpus_per_task or process_cores(chips)
 
 
 def _memory(job: Job, cluster: SlurmCluster) -> str | None:
-    if cluster.memory is not None or job.staged_bytes is None:
+    if job.staged_bytes is None:
         return cluster.memory
-    return f"{host_memory_gib(job.staged_bytes, cluster.processes_per_node)}G"
-
-
-def flags(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words: null and false leave one out, true has no value."""
-    chosen = {k: v for k, v in options.items() if v is not None and v is not False}
-    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in chosen.items()]
+    gib = host_memory_gib(job.staged_bytes, cluster.processes_per_node)
+    return cluster.memory or f"{gib}G"
 
 
 def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
@@ -110,9 +107,12 @@ def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
 
 
 def _gpu_settings(job: Job) -> dict[str, tuple[str, str]]:
+    settings = gpu.settings(job.environment)
     reason = "programs that this run has compiled before"
-    cache = {name: (value, reason) for name, value in job.cache_variables().items()}
-    return gpu.settings(job.environment, cache)
+    for name, value in job.cache_variables().items():
+        if name not in job.environment:
+            settings[name] = value, reason
+    return settings
 
 
 # Process 0 is on the first node: JAX takes its name, and a port which another job may
@@ -142,14 +142,14 @@ def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
         "ntasks-per-node": cluster.processes_per_node,
         "cpus-per-task": _cpus_per_task(job, cluster),  # srun takes none from the job
         "kill-on-bad-exit": 0,
-        "wait": _OTHERS_S,
+        "wait": round(OTHERS_S),
         "export": "ALL",
     }
     inside = _container(job, cluster)
     return [
         f"tasks={tasks}",
-        *_array("srun", ["srun", *flags({**all_of_them, **inside})]),
-        *_array("srun_one", ["srun", *flags({**one, **inside})]),
+        *_array("srun", ["srun", *options({**all_of_them, **inside})]),
+        *_array("srun_one", ["srun", *options({**one, **inside})]),
         *_array("train", job.command(python, cluster.code)),
         *_array("status", job.status_command(python, cluster.code)),
     ]
@@ -163,11 +163,13 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     """Return the options of pyxis: the same paths inside as outside."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
-    workdir = workdir_of(job, cluster)
+    workdir = cluster.workdir or job.workdir
     seen = [workdir, folder_of(job)]
     seen += [] if "://" in job.run_dir else [job.run_dir]
     seen += [job.root] if cluster.code is Code.shared else []
-    mounts = [f"{path}:{path}" for path in _outer(seen)]
+    paths = [Path(path) for path in dict.fromkeys(seen)]
+    outer = [path for path in paths if not {*paths} & {*path.parents}]
+    mounts = [f"{path}:{path}" for path in outer]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
     ours |= {*_gpu_settings(job)} if cluster.gpus_per_node else set()
     return {
@@ -179,19 +181,9 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     }
 
 
-def _outer(paths: Iterable[str]) -> list[str]:
-    """Leave out what lies below another."""
-    each = [Path(path) for path in dict.fromkeys(paths)]
-    return [str(p) for p in each if not any(o in p.parents for o in each)]
-
-
 def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return what `launch/policy.py` says, and where things lie."""
-    pauses = [0.0]
-    while pauses[-1] < LONGEST_BACKOFF_S and len(pauses) <= cluster.max_restarts:
-        pauses.append(backoff(len(pauses), cluster.backoff_s))
-        if not cluster.backoff_s:
-            break
+    crashes = range(1, min(cluster.max_restarts, _PAUSES) + 1)
     words = {
         "folder": folder_of(job),
         "diary": f"{folder_of(job)}/{ATTEMPTS}",
@@ -203,16 +195,12 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
-        "chosen": int(
-            not _BY_CHOICE.isdisjoint(
-                name for name, value in cluster.options.items() if value
-            )
-        ),
+        "chosen": int(any(map(cluster.options.get, _BY_CHOICE))),
     }
     lists = {
         "never_again": NEVER_AGAIN,
         "again": AGAIN,
-        "pauses": [round(pause) for pause in pauses[1:]],
+        "pauses": [round(backoff(n, cluster.backoff_s)) for n in crashes],
     }
     return [
         *(f"{name}={shlex.quote(word)}" for name, word in words.items()),

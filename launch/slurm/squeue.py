@@ -1,9 +1,9 @@
 """What Slurm knows of a job, asked with its own commands, and how it is told to end."""
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 
+from launch.subprocesses import run_tool
 from train.errors import CRASHED, Exit
 
 _OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -100,11 +100,8 @@ def ask(command: Sequence[str], allowed: str | None = None) -> str:
     Raises:
         Exit: it failed otherwise.
     """
-    try:
-        asked = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        wrong = f"there is no {command[0]} here: type this where Slurm's commands are"
-        raise Exit(CRASHED, wrong) from None
-    if asked.returncode and (allowed is None or allowed not in asked.stderr):
-        raise Exit(CRASHED, f"{command[0]}: {asked.stderr.strip()}")
-    return "" if asked.returncode else asked.stdout
+    wrong = f"there is no {command[0]} here: type this where Slurm's commands are"
+    done = run_tool(command, Exit(CRASHED, wrong))
+    if done.returncode and (allowed is None or allowed not in done.stderr):
+        raise Exit(CRASHED, f"{command[0]}: {done.stderr.strip()}")
+    return "" if done.returncode else done.stdout

@@ -69,7 +69,7 @@ class LaunchedRun:
         self.folder, self.run = write_text(folder), Run(folder / f"runs/{name}", (), {})
         self._training = (
             *(*TINY, f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=20"),
-            *("mesh=ddp", "distributed.heartbeat_timeout_s=5"),
+            *("mesh=ddp", "distributed.heartbeat_timeout_s=20"),
         )
         self.only = f"run.name={name}"
         self.arguments = (*kind, "cluster.backoff_s=0.1", *self._training, self.only)

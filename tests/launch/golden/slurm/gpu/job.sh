@@ -23,13 +23,13 @@ export XLA_FLAGS='--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enabl
 export XLA_CLIENT_MEM_FRACTION=0.9
 # programs that this run has compiled before
 export JAX_COMPILATION_CACHE_DIR=/runs/base-1b/compilation_cache
-# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket):
+# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
+# of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
 # export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
 # export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
-# export NCCL_IB_GID_INDEX=3           # RoCE v2: the address that show_gids lists
+# export NCCL_IB_GID_INDEX=3           # RoCE: the address that show_gids lists so
 # export NCCL_CROSS_NIC=0              # networks of rails: each card keeps to its own
 # export NCCL_IB_TIMEOUT=22            # large fabrics: 4 us * 2^22 until a retry
-# export FI_PROVIDER=efa               # AWS: with its plugin aws-ofi-nccl
 
 module load slurm
 
@@ -101,5 +101,5 @@ max_restarts=10
 chosen=0
 never_again=(130 78 4 65 3 70)
 again=(42 134 75)
-pauses=(10 20 40 80 160 320 600)
+pauses=(10 20 40 80 160 320 600 600 600 600)
 
