@@ -25,8 +25,8 @@ TABLE = "must be a table {key: value} .*say cluster.secrets"
         ("gke_gpu", "nodes", 0, "must be at least 1"),
         ("tpu_vm", "poll_s", 0.0, "must be positive"),
         ("skypilot", "nodes", 0, "must be at least 1"),
-        ("gke_tpu", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb/api-key}})"),
-        ("tpu_vm", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb-key}})"),
+        ("gke_tpu", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb/api-key}}"),
+        ("tpu_vm", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb-key}}"),
     ],
 )
 def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):
