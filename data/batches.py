@@ -51,11 +51,7 @@ class Order:
     """Which rows of which sources make up which training batch."""
 
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
-        """Open the rows of all sources and settle their order.
-
-        Raises:
-            DataError: a source has no row, or all together too few for a batch.
-        """
+        """Open the rows of all sources; a DataError says that they are too few."""
         self._config, self._sources, self._seed = config, sources, seed
         self.rows, self.in_memory = _open(sources, config, "train")
         counts = {name: len(rows) for name, rows in self.rows.items()}
@@ -122,11 +118,7 @@ class Order:
         return which, np.array(numbers, np.int64)
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
-        """Read the chosen rows of a batch.
-
-        Raises:
-            DataError: a chunk is missing or damaged; step, source and rows are named.
-        """
+        """Read the chosen rows of a batch; damage is named by step, source and row."""
         which, numbers = self.find(step, _chosen(self._config, rows))
         try:
             return read_rows(self.rows, which, numbers)
@@ -136,8 +128,7 @@ class Order:
     def batches(self, start_step: int = 0, rows: RowSlices = None) -> Iterator[Batch]:
         """Read the batches from start_step on, without end and ahead of time.
 
-        Raises:
-            DataError: as `read`; or a source with a limit is used up.
+        A DataError says that a chunk is damaged, or a source with a limit used up.
         """
         steps = range(start_step, sys.maxsize)
         read = functools.partial(self.read, rows=rows)
@@ -166,8 +157,7 @@ class Order:
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
     """Number the batch of a step, where `data.skip_batches` are left out."""
     number, judged = step, 0  # batches below `judged` are left out or counted
-    skipped = iter(skip_batches)
-    for first, last in zip(skipped, skipped, strict=True):
+    for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
         first = max(first, judged)
         if number >= first:
             number += last + 1 - first
@@ -182,16 +172,8 @@ def validation_batches(
 
     The rows of several sources take turns in proportion to their numbers. The last
     batch is filled up with padding (segment 0, target -1), so that all batches have one
-    shape.
-
-    Args:
-        sources: of the text.
-        config: of rows and batches.
-        num_batches: how many at most; -1 reads all.
-        rows: which rows of each global batch to read, in this order; None is all.
-
-    Raises:
-        DataError: a chunk is damaged.
+    shape. `num_batches` is how many at most, -1 all; `rows` which rows of each global
+    batch to read, in this order, None all.
     """
     readers, in_memory = _open(sources, config, "validation")
     counts = [len(reader) for reader in readers.values()]
@@ -231,10 +213,8 @@ def _stretches(
     if config.source is not Source.mixture:
         return [(0, dict.fromkeys(names, 1.0))]
     weights = {name: source.weight for name, source in config.sources.items()}
-    return [
-        (0, weights),
-        *((c.step * config.batch_size, c.weights) for c in config.weight_changes),
-    ]
+    changes = [(c.step * config.batch_size, c.weights) for c in config.weight_changes]
+    return [(0, weights), *changes]
 
 
 def _shuffled(count: int, seed: int, name: str | None) -> Any:
@@ -246,15 +226,14 @@ def _shuffled(count: int, seed: int, name: str | None) -> Any:
     of_source = "" if name is None else f" of {name}"
     text = f"order of rows{of_source}, seed {seed}"
     digest = hashlib.sha256(text.encode()).digest()
-    order = grain.MapDataset.range(count)
-    return order.shuffle(seed=int.from_bytes(digest[:4])).repeat(None)
+    own_seed = int.from_bytes(digest[:4])
+    return grain.MapDataset.range(count).shuffle(seed=own_seed).repeat(None)
 
 
 def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
-    parts = [slice(None)] if rows is None else rows
-    parts = [parts] if isinstance(parts, slice) else parts
-    in_batch = np.arange(config.batch_size)
-    return np.concatenate([in_batch[part] for part in parts])
+    rows = slice(None) if rows is None else rows
+    parts = [rows] if isinstance(rows, slice) else rows
+    return np.concatenate([np.arange(config.batch_size)[part] for part in parts])
 
 
 def _prefetch(

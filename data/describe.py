@@ -39,11 +39,11 @@ def describe_store(store: Store) -> str:
 
 def describe_lengths(store: Store, split: Split) -> str:
     """Draw how many documents there are of each length, by powers of two."""
-    counts, end = np.zeros(64, np.int64), 0
+    counts, end = np.zeros(64, np.int64), np.zeros(0, np.int64)
     for offsets in store.split(split).stretches("offsets"):
-        lengths = np.diff(np.concatenate([[end], offsets]))[1 if end == 0 else 0 :]
+        lengths = np.diff(np.concatenate([end, offsets]))
         counts += np.bincount(np.log2(np.maximum(lengths, 1)).astype(int), minlength=64)
-        end = int(offsets[-1])
+        end = offsets[-1:]
     powers = np.flatnonzero(counts).tolist()
     if not powers:
         return f"{split}: no documents"

@@ -18,5 +18,5 @@ def cache_folder() -> Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a URL, such as one under gs:// or s3://."""
+    """Return whether a path is a URL, such as one under gs:// or s3://."""
     return "://" in os.fspath(path)

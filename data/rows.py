@@ -58,11 +58,10 @@ class Concatenated:
         self._document_mask = document_mask
 
     def __len__(self) -> int:
-        """Count the rows."""
         return self._count
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """Read rows by number; a damaged chunk raises a DataError."""
+        """Read rows by number, int64 [n]; a damaged chunk raises a DataError."""
         starts = numbers * self.length
         wanted = np.clip(len(self._tokens) - starts, 0, self.length + 1)
         tokens = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
@@ -93,11 +92,9 @@ def cut_rows(
 
     Args:
         tokens: int32 [rows, T+1].
-        row: int64 [n], in which row each document starts that does not start it.
-        column: int64 [n], and where in it, from 1 to T: it is not predicted from what
-            stands before it.
-        left: int64 [rows], how many tokens there are from each row's start on; what
-            lies behind them is padding.
+        row: int64 [n], the row of each document's start but those that start a row.
+        column: int64 [n], from 1 to T, where in it: not predicted from what is before.
+        left: int64 [rows], the tokens from each row's start on; the rest is padding.
     """
     num_rows, length = tokens.shape[0], tokens.shape[1] - 1
     targets = tokens[:, 1:].copy()
@@ -132,7 +129,6 @@ class Packed:
         )
 
     def __len__(self) -> int:
-        """Count the rows."""
         return len(self._row_offsets) - 1
 
     def read(self, numbers: np.ndarray) -> Batch:

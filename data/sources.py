@@ -69,7 +69,6 @@ def open_sources(config: DataConfig) -> Sources:
     Raises:
         DataError: something is missing or damaged, or tokenizers differ, or there is
             no text to evaluate on.
-        ValueError: a rank file is named as tokenizer without its hash.
     """
     if config.source in (Source.python, Source.text):
         stores = {config.name: cached_store(config)}
@@ -95,7 +94,6 @@ def encoding_of(config: DataConfig) -> tiktoken.Encoding:
 
     Raises:
         DataError: it is missing or damaged.
-        ValueError: a rank file is named as tokenizer without its hash.
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)

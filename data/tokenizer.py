@@ -44,7 +44,6 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     follows its last rank), whose SHA-256 in hexadecimal is required.
 
     Raises:
-        ValueError: a rank file is named without its hash.
         DataError: the vocabulary is missing, damaged, or cannot be downloaded.
     """
     if name == BYTES:
@@ -77,12 +76,7 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
             f"nor a rank file that can be read ({error}). Name one of these or a file"
         ) from error
     actual = hashlib.sha256(content).hexdigest()
-    if sha256 is None:
-        raise ValueError(
-            f"data.tokenizer_sha256=null: a rank file needs its SHA-256. If {path} is "
-            f"the file that you mean, set data.tokenizer_sha256={actual}"
-        )
-    if actual != sha256.lower():
+    if actual != str(sha256).lower():
         raise DataError(
             f"data.tokenizer={path}: its SHA-256 is {actual}, but "
             f"data.tokenizer_sha256={sha256}. The file is damaged or another one: "

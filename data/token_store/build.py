@@ -49,7 +49,6 @@ def cached_store(config: DataConfig) -> Store:
 
     Raises:
         DataError: the text or the tokenizer is missing, or the store is damaged.
-        ValueError: a rank file is named as tokenizer without its hash.
     """
     encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
@@ -89,7 +88,6 @@ def prepare_store(config: PrepareConfig) -> Store:
     Raises:
         DataError: the input cannot be read or is bad, or the output cannot be written,
             belongs to something else, or is being prepared by another process.
-        ValueError: a rank file is named as tokenizer without its hash.
     """
     assert config.output, "checked by the command"
     encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)

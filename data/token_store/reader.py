@@ -71,7 +71,7 @@ class TokenArray:
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """Read all documents' starts, then the end: int64 [documents + 1]."""
+        """All documents' starts, then the end: int64 [documents + 1]."""
         return self.array("offsets")
 
     @functools.cached_property

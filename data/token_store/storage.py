@@ -52,7 +52,10 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 class Storage:
-    """Keys and bytes under one path or URL."""
+    """Keys and bytes under one path or URL.
+
+    What cannot be read or written, or not in `timeout_s`, raises a DataError.
+    """
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):
         """Name the folder; nothing is read.
@@ -60,22 +63,20 @@ class Storage:
         Raises:
             DataError: the URL is of a kind that TensorStore does not read.
         """
-        local = not is_remote(str(location))
-        if not local and urlsplit(str(location)).scheme not in _REMOTE:
+        self.path = None  # of a folder on a local disk
+        if not is_remote(location):
+            # A relative path would mean another folder after a change of directory.
+            location = self.path = Path(location).expanduser().absolute()
+        elif urlsplit(str(location)).scheme not in _REMOTE:
             kinds = ", ".join(f"{kind}://" for kind in _REMOTE)
             raise DataError(
                 f"{location}: is no local path, nor one of {kinds}. Name one of these"
             )
-        # A relative path would mean another folder after a change of directory.
-        self.location = str(
-            Path(location).expanduser().absolute() if local else location
-        ).rstrip("/")
-        self.path = Path(self.location) if local else None
+        self.location = str(location).rstrip("/")
         self._context = context
         self._store: ts.KvStore | None = None
 
     def __str__(self) -> str:
-        """Return the path or URL."""
         return self.location
 
     def spec(self, name: str = "") -> dict[str, Any]:
@@ -107,12 +108,7 @@ class Storage:
         return spec
 
     def read(self, name: str) -> bytes:
-        """Read a key.
-
-        Raises:
-            FileNotFoundError: there is none.
-            DataError: it cannot be read.
-        """
+        """Read a key; a FileNotFoundError says that there is none."""
         value, _ = self.read_version(name)
         if value is None:
             raise FileNotFoundError(f"{self}/{name}")
@@ -121,21 +117,13 @@ class Storage:
     def read_version(
         self, name: str, timeout_s: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Read a key, None if there is none, and the name of its version.
-
-        Raises:
-            DataError: it cannot be read, or not in that time.
-        """
+        """Read a key, None if there is none, and the name of its version."""
         entry = self._call("read", name, lambda keys: keys.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation
 
     def write(self, name: str, value: bytes | None) -> None:
-        """Write a key whole; None removes it, if there is one.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write a key whole; None removes it, if there is one."""
         verb = "removed" if value is None else "written"
         self._call(verb, name, lambda keys: keys.write(name, value))
 
@@ -149,17 +137,12 @@ class Storage:
 
         Returns:
             The new version; None if the key was of another one and was left alone.
-
-        Raises:
-            DataError: it cannot be written, or not in that time.
         """
-        stamp = self._call(
-            "written",
-            name,
-            lambda keys: keys.write(name, value, if_equal=version),
-            timeout_s,
-        )
-        return stamp.generation or None
+
+        def write(keys: ts.KvStore) -> ts.Future:
+            return keys.write(name, value, if_equal=version)
+
+        return self._call("written", name, write, timeout_s).generation or None
 
     def has(self, name: str) -> bool:
         """Return whether there is such a key."""
