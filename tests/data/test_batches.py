@@ -164,49 +164,18 @@ def test_steps_take_the_batches_that_are_not_left_out(config, skip):
     assert order.epochs(0) == whole.epochs(0) == {"tiny": 0.0}
 
 
-E_ = 256  # the end of a document
-FLAT = np.array([1, 2, E_, 3, E_, E_, 4, 5, 6, 7, 8, E_, 9], np.int32)
-OFFSETS = np.array([0, 3, 5, 6, 12, 13])
-
-
-def cut(tokens: np.ndarray, starts: list[int], document_mask: bool = True) -> Batch:
-    found = [
-        (row, offset - start)
-        for row, start in enumerate(starts)
-        for offset in OFFSETS
-        if document_mask and start < offset < start + tokens.shape[1]
-    ]
-    row, column = np.array(found, np.int64).reshape(-1, 2).T
-    return cut_rows(tokens, row, column, OFFSETS[-1] - np.array(starts))
-
-
 def test_rows_respect_documents():
-    tokens = np.stack([FLAT[0:7], FLAT[4:11]])
-    batch = cut(tokens, [0, 4])
+    end = 256
+    tokens = [[1, 2, end, 3, end, end, 4], [end, end, 4, 5, 6, 7, 8]]
+    row, column = np.array([0, 0, 0, 1, 1]), np.array([3, 5, 6, 1, 2])
+    batch = cut_rows(np.array(tokens, np.int32), row, column, np.array([13, 9]))
     expected = Batch(
-        inputs=[[1, 2, E_, 3, E_, E_], [E_, E_, 4, 5, 6, 7]],
-        targets=[[2, E_, -1, E_, -1, -1], [-1, -1, 5, 6, 7, 8]],
+        inputs=[[1, 2, end, 3, end, end], [end, end, 4, 5, 6, 7]],
+        targets=[[2, end, -1, end, -1, -1], [-1, -1, 5, 6, 7, 8]],
         segment_ids=[[1, 1, 1, 2, 2, 3], [1, 2, 3, 3, 3, 3]],
         positions=[[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]],
     )
     assert_equal(batch, expected)
-
-
-def test_without_document_mask_rows_are_running_text():
-    tokens = FLAT[None, 0:7]
-    batch = cut(tokens, [0], document_mask=False)
-    expected = (tokens[:, :-1], tokens[:, 1:], [[1] * 6], [list(range(6))])
-    assert_equal(batch, Batch(*expected))
-
-
-@pytest.mark.parametrize("mask", [True, False])
-def test_what_lies_behind_the_end_is_padding(mask):
-    tokens = np.array([[E_, 9, 0, 0, 0], [0] * 5], np.int32)
-    batch = cut(tokens, [11, 15], mask)
-    assert batch.inputs.tolist() == [[E_, 0, 0, 0], [0] * 4]
-    assert batch.targets.tolist() == [[-1 if mask else 9, -1, -1, -1], [-1] * 4]
-    assert batch.segment_ids.tolist() == [[1, 0, 0, 0], [0] * 4]
-    assert batch.positions.tolist() == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 8])

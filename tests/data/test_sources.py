@@ -107,48 +107,16 @@ def test_any_number_of_processes_sees_the_same_batches(
 
 def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
     order = Order(sources, mixture(stores), 7)
-    which = np.concatenate([order.find(s, np.arange(B))[0] for s in range(STEPS)])
-    given = np.cumsum(which[:, None] == np.arange(3), axis=0)
-    for first, last, weights in (
-        (0, 60, [0.61, 0.23, 0.16]),
-        (60, STEPS, [0, 0.5, 0.5]),
+    each = [order.find(step, np.arange(B))[0] for step in range(STEPS)]
+    for batches, weights in (
+        (each[:60], [0.61, 0.23, 0.16]),
+        (each[60:], [0, 0.5, 0.5]),
     ):
-        count = np.arange(1, (last - first) * B + 1)[:, None]
-        before = given[first * B - 1] if first else 0
-        since = given[first * B : last * B] - before
-        assert np.abs(since - count * weights).max() < 1
-    used = order.epochs(STEPS)
-    for (name, rows), count in zip(order.rows.items(), given[-1], strict=True):
-        assert used[name] == count / len(rows)
-
-
-def test_a_source_goes_through_all_its_rows_before_one_returns(stores, sources):
-    order = Order(sources, mixture(stores), 7)
-    found = [order.find(step, np.arange(B)) for step in range(60)]
-    which, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    for source, rows in enumerate(order.rows.values()):
-        mine = numbers[which == source]
-        epochs = [mine[i : i + len(rows)] for i in range(0, len(mine), len(rows))]
-        for epoch in epochs[:-1]:
-            assert sorted(epoch.tolist()) == list(range(len(rows)))
-        assert len(set(epochs[-1].tolist())) == len(epochs[-1])
-        if len(epochs) > 2:
-            assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_a_limit_of_epochs_is_known_before_it_is_reached(stores, sources):
-    config = mixture(stores)
-    limited = {**config.sources, "prose": MixtureSource(f"{stores}/prose", 0.61, 1)}
-    config = dataclasses.replace(config, sources=limited, weight_changes=[])
-    order = Order(sources, config, 7)
-    last = int(len(order.rows["prose"]) / 0.61 / B) - 1
-    assert order.mistakes(last) == []
-    ((key, value, rule),) = order.mistakes(2 * last)
-    assert (key, value) == ("data.sources.prose.epochs", 1)
-    assert "prose 1." in rule or "prose 2." in rule
-    order.read(last - 1)
-    with pytest.raises(DataError, match=r"step \d+: data\.sources\.prose is used up"):
-        order.read(2 * last)
+        counts = np.bincount(np.concatenate(batches), minlength=3)
+        assert np.abs(counts - np.array(weights) * len(batches) * B).max() < 1
+    counts = np.bincount(np.concatenate(each), minlength=3)
+    used = zip(order.rows.items(), counts, strict=True)
+    assert order.epochs(STEPS) == {n: count / len(rows) for (n, rows), count in used}
 
 
 @pytest.mark.parametrize("skip", [[], [2, 4], [2, 4, 6, 6]])
@@ -158,17 +126,15 @@ def test_a_limit_is_refused_just_where_reading_would_end(stores, sources, skip):
     config.sources["prose"] = MixtureSource(f"{stores}/prose", 0.61, 1)
     order = Order(sources, config, 7)
 
-    def ends_at(step: int) -> bool:
-        try:
-            order.find(step, np.arange(B))
-        except DataError:
-            return True
-        return False
-
-    end = next(step for step in range(STEPS) if ends_at(step))
+    end = next(step for step in range(STEPS) if order.mistakes(step + 1))
     assert end > 4
-    assert order.mistakes(end) == []
-    assert order.mistakes(end + 1) != []
+    for step in range(end):
+        order.find(step, np.arange(B))
+    with pytest.raises(DataError, match=r"step \d+: data\.sources\.prose is used up"):
+        order.find(end, np.arange(B))
+    ((key, value, rule),) = order.mistakes(end + 1)
+    assert (key, value) == ("data.sources.prose.epochs", 1)
+    assert "steps use prose 1." in rule
 
 
 def test_weights_change_at_a_batchs_number(stores, sources, expected):

@@ -113,11 +113,10 @@ def test_a_missing_or_malformed_rank_file_is_named(tmp_path):
         load_tokenizer(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
-def test_without_network_a_published_vocabulary_says_so(name, tmp_path, monkeypatch):
+def test_without_network_a_published_vocabulary_says_so(tmp_path, monkeypatch):
     for variable in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     with pytest.raises(DataError, match=r"can it be downloaded.*=bytes"):
-        load_tokenizer(name)
+        load_tokenizer("gpt2")

@@ -70,19 +70,6 @@ def test_neither_split_of_a_tiny_folder_is_empty(tmp_path, fraction):
         assert len(documents(corpus, split)) == 1
 
 
-def test_a_single_file_is_cut_at_a_character(tmp_path):
-    path = tmp_path / "cats.txt"
-    path.write_text("猫" * 10)
-    for tenth in (0.15, 0.2, 0.37, 0.9):
-        config = DataConfig(source=Source.text, path=str(path), validation=tenth)
-        corpus = find_corpus(config)
-        parts = [documents(corpus, split)[path.name] for split in SPLITS]
-        assert b"".join(parts) == path.read_bytes()
-        for part in parts:
-            part.decode()
-        assert abs(len(parts[1]) - 30 * tenth) < 3
-
-
 def test_a_file_alone_in_its_folder_is_a_single_file(config, folder):
     corpus = find_corpus(dataclasses.replace(config, pattern="06.txt"))
     train, validation = (documents(corpus, split)["06.txt"] for split in SPLITS)

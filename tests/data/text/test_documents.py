@@ -164,20 +164,13 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        b"[" * 10**6,
-        b'{"text": "a", "id": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
-        b'{"text": "a", "id": ' + b"9" * 10**5 + b"}",
-        b'{"text": "a", "id": 1e999999999}',
-    ],
+    "value", [b"[" * 10**5 + b"]" * 10**5, b"9" * 10**5, b"1e9999"]
 )
-def test_monstrous_lines_do_no_harm(tmp_path, line):
-    fine = b'{"id": 2, "text": "b"}\n'
-    found = read_file(file_of(tmp_path, "a.jsonl", line + b"\n" + fine))
-    assert len(found) == 2
-    assert found[1] == ("2", b"b", True)
-    assert isinstance(found[0], Bad) or found[0].text == b"a"
+def test_monstrous_lines_do_no_harm(tmp_path, value):
+    lines = b'{"text": "a", "id": ' + value + b'}\n{"id": 2, "text": "b"}\n'
+    odd, fine = read_file(file_of(tmp_path, "a.jsonl", lines))
+    assert isinstance(odd, Bad) or odd.text == b"a"
+    assert fine == ("2", b"b", True)
 
 
 def odd_table(text: pa.Array) -> pa.Table:
