@@ -7,8 +7,6 @@ elsewhere (files, pipes, cluster logs) they are plain lines, never wrapped or cu
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -102,17 +100,6 @@ class Progress:
         elif self._held:
             print(self._held, file=sys.stderr, flush=True)
             self._held = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _seconds_left(self, step: int) -> float | None:
         # From the first update on, so that compilation does not count.

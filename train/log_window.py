@@ -13,12 +13,13 @@ import jax
 from etils import epath
 
 from data.batches import Order
+from data.machine import is_remote
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
 from train.program import Program
 from train.run.directory import RunDir
-from train.run.storage import in_object_store, upload
+from train.run.storage import upload
 from train.step import Metrics
 
 _MUCH_WAITING = 0.02  # of a window's time
@@ -154,7 +155,7 @@ class Profiler:
         """Begin, if this is the first step to trace."""
         if step == self._first:
             # JAX knows nothing of object stores: given one, the process dies.
-            remote = in_object_store(self._folder)
+            remote = is_remote(self._folder)
             self._local = Path(tempfile.mkdtemp() if remote else self._folder)
             jax.profiler.start_trace(str(self._local))
 
@@ -163,7 +164,7 @@ class Profiler:
         if step == self._last and self._first is not None:
             jax.block_until_ready(metrics)
             jax.profiler.stop_trace()
-            if in_object_store(self._folder):
+            if is_remote(self._folder):
                 upload(self._local, self._folder)
                 shutil.rmtree(self._local)
             log.info("profile of steps %d to %d: %s", self._first, step, self._folder)

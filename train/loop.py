@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,7 +74,8 @@ class Trainer:
         faults = FaultInjection(self.cluster.process)
         await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise
         preemption.step_done(first)
-        with Progress(end, first, window.peak is not None, run.write) as progress:
+        shown = window.peak is not None, run.write
+        with closing(Progress(end, first, *shown)) as progress:
             for step in range(first + 1, end + 1):
                 profiler.before(step)
                 state, metrics = train_step(state, next(feed))

@@ -6,6 +6,7 @@ one, a fresh state if there never was a checkpoint.
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -50,13 +51,13 @@ def train(config: Config, command: str) -> int:
         DataError: if the data or every checkpoint is damaged.
         Exit: whatever else ends it for a known reason.
     """
-    with Preemption() as preemption:
+    with closing(Preemption()) as preemption:
         cluster = join(config.distributed, preemption.hold)
         preemption.connect(cluster)
         set_up(config.runtime)
         folder = run_folder(settled_run_dir(config))
         place = cluster.process, cluster.processes
-        with Watchdog(config.watchdog, folder, *place) as watchdog:
+        with closing(Watchdog(config.watchdog, folder, *place)) as watchdog:
             prepared = Prepared(config, cluster)
             config, sources = prepared.config, prepared.sources
             with open_run(config, sources, cluster, preemption) as run:

@@ -1,6 +1,7 @@
 import io
 import re
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_plain_lines_first_last_and_every_five_seconds(capsys, clock):
 
 
 def test_a_run_that_is_stopped_still_prints_its_last_line(capsys, clock):
-    with Progress(100, 0, peak_known=False) as bar:
+    with closing(Progress(100, 0, peak_known=False)) as bar:
         bar.update(1, 3.0, 10, None)
         bar.update(2, float("nan"), 10, None)
     lines = capsys.readouterr().err.splitlines()

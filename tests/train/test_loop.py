@@ -30,16 +30,16 @@ STOPPED = """
 import os
 from train.__main__ import main
 from train.cli.command import run_command
-from train.run.metrics import MetricsLog
+from train.run.directory import RunDir
 
-write = MetricsLog.write
+write = RunDir.log
 
 def write_and_signal(log, step, values):
     write(log, step, values)
     if step == int(os.environ["AT_STEP"]):
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
 
-MetricsLog.write = write_and_signal
+RunDir.log = write_and_signal
 
 if __name__ == "__main__":
     run_command(main)

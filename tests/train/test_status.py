@@ -12,7 +12,7 @@ from etils import epath
 
 from tests.fleet import REPOSITORY
 from train.run.liveness import Owner
-from train.run.metrics import EventLog, MetricsLog, read_metrics
+from train.run.metrics import EventLog, open_metrics, read_metrics
 from train.status import read_status
 
 OWNER = Owner.current()
@@ -55,10 +55,10 @@ def write_run(
         log.close()
     elif log._lines:
         log._lines.close()
-    metrics = MetricsLog(folder, 0)
+    metrics = open_metrics(folder, 0)
     for step in (20, 40, 60):
-        metrics.write(step, {"loss": 100.0 - step})
-    metrics.write(60, {"eval/loss": 1.0})
+        metrics.append({"step": step, "loss": 100.0 - step})
+    metrics.append({"step": 60, "eval/loss": 1.0})
     metrics.close()
 
 
@@ -179,8 +179,8 @@ def test_a_run_in_a_store_through_an_outage(server):
     result = status(run, "json=true")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["owner"] == str(OWNER)
-    log = MetricsLog(run, 40)
-    log.write(50, {"loss": 1.0})
+    log = open_metrics(run, 40)
+    log.append({"step": 50, "loss": 1.0})
     server.leave()
     try:
         with pytest.raises(OSError):  # noqa: PT011 (the client's own words)

@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 
@@ -100,17 +99,6 @@ class Preemption:
             self.request(_END)
             self._listener.join(_PATIENCE_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def step_done(self, step: int) -> str | int | None:
         """Note that a step is done; return what is due right after it.
 
@@ -135,11 +123,7 @@ class Preemption:
             self._leave(self._stop)
 
     def request(self, request: str) -> None:
-        """Make a request to all processes, from any one and from any thread.
-
-        Args:
-            request: SAVE, or an exit code.
-        """
+        """Request SAVE or an exit code of all, from any process and any thread."""
         if self._cluster.processes == 1:
             with self._told:
                 self._note(request, _due_step([self._passed]))

@@ -51,7 +51,7 @@ class Cluster:
     def set(self, key: str, value: str) -> bool:
         """Set a key that all can read; False if it is taken."""
         try:
-            global_state.client.key_value_set(f"{_PREFIX}/{key}", value)  # type: ignore
+            _client().key_value_set(f"{_PREFIX}/{key}", value)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -66,8 +66,7 @@ class Cluster:
         """
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
-            client: Any = global_state.client
-            return client.blocking_key_value_get(f"{_PREFIX}/{key}", milliseconds)
+            return _client().blocking_key_value_get(f"{_PREFIX}/{key}", milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -78,8 +77,7 @@ class Cluster:
         if self.processes == 1:
             return True
         try:
-            client: Any = global_state.client
-            client.wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
+            _client().wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
         except jax.errors.JaxRuntimeError:
             return False
         return True
@@ -106,7 +104,7 @@ class Cluster:
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
         if self.is_leader:  # whose memory thousands of values a save would fill
-            global_state.client.key_value_delete(f"{_PREFIX}/{key}/")  # type: ignore
+            _client().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
     def broadcast(self, value: Callable[[], Any]) -> Any:
@@ -194,6 +192,10 @@ class Cluster:
         if not self.is_leader:
             self.gather(key, mine)
         return self.broadcast(lambda: verdict(self.gather(key, mine)))
+
+
+def _client() -> Any:
+    return global_state.client
 
 
 def _message(error: Exception) -> str:

@@ -82,12 +82,8 @@ def copied(state: Any) -> dict[str, NamedSharding]:
 def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
     """Return the devices that differ from most of their copies.
 
-    Where none are most, as of two copies, all are named, and none as certain.
-
-    Args:
-        checksums: what `make_checksums(state, mesh)` computes.
-        state: as there.
-        mesh: as there.
+    Where none are most, as of two copies, all are named, and none as certain. The
+    checksums are what `make_checksums(state, mesh)` computes.
     """
     numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
     findings = []

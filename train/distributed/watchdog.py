@@ -48,13 +48,9 @@ class Watchdog:
         process: int,
         processes: int,
     ):
-        """Start to watch.
+        """Start to watch; where that is not enabled, all of this does nothing.
 
-        Args:
-            config: what each phase may take; not enabled, all of this does nothing.
-            folder: the run's, absolute; reports and stacks go to `stacks` in it.
-            process: the number of this one.
-            processes: how many the run has.
+        Reports and stacks go to `stacks` in the run's absolute folder.
         """
         self._config = config
         self._allowed = {
@@ -82,10 +78,8 @@ class Watchdog:
     def phase(self, name: str, step: int | None = None) -> None:
         """Enter a phase, one of `watchdog_process.PHASES`: its time begins now.
 
-        Args:
-            name: `data`, waiting for a batch, and `log`, what follows a step, may
-                take as long as `step`.
-            step: completed updates, if another number than before.
+        `data`, waiting for a batch, and `log`, what follows a step, may take as long
+        as `step`. The number of completed updates is given if it has changed.
         """
         self._phase = name
         self._number = watchdog_process.PHASES.index(name)
@@ -127,12 +121,6 @@ class Watchdog:
             faulthandler.unregister(watchdog_process.DUMP)
             faulthandler.enable(_STDERR)
             self._memory.close()
-
-    def __enter__(self) -> "Watchdog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _shared_memory() -> BinaryIO:

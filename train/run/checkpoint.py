@@ -18,13 +18,14 @@ from typing import Any
 import jax
 from etils import epath
 
+from data.machine import is_remote
 from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
 from train.run.digests import digests, write_seal
 from train.run.orbax_fixes import open_orbax
-from train.run.restore import SavedSteps, unsealed_mark
-from train.run.storage import in_object_store, remove_uncommitted
+from train.run.restore import ALONE, SavedSteps, unsealed_mark
+from train.run.storage import remove_uncommitted
 from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)
@@ -43,20 +44,16 @@ class Checkpoints:
         self,
         directory: epath.Path,
         config: CheckpointConfig,
-        cluster: Cluster | None = None,
+        cluster: Cluster = ALONE,
         before_save: Callable[[], None] = lambda: None,
     ):
         """Open the folder; made if missing, leftovers of dead saves removed.
 
-        Args:
-            directory: `<run_dir>/checkpoints`.
-            config: when to save and what to keep.
-            cluster: the processes that save; None: only this one.
-            before_save: called on process 0; an OSError fails the save.
+        `before_save` is called on process 0: an OSError there fails the save.
         """
-        self._before_save, self._cluster = before_save, cluster or Cluster()
+        self._before_save, self._cluster = before_save, cluster
         self._config, self._directory = config, directory
-        if in_object_store(directory) and self._cluster.is_leader:
+        if is_remote(directory) and self._cluster.is_leader:
             remove_uncommitted(directory)
         self._orbax = open_orbax(directory, config)
         self.saved = SavedSteps(directory, self._orbax, self._cluster)
@@ -159,7 +156,7 @@ class Checkpoints:
         mark = unsealed_mark(self._directory, step)
         try:
             self._before_save()
-            if not in_object_store(self._directory):
+            if not is_remote(self._directory):
                 free = shutil.disk_usage(self._directory).free
                 if free < size:
                     return f"{free:,} bytes are free on the disk, {size:,} are needed"

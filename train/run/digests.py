@@ -13,7 +13,8 @@ from typing import Any
 
 from etils import epath
 
-from train.run.storage import in_object_store, is_committed, names_in, write_whole
+from data.machine import is_remote
+from train.run.storage import is_committed, names_in, write_whole
 
 SEAL = "digests.json"
 _BLOCK = 2**22
@@ -21,15 +22,9 @@ _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's lat
 
 
 def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """Hash the files of a step that is written.
+    """Return size and SHA-256 of each file of a step, by its path in the folder.
 
-    Args:
-        step: its folder.
-        part: which part of the files to hash.
-        parts: of how many: several processes share the work.
-
-    Returns:
-        Size and SHA-256 of each file, by its path in the folder.
+    Several processes share the work: each hashes one `part` of `parts`.
     """
     names = sorted(_files(step))[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -44,7 +39,7 @@ def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
         OSError: also if the step is not there any more.
     """
     text = json.dumps(hashed, indent=1)
-    if in_object_store(step):
+    if is_remote(step):
         (step / SEAL).write_text(text)
         if not is_committed(step):  # it has made way, for all but the seal
             (step / SEAL).unlink(missing_ok=True)
@@ -62,13 +57,10 @@ def is_sealed(step: epath.Path) -> bool:
 def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
     """Return what is wrong with a step; None if it is what was written.
 
-    Args:
-        step: its folder.
-        part: which part of the files to hash, of how many `parts`.
-        parts: as for `digests`.
+    Several processes share the work, as in `digests`.
     """
     # A store that cannot be reached does not make a step a damaged one.
-    unreadable = FileNotFoundError if in_object_store(step) else OSError
+    unreadable = FileNotFoundError if is_remote(step) else OSError
     try:
         expected = json.loads((step / SEAL).read_text())
         if missing := expected.keys() ^ set(_files(step)):
@@ -87,7 +79,7 @@ def size(step: epath.Path) -> int:
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
-    if in_object_store(folder):
+    if is_remote(folder):
         yield from (name for name in names_in(folder) if name != SEAL)
         return
     for path in folder.iterdir():

@@ -4,13 +4,12 @@ Process 0 alone looks and writes; the others are told. What the starts before re
 and whether this one may continue them: train/run/starts.py.
 """
 
-import itertools
 import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from etils import epath
@@ -21,11 +20,12 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
+from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
-from train.run.metrics import EventLog, MetricsLog, read_events
+from train.run.metrics import EventLog, open_metrics, read_events
 from train.run.starts import Continuation, compare_with_run, record_start
 from train.run.storage import run_folder, write_whole
-from train.run.tracker import NoTracker, Tracker, open_tracker
+from train.run.tracker import Tracker, open_tracker
 from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
@@ -48,28 +48,27 @@ class RunDir:
     events: EventLog
     write: bool
     lease: Lease | None
-    metrics: MetricsLog | None = None
-    tracker: Tracker = NoTracker()  # noqa: RUF009 (it does nothing and holds nothing)
+    metrics: Appender | None = None
+    tracker: Tracker = field(default_factory=Tracker)
 
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which goes on after `step` updates, and begin to log.
 
         Lines of later steps are dropped.
         """
-        write = self.write
-        if write:
+        if self.write:
             try:
                 record_start(self.path, self.config, sources, self.events.start)
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
-        self.metrics = MetricsLog(self.path, step, write=write)
+            self.metrics = open_metrics(self.path, step)
         self.tracker = open_tracker(
             self.config.tracker,
             self.path,
             run_name(self.config),
             asdict(self.config),
-            write=write,
+            write=self.write,
         )
 
     def rewound(self) -> None:
@@ -83,8 +82,8 @@ class RunDir:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line of metrics.jsonl, and tell the tracker."""
-        assert self.metrics is not None
-        self.metrics.write(step, values)
+        if self.metrics is not None:
+            self.metrics.append({"step": step, **values})
         self.tracker.log(step, values)
 
     def ready_to_save(self) -> None:
@@ -114,14 +113,14 @@ class RunDir:
             return crash.code
         this = {**crash._asdict(), "code_version": code_version()}
         self.events.record("crash", **this)
-        starts = itertools.count(self.events.start, -1)
         same = {
             event["start"]
             for event in read_events(self.path)
             if event["event"] == "crash"
             and all(event[key] == this[key] for key in ("step", "code_version"))
         }
-        again = all(start in same for start in itertools.islice(starts, _CRASHES))
+        last = range(self.events.start, self.events.start - _CRASHES, -1)
+        again = same.issuperset(last)
         return CRASHES_AGAIN if again else crash.code
 
     def before_exit(self, code: int) -> None:
@@ -174,16 +173,26 @@ def open_run(
         step = preemption.step
         preemption.crashed(Crash(cluster.process, OWNED, step, reason, known=True))
 
-    def own() -> Lease:
-        settings = config.run
-        interval_s, timeout_s = settings.lease_interval_s, settings.lease_timeout_s
-        return take_lease(os.fspath(path), interval_s, timeout_s, lost)
-
     with ExitStack() as stack:
-        lease = cluster.on_leader(own)
+        times = config.run.lease_interval_s, config.run.lease_timeout_s
+        lease = cluster.on_leader(lambda: take_lease(os.fspath(path), *times, lost))
         if lease:
-            stack.enter_context(lease)
-        run = _open(path, config, sources, cluster, lease)
+            stack.callback(lease.close)
+        compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
+        continuation = Continuation(*compared)
+        data = replace(config.data, skip_batches=continuation.skip_batches)
+        try:
+            events = cluster.on_leader(lambda: EventLog(path))
+        except OSError as error:
+            raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
+        run = RunDir(
+            path,
+            replace(config, data=data),
+            continuation,
+            events or EventLog(path, write=False),
+            cluster.is_leader,
+            lease,
+        )
         preemption.before_exit = run.before_exit
         preemption.judge_crash = run.judge_crash
         try:
@@ -193,22 +202,3 @@ def open_run(
             raise
         finally:
             run.close()
-
-
-def _open(
-    path: epath.Path,
-    config: Config,
-    sources: Sources,
-    cluster: Cluster,
-    lease: Lease | None,
-) -> RunDir:
-    compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
-    continuation = Continuation(*compared)
-    data = replace(config.data, skip_batches=continuation.skip_batches)
-    config = replace(config, data=data)
-    try:
-        events = cluster.on_leader(lambda: EventLog(path))
-    except OSError as error:
-        raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
-    events = events or EventLog(path, write=False)
-    return RunDir(path, config, continuation, events, cluster.is_leader, lease)

@@ -115,11 +115,8 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
     by_start: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         number, seconds = event.get("start"), event.get("seconds")
-        if (
-            isinstance(number, int)
-            and _is_number(event.get("time"))
-            and _is_number(seconds)
-        ):
+        times = finite(event.get("time")), finite(seconds)
+        if isinstance(number, int) and None not in times:
             by_start.setdefault(number, []).append(event)
     starts, again_from = list[Start](), math.inf
     for number in sorted(by_start, reverse=True):
@@ -160,5 +157,8 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
     return Start(number, idle_s, buckets, first, step, num_wasted, code, ended)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def finite(value: object) -> float | None:
+    """Return what is a finite number as a float; None for anything else."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None

@@ -27,7 +27,8 @@ from typing import Any
 
 from etils import epath
 
-from train.run.storage import in_object_store, write_whole
+from data.machine import is_remote
+from train.run.storage import write_whole
 
 Row = dict[str, Any]
 
@@ -46,11 +47,13 @@ class Appender(abc.ABC):
         self._name, self._lock, self._warned = name, threading.Lock(), False
         # The newest lines; how many of them, from the first on, have been written.
         self._lines: list[bytes] = []
-        self._written = 0
+        self._written, self._closed = 0, False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, now or once it can be written."""
+        """Add a row, now or once it can be written; non-finite values become null."""
         with self._lock:
+            if self._closed:
+                return
             try:
                 full = len(self._lines) - self._written >= _MAX_LINES
                 if not full:
@@ -78,12 +81,16 @@ class Appender(abc.ABC):
 
     def close(self) -> None:
         """Write what is left, if that can be done; no line is taken after this."""
-        try:
-            self.flush()
-        except OSError as error:
-            lost = len(self._lines) - self._written
-            log.error("%s lacks its last %d lines: %s", self._name, lost, error)
-        self._close()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._sync()
+            except OSError as error:
+                lost = len(self._lines) - self._written
+                log.error("%s lacks its last %d lines: %s", self._name, lost, error)
+            self._close()
 
     @abc.abstractmethod
     def _write(self) -> None: ...
@@ -115,16 +122,14 @@ def open_lines(
 ) -> Appender:
     """Open a log to append to it, after dropping torn lines and what is not kept.
 
-    Args:
-        run_dir: the run's directory, local or remote; made if missing.
-        name: of the log.
-        keep: says of a row whether to keep it; those to drop are the newest ones.
+    The run's directory, local or remote, is made if missing. What `keep` drops are
+    the newest rows.
 
     Raises:
         OSError: if it cannot be read or written.
     """
     run_dir = epath.Path(run_dir)
-    remote = in_object_store(run_dir)
+    remote = is_remote(run_dir)
     parts = _parts(run_dir, name)
     lines: list[bytes] = []
     # From the end, so that after a kill in between what is left has no gap.
@@ -171,7 +176,7 @@ def _rewrite(path: epath.Path, old: bytes, new: bytes) -> None:
     """Replace a file's content, whole or not at all."""
     if new == old:
         return
-    if old.startswith(new) and not in_object_store(path):
+    if old.startswith(new) and not is_remote(path):
         os.truncate(path, len(new))  # needs no room on a full disk
     else:
         write_whole(path, new)

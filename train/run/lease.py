@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import tensorstore as ts
 
@@ -42,7 +41,7 @@ _CONTEXT = ts.Context(
 )
 
 
-class Lease(AbstractContextManager["Lease"]):
+class Lease:
     """A run directory is this process', as long as nobody else has taken it."""
 
     def __init__(
@@ -63,10 +62,6 @@ class Lease(AbstractContextManager["Lease"]):
         self._failing = False
         self._lost: str | None = None
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        """Release the run for the next start."""
-        self.close()
 
     def check(self) -> None:
         """Make sure, before a save, that the run is still ours.

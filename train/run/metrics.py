@@ -1,7 +1,7 @@
 """The run's own record: metrics by step, and events: what the wall time went to.
 
 These two logs are the truth about a run; trackers and reports are copies. A restart
-leaves neither duplicate nor missing steps: opening `MetricsLog` drops what the restored
+leaves neither duplicate nor missing steps: `open_metrics` drops what the restored
 state has not done yet, and the steps done again are written again. How the lines are
 kept, and what a kill or a full disk does to them: `run/jsonl.py`. Call `flush` before
 a checkpoint is saved, or a kill may cost lines of steps that no restart does again.
@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from train.run.jsonl import Row, newest_rows, open_lines, read_rows
+from train.run.jsonl import Appender, Row, newest_rows, open_lines, read_rows
 from train.run.liveness import state_and_start
 
 _IMPORTED = time.monotonic()
@@ -31,47 +31,18 @@ def read_events(run_dir: epath.Path | Path) -> list[Row]:
     return read_rows(run_dir, "events")
 
 
-class MetricsLog:
-    """Writes the metrics.
+def open_metrics(run_dir: epath.Path | Path, last_step: int) -> Appender:
+    """Open the metrics, for lines that have their `step`, to append to them.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         last_step: number of completed updates in the state this start goes on
             from (0 when fresh). Lines of later steps are dropped, atomically.
-        write: False on every process but the first: nothing is touched then.
 
     Raises:
         OSError: if the lines there are cannot be read, or the later ones dropped.
     """
-
-    def __init__(
-        self, run_dir: epath.Path | Path, last_step: int, *, write: bool = True
-    ):
-        self._lines = None
-        if write:
-            self._lines = open_lines(
-                run_dir, "metrics", lambda row: row.get("step", 0) <= last_step
-            )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line, `step` first; non-finite values become null."""
-        if self._lines:
-            self._lines.append({"step": step, **values})
-
-    def flush(self) -> None:
-        """Make all lines outlive this machine (fsync, or the upload).
-
-        Raises:
-            OSError: if that cannot be done now.
-        """
-        if self._lines:
-            self._lines.flush()
-
-    def close(self) -> None:
-        """Write what is left; the log takes no line after this."""
-        if self._lines:
-            self._lines.close()
-            self._lines = None
+    return open_lines(run_dir, "metrics", lambda row: row.get("step", 0) <= last_step)
 
 
 class EventLog:
@@ -147,11 +118,7 @@ class EventLog:
         self._code = code
 
     def flush(self) -> None:
-        """Make all lines outlive this machine (fsync, or the upload).
-
-        Raises:
-            OSError: if that cannot be done now.
-        """
+        """Make all lines outlive this machine, as `Appender.flush` does."""
         if self._lines:
             self._lines.flush()
 

@@ -20,9 +20,9 @@ from typing import Any, cast
 
 from etils import epath
 
+from data.machine import is_remote
 from data.token_store.storage import Storage
 from train.config import CheckpointConfig
-from train.run.storage import in_object_store
 
 
 def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
@@ -53,7 +53,7 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
         directory,
         context=context,
         preservation_policy=cast(Any, policies.AnyPreservationPolicy(preserved)),
-        cleanup_tmp_directories=not in_object_store(directory),
+        cleanup_tmp_directories=not is_remote(directory),
     )
 
 

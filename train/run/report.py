@@ -5,7 +5,6 @@ whichever are there, so it can be written again at any time. A curve has about a
 thousand points, the extremes of every stretch kept, so that the page stays small.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -15,7 +14,7 @@ import yaml
 from etils import epath
 
 from train.errors import meaning
-from train.run.goodput import BUCKETS, Goodput, Start, account
+from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.metrics import read_events, read_metrics
 from train.run.page import write_page
 from train.units import format_count, format_seconds
@@ -94,14 +93,9 @@ def _from_config(text: str) -> tuple[str | None, int | None]:
     return str(name) if name else None, total if isinstance(total, int) else None
 
 
-def _number(value: object) -> float | None:
-    good = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if good else None  # type: ignore[arg-type]
-
-
 def _series(rows: Sequence[Row], key: str) -> list[Point]:
-    points = [(_number(row.get("step")), row[key]) for row in rows if key in row]
-    return [(step, _number(value)) for step, value in points if step is not None]
+    points = [(finite(row.get("step")), row[key]) for row in rows if key in row]
+    return [(step, finite(value)) for step, value in points if step is not None]
 
 
 def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:
@@ -112,7 +106,7 @@ def _restarts(events: Sequence[Row]) -> list[float]:
     """Return the steps that starts after the first went on from, where recorded."""
     restores = [e for e in events if e.get("event") == "restore"]
     return [
-        e["step"] for e in restores if e.get("start", 1) > 1 and _number(e.get("step"))
+        e["step"] for e in restores if e.get("start", 1) > 1 and finite(e.get("step"))
     ]
 
 

@@ -26,7 +26,7 @@ from train.state import TrainState, as_saved, best_params
 
 log = logging.getLogger(__name__)
 
-_ALONE = Cluster()
+ALONE = Cluster()
 
 
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
@@ -62,18 +62,9 @@ class SavedSteps:
     """The steps saved under `<run_dir>/checkpoints`."""
 
     def __init__(
-        self,
-        directory: epath.Path,
-        orbax: Any = None,
-        cluster: Cluster = _ALONE,
+        self, directory: epath.Path, orbax: Any = None, cluster: Cluster = ALONE
     ):
-        """Open the folder.
-
-        Args:
-            directory: `<run_dir>/checkpoints`.
-            orbax: of the run's own process; None: only to read, all stays as it is.
-            cluster: the processes that restore together.
-        """
+        """Open the folder; without the `orbax` of a run only to read: all stays."""
         self._directory, self._cluster = directory, cluster
         self._read_only, self._orbax = orbax is None, orbax or open_orbax(directory)
 

@@ -67,7 +67,14 @@ def compare_with_run(
         return Continuation(num_steps, [], skip_batches, None, False)
     earlier, last = read_yaml(first), newest_start(path)
     changes = differences(earlier, config)
-    _refuse(path, refused(changes, config.run.allow_change))
+    rule = (
+        "differs from the run in {path}, which has {old}; take it back, start "
+        "another run.name, or add run.allow_change=[{key}]"
+    )
+    if wrong := refused(changes, config.run.allow_change):
+        rules = [rule.format(path=path, old=c.old, key=c.key) for c in wrong]
+        new = zip(wrong, rules, strict=True)
+        raise ConfigError([Mistake(c.key, c.new, rule) for c, rule in new])
     _check_changed_data(path, sources, changes, last.get("changes", {}))
     known_skips = last.get("changes", {}).get("data.skip_batches")
     known_skips = known_skips or earlier.data.skip_batches
@@ -89,18 +96,6 @@ def compare_with_run(
         )
     finished = rewind_to is None and results_step >= num_steps
     return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
-
-
-def _refuse(path: epath.Path, changes: list[Difference]) -> None:
-    rule = (
-        "differs from the run in {path}, which has {old}; take it back, start "
-        "another run.name, or add run.allow_change=[{key}]"
-    )
-    if mistakes := [
-        Mistake(c.key, c.new, rule.format(path=path, old=c.old, key=c.key))
-        for c in changes
-    ]:
-        raise ConfigError(mistakes)
 
 
 def _check_end(

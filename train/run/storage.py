@@ -16,6 +16,7 @@ import fsspec
 import fsspec.config
 from etils import epath
 
+from data.machine import is_remote
 from train.errors import ConfigError, Mistake
 
 _SCHEMES = {"s3": "s3", "gs": "gcs"}  # and the extra that installs what reads it
@@ -47,11 +48,6 @@ def run_folder(directory: str) -> epath.Path:
     return epath.Path(directory.rstrip("/"))
 
 
-def in_object_store(path: epath.Path | Path | str) -> bool:
-    """Return whether a path is in an object store, not on a disk."""
-    return "://" in os.fspath(path)
-
-
 def write_whole(
     file: epath.Path, content: str | bytes, partial: epath.Path | None = None
 ) -> None:
@@ -66,7 +62,7 @@ def write_whole(
         OSError: it was not written.
     """
     content = content.encode() if isinstance(content, str) else content
-    if in_object_store(file):  # the upload of one object is atomic by itself
+    if is_remote(file):  # the upload of one object is atomic by itself
         file.write_bytes(content)
         return
     new = Path(partial or file.parent / f".{file.name}.tmp")
@@ -96,7 +92,7 @@ def names_in(folder: epath.Path) -> list[str]:
 
 def move(folder: epath.Path, target: epath.Path) -> None:
     """Move a folder; killed in between, what was not copied is where it was."""
-    if not in_object_store(folder):
+    if not is_remote(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(target)
         return
@@ -117,7 +113,7 @@ def upload(folder: Path, target: epath.Path) -> None:
 
 def written_at(step: epath.Path) -> float:
     """Return when a step was written (unix seconds); folders there have no time."""
-    if not in_object_store(step):
+    if not is_remote(step):
         return step.stat().mtime
     files, _ = fsspec.url_to_fs(os.fspath(step))
     return files.modified(os.fspath(step / names_in(step)[0])).timestamp()

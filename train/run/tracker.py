@@ -16,12 +16,13 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from etils import epath
 
-from train import config as config_lib
-from train.run.storage import in_object_store, upload
+from data.machine import is_remote
+from train.config import TrackerConfig, TrackerName
+from train.run.storage import upload
 
 _logger = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 20.0
@@ -44,30 +45,18 @@ _QUIET = {
 }
 
 
-class Tracker(Protocol):
-    """Takes metrics, returns at once, raises nothing."""
+class Tracker:
+    """Takes metrics, returns at once, raises nothing. This one keeps none of them."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hand over the values of one step; steps never decrease."""
-        ...
 
     def finish(self) -> None:
         """Wait a bounded time for what was handed over to be stored."""
-        ...
-
-
-class NoTracker:
-    """The tracker that does nothing."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def open_tracker(
-    config: config_lib.TrackerConfig,
+    config: TrackerConfig,
     run_dir: epath.Path | Path,
     run_name: str,
     run_config: dict[str, Any],
@@ -76,24 +65,19 @@ def open_tracker(
 ) -> Tracker:
     """Return the tracker that `config` names; it is usable at once.
 
-    Args:
-        config: name, project, and whether wandb works offline or online. Online
-            without an API key on this machine means offline, with a warning.
-        run_dir: the run's directory. If remote, wandb works in a temporary folder
-            that `finish` copies to `<run_dir>/wandb/`.
-        run_name: the name shown.
-        run_config: the resolved config as plain dicts, shown beside the metrics.
-        write: False on every process but the first: no tracker there.
+    Online without an API key on this machine means offline, with a warning. For a
+    remote run wandb works in a temporary folder that `finish` copies to
+    `<run_dir>/wandb/`. `write` is False on every process but the first.
     """
-    if not write or config.name == config_lib.TrackerName.none:
-        return NoTracker()
+    if not write or config.name == TrackerName.none:
+        return Tracker()
     return _WandbTracker(config, epath.Path(run_dir), run_name, run_config)
 
 
-class _WandbTracker:
+class _WandbTracker(Tracker):
     def __init__(
         self,
-        config: config_lib.TrackerConfig,
+        config: TrackerConfig,
         run_dir: epath.Path,
         run_name: str,
         run_config: dict[str, Any],
@@ -120,7 +104,7 @@ class _WandbTracker:
 
     def _work(self) -> None:
         try:
-            remote = in_object_store(self._run_dir)
+            remote = is_remote(self._run_dir)
             root = Path(tempfile.mkdtemp() if remote else self._run_dir).absolute()
             run = self._init(root)
             while (item := self._queue.get()) is not None:

@@ -15,10 +15,10 @@ from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 
 # A process in one of its phases, that takes preemption.
 PROGRAM = """
-import hashlib, sys, time
+import contextlib, hashlib, sys, time
 from train.distributed.preemption import SAVE, Preemption
 
-with Preemption() as preemption:
+with contextlib.closing(Preemption()) as preemption:
     preemption.before_exit = lambda code: print("left with", code, flush=True)
     phase, end = sys.argv[1], 10**6
     if phase == "before":

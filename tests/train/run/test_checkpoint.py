@@ -1,11 +1,11 @@
 """Checkpoints: what is saved comes back, and what is damaged is set aside."""
 
 import gc
+import os
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,44 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
 from data.batches import Order
 from data.errors import DataError
-from tests.fleet import REPOSITORY
-from train.config import CheckpointConfig, MeshConfig
+from tests.train.run.states import like, make_state, same
+from train.checkpoints import CheckpointsConfig, main
+from train.config import CheckpointConfig, RunConfig
 from train.errors import ConfigError, Exit
 from train.feed import place
-from train.mesh import make_mesh
-from train.optimizer import OptimizerState
 from train.run.checkpoint import Checkpoints
 from train.run.digests import SEAL, damage, is_sealed
 from train.run.restore import SavedSteps
 from train.sharding import state_shardings
-from train.state import TrainState
 
-ONE = MeshConfig()
 ABOUT = {"step": 0}
-
-
-def specs(state: TrainState) -> TrainState:
-    """Describe the state as `restore` wants it."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-
-
-def make_state(step: int, size: int = 64, average: bool = False) -> TrainState:
-    rng = np.random.default_rng(step)
-    where = NamedSharding(make_mesh(ONE, jax.devices()[:1]), PartitionSpec())
-
-    def draw(dtype):
-        return jax.device_put(jnp.asarray(rng.normal(size=(size, 8)), dtype), where)
-
-    params = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
-    moments = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
-    state = OptimizerState((moments,), params | {} if average else None)
-    return TrainState(jax.device_put(jnp.int32(step), where), params, state)
 
 
 @pytest.fixture
@@ -76,47 +52,35 @@ def saved(folder):
         checkpoints.close()
 
 
-def same(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 def test_what_was_saved_comes_back_to_the_bit(saved):
-    checkpoints = saved(1, 2)
-    same(checkpoints.saved.restore(specs(make_state(0))), make_state(2))
-    same(checkpoints.saved.restore(specs(make_state(0)), 1), make_state(1))
-
-
-def test_the_state_may_be_donated_as_soon_as_save_returns(folder):
-    checkpoints, state = Checkpoints(folder, CheckpointConfig()), make_state(3)
-    checkpoints.save(3, state, ABOUT)
+    """The state may be donated as soon as `save` returns."""
+    checkpoints, state = saved(1), make_state(2)
+    checkpoints.save(2, state, ABOUT)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     checkpoints.wait()
-    same(checkpoints.saved.restore(specs(make_state(0))), make_state(3))
-    checkpoints.close()
+    same(checkpoints.saved.restore(like()), make_state(2))
+    same(checkpoints.saved.restore(like(), 1), make_state(1))
 
 
 def test_no_checkpoint_is_a_fresh_start(saved):
-    assert saved().saved.restore(specs(make_state(0))) is None
+    assert saved().saved.restore(like()) is None
     with pytest.raises(DataError, match="no checkpoint yet"):
-        saved().saved.restore_params(specs(make_state(0)))
+        saved().saved.restore_params(like())
 
 
 def test_tables_saved_before_they_were_padded_come_back_with_zeros(folder):
     checkpoints = Checkpoints(folder, CheckpointConfig())
     checkpoints.save(1, make_state(1, size=1030), ABOUT)
     checkpoints.wait()
-    state = checkpoints.saved.restore(specs(make_state(0, size=1152)))
+    state = checkpoints.saved.restore(like(1152))
     table = np.asarray(state.params["w"])
     same(table[:1030], make_state(1, size=1030).params["w"])
     assert table.shape == (1152, 8)
     assert not table[1030:].any()
     for size in (1029, 1031, 1280):
         with pytest.raises(ValueError, match=r"with the shape \(1030, 8\)"):
-            checkpoints.saved.restore(specs(make_state(0, size=size)))
+            checkpoints.saved.restore(like(size))
     checkpoints.close()
 
 
@@ -200,61 +164,45 @@ def test_the_latest_are_kept_and_every_so_many(saved, folder):
 def test_a_step_is_saved_once(saved):
     checkpoints = saved(1)
     checkpoints.save(1, make_state(5), ABOUT)
-    same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
+    same(checkpoints.saved.restore(like()), make_state(1))
 
 
 def files_of(step: Path) -> list[Path]:
     return sorted(p for p in step.rglob("*") if p.is_file())
 
 
+def arrays_of(step: Path) -> Path:
+    return max(files_of(step), key=lambda p: p.stat().st_size)
+
+
 def truncate(step: Path) -> None:
     for file in files_of(step):
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        os.truncate(file, file.stat().st_size // 2)
 
 
 def flip_a_bit(step: Path) -> None:
-    """In the middle of the largest file: the arrays' own bytes."""
-    file = max(files_of(step), key=lambda p: p.stat().st_size)
-    data = bytearray(file.read_bytes())
+    data = bytearray(arrays_of(step).read_bytes())
     data[len(data) // 2] ^= 16
-    file.write_bytes(bytes(data))
+    arrays_of(step).write_bytes(bytes(data))
 
 
-def lose_the_arrays(step: Path) -> None:
-    max(files_of(step), key=lambda p: p.stat().st_size).unlink()
+HARMS = {
+    "truncated": truncate,
+    "flipped": flip_a_bit,
+    "no arrays": lambda step: arrays_of(step).unlink(),
+    "no metadata": lambda step: [p.unlink() for p in step.rglob("*METADATA*")],
+    "no seal": lambda step: (step / SEAL).unlink(),
+    "one file more": lambda step: (step / "state" / "more").write_text("not of it"),
+}
 
 
-def lose_the_metadata(step: Path) -> None:
-    for file in files_of(step):
-        if "METADATA" in file.name.upper():
-            file.unlink()
-
-
-def lose_the_seal(step: Path) -> None:
-    (step / SEAL).unlink()
-
-
-def add_a_file(step: Path) -> None:
-    (step / "state" / "more").write_text("not of it")
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        truncate,
-        flip_a_bit,
-        lose_the_arrays,
-        lose_the_metadata,
-        lose_the_seal,
-        add_a_file,
-    ],
-)
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
     saved, folder, caplog, harm
 ):
     checkpoints = saved(1, 2)
     harm(Path(folder) / "2")
-    same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
+    same(checkpoints.saved.restore(like()), make_state(1))
     assert checkpoints.saved.steps() == [1]
     (aside,) = (folder / "quarantine").iterdir()
     assert aside.name.startswith("2-")
@@ -264,7 +212,7 @@ def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
     assert any(f"set aside as {aside}" in m for m in messages)
     checkpoints.save(2, make_state(7), ABOUT)  # the run comes here again
     checkpoints.wait()
-    same(checkpoints.saved.restore(specs(make_state(0))), make_state(7))
+    same(checkpoints.saved.restore(like()), make_state(7))
 
 
 def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
@@ -273,12 +221,12 @@ def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
     truncate(Path(folder) / "1")
     truncate(Path(folder) / "2")
     with pytest.raises(DataError, match="not starting over"):
-        checkpoints.saved.restore(specs(make_state(0)))
+        checkpoints.saved.restore(like())
     assert len(list((folder / "quarantine").iterdir())) == 2
     checkpoints.close()
     again = saved()
     with pytest.raises(DataError, match="quarantine"):
-        again.saved.restore(specs(make_state(0)))
+        again.saved.restore(like())
 
 
 def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
@@ -297,7 +245,7 @@ def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
         file.write_bytes(content[:at] if trial % 3 == 0 else damaged)
         if damage(step) is None:
             assert file.name == SEAL, file  # say, a space of the JSON
-            same(checkpoints.saved.restore(specs(make_state(0))), make_state(1))
+            same(checkpoints.saved.restore(like()), make_state(1))
         file.write_bytes(content)
     assert damage(step) is None
 
@@ -320,21 +268,21 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
         patch.setattr(Checkpoints, "_seal", unsealed)
         saved(1)
     assert not is_sealed(folder / "1")
-    same(saved().saved.restore(specs(make_state(0))), make_state(1))
+    same(saved().saved.restore(like()), make_state(1))
     assert "taken unverified" in caplog.text
     assert damage(folder / "1") is None
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", unsealed)
         saved(2)
     again = saved()
-    same(again.saved.restore(specs(make_state(0))), make_state(1))
+    same(again.saved.restore(like()), make_state(1))
     assert again.saved.steps() == [1]
     (aside,) = (folder / "quarantine").iterdir()
     assert aside.name.startswith("2-")
     again.save(2, make_state(7), ABOUT)  # the run comes here again
     again.wait()
     assert damage(folder / "2") is None
-    same(saved().saved.restore(specs(make_state(0))), make_state(7))
+    same(saved().saved.restore(like()), make_state(7))
 
 
 def full(step, part=0, parts=1):
@@ -351,31 +299,25 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     saved, folder, monkeypatch
 ):
     checkpoints = saved(1, max_failed_saves=2)
+    partial = folder / "2.orbax-checkpoint-tmp"
     with monkeypatch.context() as patch:
         patch.setattr("train.run.checkpoint.digests", full)
         assert checkpoints.save(2, make_state(2), ABOUT) is None  # not known yet
         wait([checkpoints._saving[1]])
-        partial = folder / "2.orbax-checkpoint-tmp"
         partial.mkdir()
-        assert "step 2 failed" in checkpoints.save(3, make_state(3), ABOUT)
-        assert not partial.exists()
-        assert "step 3 failed" in checkpoints.save(4, make_state(4), ABOUT)
-        with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
-            checkpoints.save(5, make_state(5), ABOUT)
-    again = saved()
-    same(again.saved.restore(specs(make_state(0))), make_state(1))
-
-
-def test_a_save_that_succeeds_forgives_the_failed(saved, monkeypatch):
-    checkpoints = saved(1)
+    assert "step 2 failed" in checkpoints.save(3, make_state(3), ABOUT)
+    assert not partial.exists()
+    assert checkpoints.save(4, make_state(4), ABOUT) is None
+    assert checkpoints.failures == 0  # one that succeeds forgives
+    checkpoints.wait()
     with monkeypatch.context() as patch:
         patch.setattr("train.run.checkpoint.digests", full)
-        assert checkpoints.save(2, make_state(2), ABOUT) is None
-        wait([checkpoints._saving[1]])
-    assert "failed" in checkpoints.save(3, make_state(3), ABOUT)
-    assert checkpoints.failures == 1
-    assert checkpoints.save(4, make_state(4), ABOUT) is None
-    assert checkpoints.failures == 0
+        assert checkpoints.save(5, make_state(5), ABOUT) is None
+        assert "step 5 failed" in checkpoints.save(6, make_state(6), ABOUT)
+        assert "step 6 failed" in checkpoints.save(7, make_state(7), ABOUT)
+        with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
+            checkpoints.save(8, make_state(8), ABOUT)
+    same(saved().saved.restore(like()), make_state(4))
 
 
 def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
@@ -408,19 +350,19 @@ def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
 def test_rewinding_sets_aside_what_is_later(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
-        checkpoints.saved.restore(specs(make_state(0)), at_most=0)
-    same(checkpoints.saved.restore(specs(make_state(0)), at_most=4), make_state(3))
+        checkpoints.saved.restore(like(), at_most=0)
+    same(checkpoints.saved.restore(like(), at_most=4), make_state(3))
     assert checkpoints.saved.steps() == [1, 3]
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
     checkpoints.save(5, make_state(9), ABOUT)
     checkpoints.wait()
-    same(saved().saved.restore(specs(make_state(0))), make_state(9))
+    same(saved().saved.restore(like()), make_state(9))
 
 
 def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
     checkpoints = saved(1)
     with pytest.raises(Exception, match=r"[Ss]hape") as error:
-        checkpoints.saved.restore(specs(make_state(0, size=32)))
+        checkpoints.saved.restore(like(32))
     assert "what was written: it does not fit" in error.value.__notes__[0]
     assert checkpoints.saved.steps() == [1]
     assert not (folder / "quarantine").exists()
@@ -431,12 +373,12 @@ def test_a_command_on_a_run_moves_nothing(saved, folder):
     truncate(Path(folder) / "2")
     reader = SavedSteps(folder)
     before = sorted(Path(folder).rglob("*"))
-    step, params = reader.restore_params(specs(make_state(0)))
+    step, params = reader.restore_params(like())
     assert step == 1
     same(params, make_state(1).params)
     assert sorted(Path(folder).rglob("*")) == before
     with pytest.raises(DataError):
-        reader.restore_params(specs(make_state(0)), 2)
+        reader.restore_params(like(), 2)
 
 
 def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
@@ -446,7 +388,7 @@ def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
     (left / "half").write_text("of it")
     again = saved()
     assert again.saved.steps() == [1]
-    same(again.saved.restore(specs(make_state(0))), make_state(1))
+    same(again.saved.restore(like()), make_state(1))
     assert not left.exists()
 
 
@@ -490,26 +432,15 @@ def test_memory_does_not_grow_over_many_saves(folder):
     assert sizes[200] - sizes[60] < 20 * 2**20
 
 
-def test_the_command_lists_and_checks(tmp_path):
+def test_the_command_lists_and_checks(saved, folder, capsys):
     """A run's checkpoints from outside: which are what was written."""
-    checkpoints = Checkpoints(epath.Path(tmp_path / "checkpoints"), CheckpointConfig())
-    for step in (1, 2):
-        checkpoints.save(step, make_state(step), ABOUT)
-    checkpoints.close()
-
-    def listed(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "train.checkpoints", f"run.dir={tmp_path}"]
-        return subprocess.run(
-            [*command, *more], cwd=REPOSITORY, capture_output=True, text=True
-        )
-
-    good = listed()
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.count("verified") == 2
-    flip_a_bit(tmp_path / "checkpoints" / "2")
-    assert listed("verify=false").stdout.count("sealed") == 2
-    bad = listed()
-    assert bad.returncode == 65
-    assert [
-        line.split()[0] for line in bad.stdout.splitlines() if "DAMAGED" in line
-    ] == ["2"]
+    saved(1, 2)
+    asked = CheckpointsConfig(RunConfig(dir=str(folder.parent)))
+    assert main(asked) == 0
+    assert capsys.readouterr().out.count("verified") == 2
+    flip_a_bit(Path(folder) / "2")
+    assert main(replace(asked, verify=False)) == 0
+    assert capsys.readouterr().out.count("sealed") == 2
+    assert main(asked) == 65
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "DAMAGED" in line] == ["2"]

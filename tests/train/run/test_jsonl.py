@@ -158,31 +158,7 @@ def test_a_start_on_a_full_disk_can_drop_what_its_state_has_not_done(small_disk)
     assert numbers(small_disk) == list(range(400))
 
 
-def test_a_write_that_stops_in_the_middle_leaves_whole_lines(tmp_path):
-    """By a limit on the file's size: a real short write, on any machine."""
-    result = run(
-        """
-        import resource, sys
-        from train.run.jsonl import open_lines, read_rows
-        log = open_lines(sys.argv[1], "log")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        for n in range(100):
-            log.append({"n": n, "text": "x" * 30})
-        with open(f"{sys.argv[1]}/log.jsonl") as file:
-            text = file.read()
-        assert 900 < len(text) <= 1000
-        assert text.endswith("}\\n")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        log.close()
-        """,
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "cannot be written" in result.stderr
-    assert numbers(tmp_path) == list(range(100))
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
     tmp_path, monkeypatch, seed
 ):

@@ -191,7 +191,7 @@ def test_a_live_owner_is_named(start, take, folder):
 def test_this_process_owns_a_folder_once(take, run, monkeypatch):
     monkeypatch.chdir(run.parent)
     for here, there in (("run", run), ("memory://run", "memory://run/")):
-        with take(here):
+        with contextlib.closing(take(here)):
             refused(take, there)
         take(there).close()
     assert files(run) == []
@@ -295,8 +295,9 @@ def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
     assert read_owner(str(run)) == other
 
 
-@pytest.mark.parametrize("machines", ["one", "eight"])
-@pytest.mark.parametrize("before", ["nobody", "a dead owner"])
+@pytest.mark.parametrize(
+    ("before", "machines"), [("nobody", "one"), ("a dead owner", "eight")]
+)
 def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
     dead = dataclasses.replace(Owner.current(), machine="elsewhere")
     if before != "nobody":
@@ -317,10 +318,9 @@ def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
             assert process.popen.wait() == OWNED
 
 
-@pytest.mark.parametrize("content", [b"", b'{"token": "a', b"[]", b"{}", b"\xff\0"])
-def test_a_damaged_lease_is_watched(take, run, content, caplog):
+def test_a_damaged_lease_is_watched(take, run, caplog):
     run.mkdir()
-    (run / "lease.json").write_bytes(content)
+    (run / "lease.json").write_bytes(b'{"token": "a')
     assert read_owner(str(run)).alive() is None
     began = time.monotonic()
     take(run, times=(0.05, 0.3))
@@ -411,7 +411,7 @@ def test_a_store_that_cannot_be_written_is_named(take, run):
 
 def test_nothing_stays_behind(take, run):
     before = threading.active_count()
-    with take(run) as mine:
+    with contextlib.closing(take(run)) as mine:
         assert json.loads((run / "lease.json").read_text())["pid"] == os.getpid()
     mine.close()
     wait_for(lambda: threading.active_count() == before)

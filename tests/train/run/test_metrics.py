@@ -7,7 +7,7 @@ import pytest
 
 from tests.fleet import REPOSITORY
 from train.run import metrics
-from train.run.metrics import EventLog, MetricsLog, read_events, read_metrics
+from train.run.metrics import EventLog, open_metrics, read_events, read_metrics
 
 
 def _steps(run_dir: Path) -> list[int]:
@@ -15,9 +15,9 @@ def _steps(run_dir: Path) -> list[int]:
 
 
 def _write(run_dir: Path, steps: range, last_step: int) -> None:
-    log = MetricsLog(run_dir, last_step)
+    log = open_metrics(run_dir, last_step)
     for step in steps:
-        log.write(step, {"loss": 1.0 / step})
+        log.append({"step": step, "loss": 1.0 / step})
     log.close()
 
 
@@ -33,17 +33,9 @@ def test_a_fresh_start_drops_everything(tmp_path):
     assert _steps(tmp_path) == [1, 2]
 
 
-def test_lines_have_the_step_first(tmp_path):
-    MetricsLog(tmp_path, 0).write(7, {"loss": 0.5})
-    line = (tmp_path / "metrics.jsonl").read_text()
-    assert line == '{"step": 7, "loss": 0.5}\n'
-
-
 def test_other_processes_touch_nothing(tmp_path):
     run_dir = tmp_path / "run"
-    log, events = MetricsLog(run_dir, 0, write=False), EventLog(run_dir, write=False)
-    log.write(1, {"loss": 1.0})
-    log.flush()
+    events = EventLog(run_dir, write=False)
     events.lap("compile")
     events.record("skipped", step=3)
     events.end(0)

@@ -12,19 +12,16 @@ from typing import Any
 
 import fsspec
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from etils import epath
-from jax.sharding import SingleDeviceSharding
 
 from tests.fleet import REPOSITORY
+from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
 from train.errors import ConfigError
-from train.optimizer import OptimizerState
 from train.program import make_program
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, damage, digests, is_sealed, write_seal
+from train.run.digests import damage, digests, is_sealed, write_seal
 from train.run.metrics import read_metrics
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
@@ -48,9 +45,9 @@ import signal
 from train.__main__ import main
 from train.run.checkpoint import Checkpoints
 from train.cli.command import run_command
-from train.run.metrics import MetricsLog
+from train.run.directory import RunDir
 
-write, save = MetricsLog.write, Checkpoints.save
+write, save = RunDir.log, Checkpoints.save
 
 def write_and_die(log, step, values):
     write(log, step, values)
@@ -60,7 +57,7 @@ def write_and_die(log, step, values):
 def save_after_the_one_before(checkpoints, step, state, about, last=False):
     return save(checkpoints, step, state, about, True)
 
-MetricsLog.write, Checkpoints.save = write_and_die, save_after_the_one_before
+RunDir.log, Checkpoints.save = write_and_die, save_after_the_one_before
 
 if __name__ == "__main__":
     run_command(main)
@@ -90,31 +87,6 @@ def opened(folder: epath.Path) -> Iterator[Callable[..., Checkpoints]]:
     yield opened
     for checkpoints in all_opened:
         checkpoints.close()
-
-
-def make_state(step: int) -> TrainState:
-    rng = np.random.default_rng(step)
-    where = SingleDeviceSharding(jax.devices()[0])
-
-    def draw(dtype: Any) -> jax.Array:
-        return jax.device_put(jnp.asarray(rng.normal(size=(64, 8)), dtype), where)
-
-    params = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
-    return TrainState(
-        jax.device_put(jnp.int32(step), where), params, OptimizerState((params,), None)
-    )
-
-
-def like() -> TrainState:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-        make_state(0),
-    )
-
-
-def same(a: Any, b: Any) -> None:
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def spoil(step: epath.Path) -> None:
@@ -160,15 +132,6 @@ def test_what_others_write_is_seen(folder):
     other = fsspec.filesystem("s3", skip_instance_cache=True)
     other.pipe_file(f"{folder}/2/theirs", b"")
     assert [path.name for path in folder.iterdir()] == ["1", "2"]
-
-
-def test_a_step_that_was_never_hashed_is_taken_for_want_of_another(opened, folder):
-    checkpoints = opened(1)
-    (folder / "1" / SEAL).unlink()
-    (folder / "unsealed" / "1").write_text("")
-    same(checkpoints.saved.restore(like()), make_state(1))
-    assert is_sealed(folder / "1")
-    assert not (folder / "unsealed").exists()
 
 
 def test_a_step_that_makes_way_while_it_is_hashed_gets_no_seal(opened, folder):
@@ -245,7 +208,7 @@ def door(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Door:
 
 
 def steps_of(run: str) -> list[dict[str, Any]]:
-    """Give what is no clock's of each step's line."""
+    """Return what is no clock's of each step's line."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
     rows = read_metrics(run_folder(run))
     return [{key: row[key] for key in keys} for row in rows if "loss" in row]

@@ -1,0 +1,41 @@
+"""Small states to save, and whether two are the same to the bit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from train.config import MeshConfig
+from train.mesh import make_mesh
+from train.optimizer import OptimizerState
+from train.state import TrainState
+
+
+def make_state(step: int, size: int = 64) -> TrainState:
+    rng = np.random.default_rng(step)
+    where = NamedSharding(make_mesh(MeshConfig(), jax.devices()[:1]), PartitionSpec())
+
+    def draw(dtype: Any) -> jax.Array:
+        return jax.device_put(jnp.asarray(rng.normal(size=(size, 8)), dtype), where)
+
+    params = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
+    moments = {"w": draw(jnp.float32), "b": {"half": draw(jnp.bfloat16)}}
+    state = OptimizerState((moments,), None)
+    return TrainState(jax.device_put(jnp.int32(step), where), params, state)
+
+
+def like(size: int = 64) -> TrainState:
+    """Describe such a state as `restore` wants it."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        make_state(0, size),
+    )
+
+
+def same(a: Any, b: Any) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
