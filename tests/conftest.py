@@ -37,6 +37,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{CACHES}/xla"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+# Spare what LLVM does for speed: half of the tests' time was compiling. Processes that
+# tests start compile as users do.
+jax.config.update("jax_disable_most_optimizations", True)
+
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
 

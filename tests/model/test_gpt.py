@@ -1,7 +1,6 @@
 """The whole model against its definition, and against a reference in float64."""
 
 import math
-import re
 from dataclasses import replace
 
 import jax
@@ -231,14 +230,16 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
 
 
 @pytest.fixture(scope="module")
-def gpt2_124m(composed):
-    config = composed("model=gpt2_124m").model
+def gpt2(composed):
+    """The published initialisation, of a narrower model."""
+    narrow = "model.embed_dim=384", "model.num_heads=6", "model.vocab_size=8192"
+    config = composed("model=gpt2_124m", *narrow).model
     params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
     return config, jax.tree.map(np.asarray, params)
 
 
-def test_gpt2_starts_with_the_published_spreads(gpt2_124m):
-    config, params = gpt2_124m
+def test_gpt2_starts_with_the_published_spreads(gpt2):
+    config, params = gpt2
     into_residual = 0.02 / math.sqrt(2 * config.num_layers)
     for name, x in named(params):
         if name.endswith("scale"):
@@ -257,8 +258,8 @@ def test_gpt2_starts_with_the_published_spreads(gpt2_124m):
     assert (layers[0] != layers[1]).mean() > 0.99, "layers must not start alike"
 
 
-def test_gpt2_starts_at_the_loss_of_a_guess(gpt2_124m):
-    config, params = gpt2_124m
+def test_gpt2_starts_at_the_loss_of_a_guess(gpt2):
+    config, params = gpt2
     model, how = abstract_gpt(config), Execution()
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(1, 65))
 
@@ -274,7 +275,8 @@ def test_gpt2_starts_at_the_loss_of_a_guess(gpt2_124m):
 
 def test_initialisation_with_zeros_starts_silent(llama):
     config = replace(llama.config, init=Init.zero)
-    params = dict(named(params_of(GPT(config, nnx.Rngs(0)))))
+    born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
+    params = dict(named(born))
     silent = {"head.weight", "layers.attention.output.weight", "layers.mlp.down.weight"}
     assert {name for name, x in params.items() if not x.any()} == silent
     up = params["layers.mlp.up.weight"]
@@ -284,7 +286,7 @@ def test_initialisation_with_zeros_starts_silent(llama):
 # ---- Depth, recomputation, the head
 
 
-def test_a_deep_model_compiles_to_no_more_than_a_shallow_one(llama):
+def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
     def lines(num_layers: int) -> int:
         model = abstract_gpt(replace(llama.config, num_layers=num_layers))
 
@@ -294,7 +296,7 @@ def test_a_deep_model_compiles_to_no_more_than_a_shallow_one(llama):
             return x.sum()
 
         lowered = jax.jit(jax.grad(loss)).lower(params_of(model), llama.tokens(1, 8))
-        return lowered.compile().as_text().count("\n")
+        return lowered.as_text().count("\n")
 
     assert lines(48) <= 1.05 * lines(6)
 
@@ -314,37 +316,32 @@ def test_recomputing_keeps_less_for_the_backward_pass(tiny):
     assert kept("full") < kept("dots") < kept("none")
 
 
-@pytest.mark.parametrize("unroll", [1, 2, -1])
-def test_the_compiled_step_recomputes_too(llama, unroll):
-    """XLA merges what is computed twice, unless a loop or a barrier is between."""
-    config = replace(llama.config, num_layers=4, layer_unroll=unroll)
-    model, tokens = abstract_gpt(config), llama.tokens(4, 64)
+@pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (-1, True)])
+def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
+    """It merges what is computed twice, unless a loop or a barrier is between."""
+    model = abstract_gpt(replace(llama.config, num_layers=4, layer_unroll=unroll))
+    how, positions = llama.how._replace(remat="full"), jnp.arange(8)[None]
 
-    def flops(policy: str) -> float:
-        def loss(params):
-            how = llama.how._replace(remat=policy)
-            positions = jnp.broadcast_to(jnp.arange(64), tokens.shape)
-            x, _ = bind(model, params).features(tokens, positions, None, how)
-            return x.sum()
+    def loss(params):
+        x, _ = bind(model, params).features(positions, positions, None, how)
+        return x.sum()
 
-        text = jax.jit(jax.grad(loss)).lower(params_of(model)).compile().as_text()
-        return len(re.findall(r" (?:dot|custom-call)\(", text))
-
-    assert flops("full") > flops("none")
+    text = jax.jit(jax.grad(loss)).lower(params_of(model)).as_text()
+    assert ("optimization_barrier" in text) == barriers
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_large_vocabulary_is_padded_and_nothing_shows_it(tiny, tied):
-    config = replace(tiny.config, vocab_size=1030, tied_head=tied)
-    model = GPT(config, nnx.Rngs(0))
-    table = model.embedding.weight[...]
+def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
+    config = replace(llama.config, vocab_size=1030, tied_head=tied)
+    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
+    table, model = params["embedding"]["weight"], abstract_gpt(config)
     assert table.shape == (1152, config.embed_dim)
+    assert table[:1030].all()
     assert not table[1030:].any()
-    assert (model.head_weight.shape[0 if tied else 1]) == 1152
-    tokens = tiny.tokens(1, 4)
-    positions = jnp.arange(4)[None]
-    x, _ = model.features(tokens, positions, None, tiny.how)
-    assert model.logits(x, tiny.how).shape == (1, 4, 1030)
+    model = bind(model, params)
+    assert model.head_weight.shape[0 if tied else 1] == 1152
+    x = jnp.ones((1, 4, config.embed_dim))
+    assert model.logits(x, llama.how).shape == (1, 4, 1030)
     small = num_params(replace(config, vocab_size=1000))
     tables = 1 if tied else 2
     assert num_params(config) - small == tables * 30 * config.embed_dim

@@ -29,18 +29,6 @@ Configure = Callable[..., Config]
 Programs = Callable[..., Program]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast() -> Iterator[None]:
-    """Spare what LLVM does for speed: half of these tests' time was compiling.
-
-    Runs through the door are compiled as users compile them.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture
 def planning() -> Iterator[None]:
     """Let this process compile for other machines, and forget it afterwards."""
