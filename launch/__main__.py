@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.job import environment_mistakes
-from launch.submissions import Submission, newest
+from launch.submissions import Submission, submitted
 from launch.submit import BACKENDS, render, resume, run_directory, submit
 from launch.subprocesses import run_module
 from train.cli.command import run_command
@@ -34,7 +34,7 @@ def main(config: Any) -> int:
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
         act = render if config.action is Action.render else submit
         return act(config, flags.overrides, str(Path.cwd()))
-    submission = newest(run_directory(config))
+    submission = submitted(run_directory(config))
     if config.action is Action.resume:
         return resume(submission, mistakes, config.force)
     backend = BACKENDS[submission.kind]
@@ -47,17 +47,17 @@ def main(config: Any) -> int:
 
 def mistakes(config: Any) -> list[Mistake]:
     """List what is wrong, with the keys of training too."""
-    found = validate(config)
+    wrong = validate(config)
     if config.follow and config.action is not Action.logs:
-        found.append(Mistake("follow", True, "goes with action=logs only"))
+        wrong.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:
-        found.append(Mistake("output", config.output, "goes with action=render only"))
+        wrong.append(Mistake("output", config.output, "goes with action=render only"))
     if config.action in (Action.submit, Action.render):
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
-        found += environment_mistakes(variables, backend.SECRETS_REMEDY)
-        found += backend.mistakes(config.cluster, run_directory(config))
-    return found
+        wrong += environment_mistakes(variables, backend.SECRETS_REMEDY)
+        wrong += backend.mistakes(config.cluster, run_directory(config))
+    return wrong
 
 
 def _stop(submission: Submission) -> int:
@@ -76,9 +76,8 @@ def _status(submission: Submission) -> int:
         print(line)
     sys.stdout.flush()
     if (submission.folder.parent.parent / "config.yaml").exists():
-        return run_module(
-            "train.status", [hydra_text("run.dir", submission.run_dir)]
-        ).returncode
+        run_dir = hydra_text("run.dir", submission.run_dir)
+        return run_module("train.status", [run_dir]).returncode
     print("the run has not begun yet")
     return FINISHED
 

@@ -43,8 +43,8 @@ def archive(root: Path) -> bytes:
 
 def files(root: Path) -> list[str]:
     """List what travels, by paths from the root on, in order."""
-    known = _not_ignored(root) or _on_disk(root)
-    return sorted({name for name in known if _travels(root, Path(name))})
+    names = _not_ignored(root) or _on_disk(root)
+    return sorted({name for name in names if _travels(root, Path(name))})
 
 
 def _travels(root: Path, name: Path) -> bool:
@@ -59,16 +59,25 @@ def _travels(root: Path, name: Path) -> bool:
 
 def _not_ignored(root: Path) -> list[str]:
     """List what git does not ignore; nothing where there is no git, or no checkout."""
-    listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    command = ["git", "-C", str(root), *listing, "--", *_PACKAGES, *_TO_INSTALL]
+    flags = ["-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "ls-files",
+        *flags,
+        "--",
+        *_PACKAGES,
+        *_TO_INSTALL,
+    ]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return []
-    return found.stdout.split("\0")[:-1]
+    return listing.stdout.split("\0")[:-1]
 
 
 def _on_disk(root: Path) -> Iterable[str]:
-    found = [path for package in _PACKAGES for path in (root / package).rglob("*")]
-    found += [root / name for name in _TO_INSTALL]
-    return [path.relative_to(root).as_posix() for path in found]
+    paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]
+    paths += [root / name for name in _TO_INSTALL]
+    return [path.relative_to(root).as_posix() for path in paths]

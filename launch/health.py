@@ -1,4 +1,4 @@
-"""Says whether a command of this program runs in this container: its health check.
+"""Tests whether a command of this program runs in this container: its health check.
 
     python -P -m launch.health
 

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from launch.config import Code
@@ -60,27 +61,26 @@ class Job:
             code: how this program gets there.
             prefix: words of a program of ours that starts the training.
         """
-        return self._there([*prefix, python], code, "train", self.overrides)
+        words = [*prefix, python, "-P", "-m", "train", *self.overrides]
+        return self._unpacked(words, python, code)
 
     def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
         """Return the words that print there, as one JSON object, how far the run is."""
-        return self._there([python], code, "train.status", self.status_arguments)
+        words = [python, "-P", "-m", "train.status", *self.status_arguments]
+        return self._unpacked(words, python, code)
 
-    def _there(
-        self, start: Sequence[str], code: Code, module: str, arguments: Sequence[str]
-    ) -> list[str]:
-        words = [*start, "-P", "-m", module, *arguments]
+    def _unpacked(self, words: list[str], python: str, code: Code) -> list[str]:
         if code is not Code.archive:
             return words
         # An object store holds no program that could be run from there.
         remote = "://" in self.folder
         unpack = ["-m", "launch.unpack"] if remote else [f"{self.folder}/{UNPACK}"]
-        return [start[-1], *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
+        return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
         """Return the environment that goes with the command."""
-        found = {"PYTHONPATH": self.root} if code is Code.shared else {}
-        return {**found, **self.environment}
+        path = {"PYTHONPATH": self.root} if code is Code.shared else {}
+        return {**path, **self.environment}
 
     def cache_variables(self) -> dict[str, str]:
         """Return where XLA keeps compiled programs: in the run, for its next start.
@@ -119,6 +119,13 @@ def job_name(run_name: str, run_dir: str) -> str:
     return f"{start}-{digits}"
 
 
+def local_folder(name: str, folder: str) -> Path:
+    """Return a submission's folder, or, for a remote one, a local one of its own."""
+    if "://" not in folder:
+        return Path(folder)
+    return Path.home() / f".local/state/longhaul/{name}/{folder.rpartition('/')[2]}"
+
+
 def port_of(name: str) -> int:
     """Return a port for process 0: the same on all hosts, another for another run.
 
@@ -144,26 +151,24 @@ def exports(environment: Mapping[str, str]) -> list[str]:
 
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
     """List what is no name of a variable, and secrets: these end up in files.
 
-    Args:
-        environment: `cluster.environment`.
-        remedy: where a secret belongs, on this kind of cluster.
+    `remedy` is where a secret belongs, on this kind of cluster.
     """
-    found = []
+    mistakes = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"
         if not VARIABLE.fullmatch(name):
-            rule = "must be a variable's name: letters, digits and underscores"
-            found.append(Mistake(key, value, rule))
+            mistakes.append(Mistake(key, value, VARIABLE_RULE))
         elif _SECRET.search(name) and not name.endswith("_FILE"):
             rule = f"looks like a secret, and would be written into files; {remedy}"
-            found.append(Mistake(key, "(not shown)", rule))
-    return found
+            mistakes.append(Mistake(key, "(not shown)", rule))
+    return mistakes
 
 
 def control_character_mistakes(words: Sequence[str]) -> list[Mistake]:

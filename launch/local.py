@@ -14,11 +14,7 @@ from pathlib import Path
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, exports, shell
 from launch.plan_check import Machine
-from launch.remote.supervise import alive as alive
-from launch.remote.supervise import logs as logs
-from launch.remote.supervise import status as status
-from launch.remote.supervise import stop as stop
-from launch.remote.supervise import supervise
+from launch.remote.supervise import alive, logs, status, stop, supervise  # noqa: F401
 from launch.submissions import Submission
 from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import Mistake
@@ -43,8 +39,8 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     lines += exports(job.variables())
     for process in range(cluster.processes):
         place = _place(process, cluster.processes, port=29500)
-        both = [f"{name}={value}" for name, value in place.items()]
-        lines.append(" ".join([*both, command]) + " &" * (cluster.processes > 1))
+        words = [f"{name}={value}" for name, value in place.items()]
+        lines.append(" ".join([*words, command]) + " &" * (cluster.processes > 1))
     lines += ["wait"] * (cluster.processes > 1)
     return Rendered({"local.sh": "\n".join(lines) + "\n"}, ["bash", "local.sh"])
 

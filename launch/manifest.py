@@ -56,13 +56,13 @@ def merged(document: Any, more: Any) -> Any:
     a name are merged by it, as containers and variables are; other lists are replaced.
     """
     if isinstance(document, Mapping) and isinstance(more, Mapping):
-        both = {**document}
+        result = {**document}
         for key, value in more.items():
             if value is None:
-                both.pop(key, None)
+                result.pop(key, None)
             else:
-                both[key] = merged(both.get(key), value)
-        return both
+                result[key] = merged(result.get(key), value)
+        return result
     if _named(document) and _named(more):
         by_name = {item["name"]: item for item in document}
         for item in more:

@@ -55,23 +55,23 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--look", type=float, default=_LOOK_S)
     own = list(arguments)
     split = own.index("--")
-    told = parser.parse_args(own[:split])
+    options = parser.parse_args(own[:split])
     rank = int(os.environ.get("NODE_RANK", "0"))
-    if _asked(told.folder):
+    if _asked(options.folder):
         return STOPPED
     processes = ProcessGroup()
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: processes.send_signal(number))
-    for local in range(told.processes):
-        env = {**os.environ, **torchrun_variables(local, told.processes, rank)}
+    for local in range(options.processes):
+        env = {**os.environ, **torchrun_variables(local, options.processes, rank)}
         processes.add(own[split + 1 :], env=env)
-    if told.folder is not None and rank == 0:
-        looking = processes, told.folder, told.look
+    if options.folder is not None and rank == 0:
+        looking = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()
     verdict, code = judge(processes.wait())
-    if verdict is not Verdict.crashed or told.folder is None:
+    if verdict is not Verdict.crashed or options.folder is None:
         return code
-    return _counted(code, told.folder / f"crashes-{rank}", told)
+    return _counted(code, options.folder / f"crashes-{rank}", options)
 
 
 def _asked(folder: epath.Path | None) -> bool:
@@ -82,11 +82,11 @@ def _asked(folder: epath.Path | None) -> bool:
         return False
 
 
-def _counted(code: int, count: epath.Path, told: argparse.Namespace) -> int:
+def _counted(code: int, count: epath.Path, options: argparse.Namespace) -> int:
     """Count a crash; return the code that has the node started again, or not."""
     crashes = 1 + int(count.read_text() if count.exists() else 0)
     count.write_text(str(crashes))
-    pause_s = pause_after_crash(code, crashes, told.max_restarts, told.backoff)
+    pause_s = pause_after_crash(code, crashes, options.max_restarts, options.backoff)
     if pause_s is None:
         return code
     time.sleep(pause_s)

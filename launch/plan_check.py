@@ -42,11 +42,6 @@ _REFUSED = {
 def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
     """Show the plan; refuse what is of no use to submit.
 
-    Args:
-        job: what is to run.
-        machine: what it is to run on.
-        force: submit all the same.
-
     Returns:
         The bytes of a host's memory that a save stages; None if no plan says so.
 
@@ -63,21 +58,17 @@ def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
     options = {"stdout": sys.stderr, "cwd": job.workdir}
     code = run_module("train.plan", arguments, machine.variables, **options).returncode
     if code in _REFUSED:
-        said = f"the plan says that {_REFUSED[code]}"
+        why = f"the plan says that {_REFUSED[code]}"
         if not force:
             remedy = "To submit all the same: force=true"
-            raise Exit(code, f"not submitted: {said}. {remedy}")
-        log.warning("%s; submitted all the same (force=true)", said)
+            raise Exit(code, f"not submitted: {why}. {remedy}")
+        log.warning("%s; submitted all the same (force=true)", why)
     elif code != FINISHED:
         log.warning("the plan could not be made (exit code %d): submitted unseen", code)
     elif machine.target is not None:
-        return _staged_bytes(Path(job.workdir) / folder / "plan.json")
+        plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
+        return plan["host_save"]["bytes"]
     return None
-
-
-def _staged_bytes(file: Path) -> int:
-    """Read what a save stages on a host from the file that the plan has written."""
-    return json.loads(file.read_text())["host_save"]["bytes"]
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

@@ -71,11 +71,7 @@ def pause_after_crash(
 ) -> float | None:
     """Return the seconds to wait before the next start; None: there is none.
 
-    Args:
-        code: that it crashed with.
-        crashes: so far, with this one.
-        max_restarts: `cluster.max_restarts`.
-        first_s: `cluster.backoff_s`.
+    `crashes` counts this one too.
     """
     if crashes > max_restarts:
         limit = f"cluster.max_restarts={max_restarts}"

@@ -48,22 +48,22 @@ _LOOK_S = 10.0
 
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    found = []
+    wrong = []
     if cluster.region is not None and cluster.cloud is None:
         rule = "is a region of what? Give cluster.cloud too"
-        found.append(Mistake("cluster.region", cluster.region, rule))
+        wrong.append(Mistake("cluster.region", cluster.region, rule))
     if cluster.code is Code.shared:
         rule = "its machines do not see this one's files: must be archive or image"
-        found.append(Mistake("cluster.code", "shared", rule))
+        wrong.append(Mistake("cluster.code", "shared", rule))
     if cluster.code is Code.image and cluster.image is None:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
-        found.append(Mistake("cluster.image", None, rule))
+        wrong.append(Mistake("cluster.image", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
             rule = "must name variables, not values, there and in your environment: "
             rule += "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
-            found.append(Mistake("cluster.secrets", "(not shown)", rule))
-    return [*found, *object_store_mistakes(run_dir, "skypilot")]
+            wrong.append(Mistake("cluster.secrets", "(not shown)", rule))
+    return [*wrong, *object_store_mistakes(run_dir, "skypilot")]
 
 
 def machine(cluster: SkypilotCluster) -> Machine:
@@ -180,8 +180,8 @@ def status(submission: Submission) -> list[str]:
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
-    how = ["--follow" if follow else "--no-follow", "--tail", "0"]
-    return _run("jobs", "logs", "--name", submission.name, *how, show=True).returncode
+    flags = ["--follow" if follow else "--no-follow", "--tail", "0"]
+    return _run("jobs", "logs", "--name", submission.name, *flags, show=True).returncode
 
 
 def stop(submission: Submission) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from launch.job import ARCHIVE
+from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Mistake
 
 _FOLDER, RECORD = "launch", "record.json"
@@ -54,32 +54,24 @@ class Submission:
         """Where it is kept."""
         return epath.Path(self.run_dir) / _FOLDER / str(self.number)
 
-    def write(self) -> None:
-        """Keep it."""
-        kept = {k: v for k, v in asdict(self).items() if k != "run_dir"}
-        (self.folder / RECORD).write_text(json.dumps(kept, indent=1) + "\n")
-
     def with_handle(self, **handle: Any) -> "Submission":
-        """Keep how the cluster knows the job."""
-        known = replace(self, handle={**self.handle, **handle})
-        known.write()
-        return known
+        """Write the record, with how the cluster knows the job."""
+        submission = replace(self, handle={**self.handle, **handle})
+        record = {k: v for k, v in asdict(submission).items() if k != "run_dir"}
+        (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        return submission
 
     def local_folder(self) -> Path:
         """Return a local folder: the submission's own, unless that is remote."""
-        if "://" not in self.run_dir:
-            return Path(self.folder)
-        folder = Path.home() / f".local/state/longhaul/{self.name}/{self.number}"
+        folder = local_folder(self.name, str(self.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
 
 def next_number(run_dir: str) -> int:
     """Return the number of the submission to come."""
-    folder = epath.Path(run_dir) / _FOLDER
-    numbers = [f.name for f in folder.iterdir()] if folder.exists() else []
     # Also where there is no record: what was rendered may have been typed by hand.
-    return max((int(name) for name in numbers if name.isdigit()), default=0) + 1
+    return max(_numbers(run_dir), default=0) + 1
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
@@ -91,55 +83,57 @@ def folder_to_render(run_dir: str) -> epath.Path:
     return epath.Path(run_dir) / _FOLDER / number
 
 
-def is_submitted(run_dir: str) -> bool:
-    """Return whether the run was ever submitted."""
-    return bool(_numbers(run_dir))
+def newest(run_dir: str) -> Submission | None:
+    """Read the run's last submission; None if there is none."""
+    folder = epath.Path(run_dir) / _FOLDER
+    for number in sorted(_numbers(run_dir), reverse=True):
+        if (record := folder / str(number) / RECORD).exists():
+            kept = json.loads(record.read_text())
+            return Submission(
+                run_dir, **{**kept, "arguments": tuple(kept["arguments"])}
+            )
+    return None
 
 
-def newest(run_dir: str) -> Submission:
+def submitted(run_dir: str) -> Submission:
     """Read the run's last submission.
 
     Raises:
         ConfigError: there is none.
     """
-    numbers = _numbers(run_dir)
-    if not numbers:
+    submission = newest(run_dir)
+    if submission is None:
         rule = f"was never submitted: there is no {run_dir}/{_FOLDER}. Name a run that "
         rule += "was, with run.name, run.dir or the keys that it was submitted with"
         raise ConfigError([Mistake("run.dir", run_dir, rule)])
-    folder = epath.Path(run_dir) / _FOLDER / str(max(numbers))
-    kept = json.loads((folder / RECORD).read_text())
-    return Submission(run_dir, **{**kept, "arguments": tuple(kept["arguments"])})
+    return submission
 
 
 def _numbers(run_dir: str) -> list[int]:
     folder = epath.Path(run_dir) / _FOLDER
-    if not folder.exists():
-        return []
-    kept = [f for f in folder.iterdir() if f.name.isdigit() and (f / RECORD).exists()]
-    return [int(file.name) for file in kept]
+    names = [f.name for f in folder.iterdir()] if folder.exists() else []
+    return [int(name) for name in names if name.isdigit()]
 
 
 def keep(
     submission: Submission, files: Mapping[str, str | bytes], root: Path
 ) -> Submission:
     """Write a submission down, with the state of the code in git."""
-    submission.folder.mkdir(parents=True, exist_ok=True)
     commit, patch = _git(root)
+    write_files(submission.folder, files)
     if patch:
-        files = {**files, "uncommitted.patch": patch}
+        write_files(submission.folder, {"uncommitted.patch": patch})
+    code, now = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    sha = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None
+    return replace(submission, git=commit, code=sha, time=now).with_handle()
+
+
+def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
+    """Write files into a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         data = content.encode() if isinstance(content, str) else content
-        (submission.folder / name).write_bytes(data)
-    code = files.get(ARCHIVE)
-    submission = replace(
-        submission,
-        git=commit,
-        code=hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None,
-        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )
-    submission.write()
-    return submission
+        (folder / name).write_bytes(data)
 
 
 def _git(root: Path) -> tuple[dict[str, Any], str]:
@@ -147,9 +141,7 @@ def _git(root: Path) -> tuple[dict[str, Any], str]:
 
     def ask(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
 
     try:
         commit = ask("rev-parse", "HEAD").strip()

@@ -4,8 +4,9 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from launch import local, skypilot
 from launch.archive import archive_files
@@ -19,10 +20,10 @@ from launch.slurm import backend as slurm
 from launch.submissions import (
     Submission,
     folder_to_render,
-    is_submitted,
     keep,
     newest,
     next_number,
+    write_files,
 )
 from launch.subprocesses import ROOT
 from train.cli.command import compose, to_yaml
@@ -56,10 +57,7 @@ def run_directory(config: Any) -> str:
 def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Check, show the plan, render, keep what is submitted, submit.
 
-    Args:
-        config: of `python -m launch`.
-        arguments: that it was composed of.
-        workdir: where they were typed: relative paths begin there.
+    `config` was composed of `arguments`, typed in `workdir`: paths begin there.
     """
     kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
     number = next_number(directory)
@@ -87,13 +85,10 @@ def render(config: Any, arguments: Sequence[str], workdir: str) -> int:
     job = _job(config, arguments, workdir, folder)
     job = dataclasses.replace(job, rendered_to=config.output or ".")
     rendered = BACKENDS[kind_in(arguments)].render(job, config.cluster)
-    for name, content in _files(rendered, config.cluster).items():
-        data = content.encode() if isinstance(content, str) else content
-        if config.output is not None:
-            output = Path(config.output)
-            output.mkdir(parents=True, exist_ok=True)
-            (output / name).write_bytes(data)
-        elif isinstance(content, str):
+    if config.output is not None:
+        write_files(epath.Path(config.output), _files(rendered, config.cluster))
+    else:
+        for name, content in rendered.files.items():
             print(f"# ---- {name}\n{content}")
     for line in rendered.before:
         print(line)
@@ -148,10 +143,8 @@ def _refuse_twice(directory: str) -> None:
     Raises:
         ConfigError: saying what to do instead.
     """
-    if not is_submitted(directory):
-        return
     submission = newest(directory)
-    if BACKENDS[submission.kind].alive(submission):
+    if submission is not None and BACKENDS[submission.kind].alive(submission):
         rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
         rule += "action=logs follow=true shows it, action=stop ends it"
         raise ConfigError([Mistake("run.dir", directory, rule)])

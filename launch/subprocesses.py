@@ -28,11 +28,7 @@ def run_module(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m <module> <arguments>`, from the same files as this process.
 
-    Args:
-        module: the command.
-        arguments: its own.
-        variables: of its environment, beside those of this process.
-        options: of `subprocess.run`.
+    It has `variables` beside those of this process; options: of `subprocess.run`.
     """
     env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -44,13 +40,8 @@ def run_tool(
 ) -> subprocess.CompletedProcess[Any]:
     """Run a program of a cluster; return what it did, its outputs as text.
 
-    Args:
-        words: the command.
-        missing: raised if there is no such program.
-        options: of `subprocess.run`.
-
     Raises:
-        Exit: `missing`.
+        Exit: `missing`, if there is no such program.
     """
     options = {"capture_output": True, "text": True, **options}
     try:

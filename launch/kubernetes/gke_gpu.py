@@ -11,11 +11,7 @@ from launch.config import GkeGpuCluster
 from launch.job import Job, Rendered, port_of
 from launch.kubernetes import jobset
 from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
-from launch.kubernetes.kubectl import alive as alive
-from launch.kubernetes.kubectl import logs as logs
-from launch.kubernetes.kubectl import status as status
-from launch.kubernetes.kubectl import stop as stop
-from launch.kubernetes.kubectl import submit as submit
+from launch.kubernetes.kubectl import alive, logs, status, stop, submit  # noqa: F401
 from launch.kubernetes.pod import Pods, from_pod, host_of
 from launch.node import node_command
 from launch.plan_check import Machine

@@ -33,34 +33,32 @@ _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 
 def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the keys that both kinds have."""
-    found = []
+    wrong = []
     if not cluster.image:
         rule = "is needed: an image with this program in it (docker build), as "
-        found.append(
-            Mistake("cluster.image", None, rule + "cluster.image=host/name:tag")
-        )
+        rule += "cluster.image=host/name:tag"
+        wrong.append(Mistake("cluster.image", None, rule))
     if cluster.code is Code.shared:
         rule = "pods do not see this machine's files: must be image or archive"
-        found.append(Mistake("cluster.code", "shared", rule))
+        wrong.append(Mistake("cluster.code", "shared", rule))
     if not re.fullmatch(r"[1-9]\d*[KMGT]i?", cluster.memory or "1Gi"):
         rule = "must be a number with K, M, G or T, say 200Gi"
-        found.append(Mistake("cluster.memory", cluster.memory, rule))
+        wrong.append(Mistake("cluster.memory", cluster.memory, rule))
     for variable, secret in cluster.secrets.items():
         if not _SECRET.fullmatch(secret):
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
-            found.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
+            wrong.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
     if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
-        found += object_store_mistakes(run_dir, kind_of(cluster))
-    return found
+        wrong += object_store_mistakes(run_dir, kind_of(cluster))
+    return wrong
 
 
 def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
     """Return the manifest, and what is typed with it."""
     document = merged(_jobset(job, cluster, pods), cluster.merge)
-    return Rendered(
-        {FILE: to_yaml(document)}, [*kubectl(cluster), "create", "-f", FILE]
-    )
+    command = [*kubectl(cluster), "create", "-f", FILE]
+    return Rendered({FILE: to_yaml(document)}, command)
 
 
 def kubectl(cluster: KubernetesCluster) -> list[str]:
@@ -85,6 +83,8 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         "podFailurePolicy": {"rules": _pod_rules()},
         "template": {"spec": pod(job, cluster, pods)},
     }
+    replicated = {"name": pods.name, "replicas": pods.jobs}
+    replicated["template"] = {"spec": template}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -96,13 +96,7 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
                 "rules": _rules(),
             },
             "ttlSecondsAfterFinished": cluster.ttl_s,
-            "replicatedJobs": [
-                {
-                    "name": pods.name,
-                    "replicas": pods.jobs,
-                    "template": {"spec": template},
-                }
-            ],
+            "replicatedJobs": [replicated],
         },
     }
 
@@ -113,18 +107,11 @@ def _pod_rules() -> list[dict[str, Any]]:
     Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
     leave the condition DisruptionTarget on the pod.
     """
-
-    def codes(values: Sequence[int]) -> dict[str, Any]:
-        which = {"containerName": CONTAINER, "operator": "In"}
-        return {
-            "action": "FailJob",
-            "onExitCodes": {**which, "values": sorted(values)},
-        }
-
+    which = {"containerName": CONTAINER, "operator": "In"}
     lost = {"type": "DisruptionTarget", "status": "True"}
     return [
-        codes(NEVER_AGAIN),
-        codes(AGAIN),
+        {"action": "FailJob", "onExitCodes": {**which, "values": sorted(NEVER_AGAIN)}},
+        {"action": "FailJob", "onExitCodes": {**which, "values": sorted(AGAIN)}},
         {"action": "FailJob", "onPodConditions": [lost]},
     ]
 

@@ -15,24 +15,18 @@ def describe_queue(
 ) -> list[str]:
     """Describe where in Kueue's queue a JobSet is, and what Kueue says of it.
 
-    Args:
-        queue: its name.
-        workloads: of the JobSet.
-        pending: all that waits there, as Kueue's visibility server lists it.
+    `pending` is all that waits there, as Kueue's visibility server lists it.
     """
     if not workloads:
         return [f"queue {queue}: Kueue has not taken it up (is there such a queue?)"]
     workload = workloads[-1]
-    conditions = {
-        c["type"]: c for c in workload.get("status", {}).get("conditions", [])
-    }
+    all_of_them = workload.get("status", {}).get("conditions", [])
+    conditions = {condition["type"]: condition for condition in all_of_them}
     if conditions.get("Admitted", {}).get("status") == "True":
         return [f"queue {queue}: admitted"]
-    waits = conditions.get("QuotaReserved") or {}
-    why = waits.get("message") or "waits"
-    name = workload["metadata"]["name"]
+    why = conditions.get("QuotaReserved", {}).get("message") or "waits"
     for position, other in enumerate(pending):
-        if other["metadata"]["name"] == name:
+        if other["metadata"]["name"] == workload["metadata"]["name"]:
             place = other.get("positionInLocalQueue", position)
             all_ = other.get("positionInClusterQueue")
             more = "" if all_ is None else f", {all_} in the cluster's"
@@ -43,12 +37,7 @@ def describe_queue(
 def describe_pods(
     pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
-    """Count a JobSet's pods, and say why the first that waits does, and who failed.
-
-    Args:
-        pods: all of them.
-        events: returns the events of a pod.
-    """
+    """Count a JobSet's pods; describe why the first that waits does, and who failed."""
     if not pods:
         return ["no pods"]
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
@@ -59,8 +48,8 @@ def describe_pods(
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
-        told = sorted(events(name), key=_time)
-        lines += [f"  {e['reason']}: {e['message']}" for e in told[-1:]]
+        newest = sorted(events(name), key=_time)[-1:]
+        lines += [f"  {event['reason']}: {event['message']}" for event in newest]
     ended = [line for pod in pods for line in _how_it_ended(pod)]
     more = [f"... and {len(ended) - _MOST} more"] if len(ended) > _MOST else []
     return lines + ended[:_MOST] + more
@@ -93,5 +82,4 @@ def _how_it_ended(pod: Object) -> list[str]:
 
 def _time(event: Object) -> str:
     times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
-    known = next(filter(None, times), None)
-    return known or event["metadata"].get("creationTimestamp", "")
+    return next(filter(None, times), event["metadata"].get("creationTimestamp", ""))

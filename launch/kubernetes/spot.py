@@ -19,17 +19,18 @@ def warn_of_short_notice(job: Job) -> None:
     The run's own saves say so, if it was ever started; else the plan, by an estimate.
     """
     if measured := _saves_s(job):
-        save_s, known = max(measured), "took {:.0f} s in this run"
+        save_s = max(measured)
+        took = f"took {save_s:.0f} s in this run"
     elif job.staged_bytes is not None:
         save_s = estimated_save_s(job.staged_bytes)
-        known = "takes some {:.0f} s, estimated at 1 GB/s a host"
+        took = f"takes some {save_s:.0f} s, estimated at 1 GB/s a host"
     else:
         return
     if save_s > _NOTICE_S:
         log.warning(
             "cluster.spot: GKE leaves pods %d s, but a save %s: a preemption loses the "
             "steps since the save before; checkpoint.save_interval_minutes bounds them",
-            *(_NOTICE_S, known.format(save_s)),
+            *(_NOTICE_S, took),
         )
 
 

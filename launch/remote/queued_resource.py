@@ -26,7 +26,7 @@ _ON_THE_WAY = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 _FAILURES = 5  # in a row, of what may pass
 _PAUSE_S, _LONGEST_S = 10.0, 300.0
 _ASK_AGAIN_S = 30.0
-_SAY_S = 600.0  # that it still waits
+_REMIND_S = 600.0  # that it still waits
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class QueuedResource:
     def __init__(self, name: str, cluster: TpuVmCluster, diary: Path | None = None):
         self.name, self._cluster, self._diary = name, cluster, diary
         self._commands = commands(name, cluster)
-        self._known, self._seen = False, ""
-        self._said, self._failures = 0.0, 0
+        self._seen = ""  # the last state; empty as long as gcloud has not answered
+        self._logged_at, self._failures = 0.0, 0
 
     def look(self) -> ResourceState:
         """Return its state.
@@ -63,17 +63,17 @@ class QueuedResource:
             GcloudError: gcloud could not ask.
         """
         try:
-            told = json.loads(call(self._commands["describe"]))
+            answer = json.loads(call(self._commands["describe"]))
         except GcloudError as error:
             if not error.is_status("NOT_FOUND"):
                 raise
             return ResourceState(None)
-        state: dict[str, Any] = told.get("state", {})
+        state: dict[str, Any] = answer.get("state", {})
         error = state.get("failedData", {}).get("error", {})
         why = error.get("message", "")
         if "stateInitiator" in state and state["state"] not in (ACTIVE, *_ON_THE_WAY):
             why = why or f"by the {state['stateInitiator'].lower()}"
-        created = told.get("createTime", "")
+        created = answer.get("createTime", "")
         return ResourceState(state.get("state"), why, error.get("code"), created)
 
     def ensure(self, wait: Wait, poll_s: float) -> bool:
@@ -87,7 +87,7 @@ class QueuedResource:
             try:
                 now = self.look()
             except GcloudError as error:
-                if error.hopeless and not self._known:
+                if error.hopeless and not self._seen:
                     raise Exit(WRONG_CONFIG, self._refused(str(error))) from None
                 log.warning("%s\nasked again in %.0f s", error, _ASK_AGAIN_S)
                 pause_s = _ASK_AGAIN_S
@@ -145,12 +145,14 @@ class QueuedResource:
         """Log its state when that changes, and now and then while it waits."""
         state = now.state or "not there"
         changed = state != self._seen
-        if changed or (now.state != ACTIVE and time.monotonic() > self._said + _SAY_S):
+        if changed or (
+            now.state != ACTIVE and time.monotonic() > self._logged_at + _REMIND_S
+        ):
             log.info("%s: %s", self.name, now if now.state else state)
-            self._said = time.monotonic()
+            self._logged_at = time.monotonic()
         if changed:
             self._write(state, now.why)
-        self._known, self._seen = True, state
+        self._seen = state
 
     def _write(self, state: str, why: str) -> None:
         if self._diary is not None:
@@ -158,24 +160,21 @@ class QueuedResource:
             with self._diary.open("a") as diary:
                 diary.write(json.dumps(line) + "\n")
 
-    def delete(self, tries: int = 3) -> bool:
+    def delete(self, tries: int = 3) -> None:
         """Delete it with its machines, and say loudly if that cannot be done."""
-        for attempt in range(tries):
+        for left in reversed(range(tries)):
             try:
-                if self.look().state is None:
-                    return True
-                call(self._commands["delete"])
-                log.info("%s: deleted", self.name)
-                return True
+                if self.look().state is not None:
+                    call(self._commands["delete"])
+                    log.info("%s: deleted", self.name)
+                return
             except GcloudError as error:
                 log.warning("%s", error)
-                if attempt + 1 < tries:
-                    time.sleep(_PAUSE_S)
+                time.sleep(_PAUSE_S if left else 0)
         log.error(
             "%s COULD NOT BE DELETED, and may go on to cost money. By hand: %s",
             *(self.name, " ".join(self._commands["delete"])),
         )
-        return False
 
 
 def describe_states(diary: Path) -> Sequence[str]:

@@ -29,21 +29,21 @@ SECRETS_REMEDY = (
 
 def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    found = []
+    wrong = []
     if not cluster.hosts:
         rule = "must name at least one, say [node1, me@node2]"
-        found.append(Mistake("cluster.hosts", [], rule))
+        wrong.append(Mistake("cluster.hosts", [], rule))
     for host in [*cluster.hosts, *filter(None, [cluster.address])]:
         if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host, re.ASCII):
             rule = "must be a host as ssh takes it, with user@ before it if need be"
-            found.append(Mistake("cluster.hosts", host, rule))
+            wrong.append(Mistake("cluster.hosts", host, rule))
     if len({*cluster.hosts}) < len(cluster.hosts):
         rule = "must differ; cluster.processes_per_node has several on each"
-        found.append(Mistake("cluster.hosts", cluster.hosts, rule))
+        wrong.append(Mistake("cluster.hosts", cluster.hosts, rule))
     if cluster.code is Code.image:
         rule = "must be shared or archive: nothing starts containers here"
-        found.append(Mistake("cluster.code", cluster.code, rule))
-    return found
+        wrong.append(Mistake("cluster.code", cluster.code, rule))
+    return wrong
 
 
 def machine(cluster: SshCluster) -> Machine:

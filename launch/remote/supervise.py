@@ -40,13 +40,8 @@ def supervise(
 ) -> int:
     """Keep the run going to its end; return its exit code.
 
-    Args:
-        job: what is to run.
-        cluster: its keys.
-        submission: of the job.
-        start: begins an attempt, which writes to files in this folder, and shows what
-            process 0 writes if told to.
-        over: called at the end, however that comes about.
+    `start` begins an attempt, which writes to files in this folder, and shows what
+    process 0 writes if told to; `over` is called at the end, however that comes about.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):

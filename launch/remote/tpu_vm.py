@@ -10,7 +10,7 @@ machines and the training that it finds.
 from dataclasses import asdict, replace
 
 from launch.config import Code, TpuVmCluster
-from launch.job import ARCHIVE, VARIABLE, Job, Rendered, options, shell
+from launch.job import ARCHIVE, VARIABLE, VARIABLE_RULE, Job, Rendered, options, shell
 from launch.plan_check import Machine, object_store_mistakes
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
@@ -45,22 +45,21 @@ _SETUP = (
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    found = [*_target_mistakes(cluster)]
+    wrong = [*_target_mistakes(cluster)]
     if not cluster.zone:
-        found.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
+        wrong.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:
         rule = "go not together: spot machines are what reservations leave"
-        found.append(Mistake("cluster.spot, cluster.reserved", True, rule))
+        wrong.append(Mistake("cluster.spot, cluster.reserved", True, rule))
     if (cluster.image is None) == (cluster.code is Code.image):
         rule = "goes with cluster.code=image, and only with it"
-        found.append(Mistake("cluster.image", cluster.image, rule))
+        wrong.append(Mistake("cluster.image", cluster.image, rule))
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
-            rule = "must be a variable's name: letters, digits and underscores"
-            found.append(Mistake("cluster.secrets", name, rule))
+            wrong.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
     # With code=shared there is a file system that all see.
     shared = cluster.code is Code.shared
-    return found + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
+    return wrong + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
 
 def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:

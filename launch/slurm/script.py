@@ -19,7 +19,7 @@ from typing import Any
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from launch.host_resources import host_memory_gib, process_cores
-from launch.job import Job, exports, options
+from launch.job import Job, exports, local_folder, options
 from launch.policy import (
     AGAIN,
     NEVER_AGAIN,
@@ -52,19 +52,13 @@ def script(job: Job, cluster: SlurmCluster) -> str:
 
 
 def folder_of(job: Job) -> str:
-    """Return the folder of script, log and exit codes: all nodes see it.
-
-    That of the submission, or below the home directory if that one is remote.
-    """
-    if "://" not in job.folder:
-        return str(Path.cwd() / job.folder)
-    number = job.folder.rpartition("/")[2]
-    return str(Path.home() / f".local/state/longhaul/{job.name}/{number}")
+    """Return the folder of script, log and exit codes: all nodes see it."""
+    return str(Path.cwd() / local_folder(job.name, job.folder))
 
 
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
-    known = {
+    own = {
         "job-name": job.name,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.processes_per_node,
@@ -79,7 +73,7 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "requeue": True,
         "open-mode": "append",
     }
-    return [f"#SBATCH {word}" for word in options({**known, **cluster.options})]
+    return [f"#SBATCH {word}" for word in options({**own, **cluster.options})]
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:

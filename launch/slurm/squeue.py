@@ -86,8 +86,8 @@ class QueuedJob:
         """Return the line of the accounting, where there is one."""
         words = ["sacct", *self._where, "--allocations", "--noheader", "--parsable2"]
         words += ["--format=State,ExitCode,End", f"--jobs={self.number}"]
-        said = ask(words, "").strip()
-        return [f"accounting  {said.replace('|', ', ')}"] if said else []
+        line = ask(words, "").strip()
+        return [f"accounting  {line.replace('|', ', ')}"] if line else []
 
 
 def ask(command: Sequence[str], allowed: str | None = None) -> str:

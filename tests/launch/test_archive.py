@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from launch import __main__ as door
 from launch.archive import archive, files
@@ -23,7 +22,7 @@ from launch.config import Code, LocalCluster, schema_of
 from launch.job import ARCHIVE, UNPACK, Job, Rendered
 from launch.plan_check import Machine
 from launch.unpack import unpack
-from tests.fleet import REPOSITORY, TINY
+from tests.fleet import REPOSITORY
 from tests.launch.hostile import VALUES, argument_printer, printed
 from train.cli.command import compose
 from train.cli.quoting import hydra_text
@@ -396,23 +395,3 @@ def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsy
     }
     submitted(monkeypatch, cluster, *arguments)
     assert "# ---- job.sh\nline\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_it_trains_from_the_archive_alone(tmp_path: Path):
-    """An empty folder, no checkout in sight: the run is by the archive's code."""
-    submission = place(tmp_path / "submission", archive(REPOSITORY))
-    text = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
-    (tmp_path / "text.txt").write_text(text)
-    overrides = (
-        *(*TINY, "run.name=x", "data.path=text.txt"),
-        f"data.cache_dir={tmp_path}/cache",
-    )
-    job = Job("x", str(tmp_path / "runs/x"), str(submission), overrides, "", "")
-    env = environment(tmp_path, JAX_PLATFORMS="cpu")
-    env.pop("PYTHONPATH", None)
-    command = job.command(sys.executable, Code.archive)
-    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "cache/longhaul/code/" in ran.stderr
-    assert (tmp_path / "runs/x/results.json").exists()

@@ -1,7 +1,5 @@
 """What holds for every kind of cluster: presets, golden files, mistakes, plans."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -29,6 +27,7 @@ from tests.fleet import REPOSITORY
 from tests.launch.controllers import refused
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
+from tests.launch.launched import says
 from train.cli.command import to_yaml
 from train.errors import Mistake
 
@@ -283,16 +282,9 @@ def test_through_the_door(tmp_path, arguments, start, end, held):
     pytest.importorskip("s3fs")
     own = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
     own += ["cluster.environment.SAID=hello", "tracker.project=$(A)"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *arguments, *own],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": "/nowhere"},
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(start)
-    assert done.stdout.endswith(end)
+    output = says(tmp_path, *arguments, *own, environment={"PATH": "/nowhere"})
+    assert output.startswith(start)
+    assert output.endswith(end)
     files = [file for file in (tmp_path / "out").iterdir() if file.suffix != ".gz"]
     text = "".join(file.read_text() for file in files if file.name != "unpack.py")
     assert all(words in text for words in held), text

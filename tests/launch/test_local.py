@@ -75,15 +75,6 @@ def test_ctrl_c_saves_and_ends(tmp_path):
     assert not run.processes()
 
 
-@pytest.mark.slow
-def test_what_another_start_would_not_mend_is_not_started_again(tmp_path):
-    run = local(tmp_path)
-    said = run.says(*run.arguments, "data.path=gone.txt", code=65)
-    assert "gone.txt" in said
-    attempts = (run.submission(1) / "attempts.jsonl").read_text()
-    assert attempts.count("\n") == 1
-
-
 def test_verbs_need_a_run(tmp_path):
     said = says(tmp_path, "action=logs", "run.name=nothing", code=78)
     assert "was never submitted" in said

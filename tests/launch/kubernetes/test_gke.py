@@ -166,31 +166,19 @@ def test_hostile_values_arrive(cluster, tmp_path):
     assert pod.variables["V"] == "$(HOME) $$ $A"
 
 
+MORE = """
+metadata: {labels: {team: a}}
+spec:
+  failurePolicy: {maxRestarts: 7, restartStrategy: null}
+  replicatedJobs:
+  - name: node
+    template: {spec: {template: {spec: {tolerations: [], containers: [
+      {name: train, env: [{name: X}]}, {name: side, image: other}]}}}}
+"""
+
+
 def test_what_is_merged_has_the_last_word():
-    more = {
-        "metadata": {"labels": {"team": "a"}},
-        "spec": {
-            "failurePolicy": {"maxRestarts": 7, "restartStrategy": None},
-            "replicatedJobs": [
-                {
-                    "name": "node",
-                    "template": {
-                        "spec": {
-                            "template": {
-                                "spec": {
-                                    "tolerations": [],
-                                    "containers": [
-                                        {"name": "train", "env": [{"name": "X"}]},
-                                        {"name": "side", "image": "other"},
-                                    ],
-                                }
-                            }
-                        }
-                    },
-                }
-            ],
-        },
-    }
+    more = yaml.safe_load(MORE)
     plain = manifest(GPU)
     document = manifest(replace(GPU, merge=more))
     labels = plain["metadata"]["labels"]

@@ -1,9 +1,6 @@
 """The verbs, with the real kubectl and a small API server (api_server.py)."""
 
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from launch import submissions
 from launch.job import Job
 from launch.kubernetes import gke_tpu, kubectl
-from launch.submissions import Submission, newest
-from tests.fleet import REPOSITORY
+from launch.submissions import Submission
 from tests.launch.api_server import ApiServer
 from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES
@@ -54,7 +51,7 @@ def submit(folder: Path, job: Job = JOB) -> Submission:
     submission.folder.mkdir(parents=True, exist_ok=True)
     rendered = gke_tpu.render(job, CLUSTER)
     assert gke_tpu.submit(job, CLUSTER, rendered, submission) == 0
-    return newest(submission.run_dir)
+    return submissions.submitted(submission.run_dir)
 
 
 def a_pod(server: ApiServer, name: str, index: int = 0, **status: Any) -> None:
@@ -236,41 +233,3 @@ def test_a_cluster_that_is_away_is_said(server, submitted):
     server.server_close()
     with pytest.raises(Exit, match="kubectl get jobset failed: "):
         gke_tpu.alive(submitted)
-
-
-@pytest.mark.slow
-def test_the_verbs_through_the_door(server, tmp_path):
-    """Submitted, refused twice, asked for, stopped, resumed."""
-    mount = "volumeMounts: [{name: nfs, mountPath: PATH}]"
-    pod = "{spec: {template: {spec: {containers: [{name: train, MOUNT}]}}}}"
-    merge = "{spec: {replicatedJobs: [{name: node, template: POD}]}}"
-    merge = merge.replace("POD", pod).replace("MOUNT", mount)
-    merge = merge.replace("PATH", str(tmp_path))
-    run = f"run.dir={tmp_path}/runs/a"
-
-    def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "launch", *arguments],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            cwd=tmp_path,
-            text=True,
-            capture_output=True,
-        )
-
-    submit = [
-        *("cluster=gke_gpu", "cluster.image=i", "plan_first=false", run, "seed=7"),
-        f"cluster.merge={merge}",
-    ]
-    done = launch(*submit)
-    assert done.returncode == 0, done.stderr
-    ((name, jobset),) = server.objects["jobsets"].items()
-    assert "seed=7" in Pod(jobset).command
-    refused = launch(*submit)
-    assert refused.returncode == 78
-    assert f"waits to run, on gke_gpu as {name}" in refused.stderr
-    said = launch("action=status", run)
-    assert "submitted\nno pods\nthe run has not begun yet" in said.stdout
-    assert launch("action=stop", run).returncode == 0
-    assert not server.objects["jobsets"]
-    assert launch("action=resume", run).returncode == 0
-    assert server.objects["jobsets"][name]["spec"] == jobset["spec"]

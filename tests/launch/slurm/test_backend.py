@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from launch.config import SlurmCluster
-from launch.job import Job
 from launch.plan_check import check_plan
 from launch.slurm import backend as slurm
 from launch.slurm.script import script
@@ -14,15 +13,7 @@ from launch.slurm.squeue import QueuedJob
 from tests.launch.hostile import VALUES
 from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
-
-JOB = Job(
-    name="base-0a1b2c3d",
-    run_dir="/shared/runs/base",
-    folder="/shared/runs/base/launch/1",
-    overrides=("model=llama3_1b", 'run.dir="/shared/runs/base"'),
-    root="/shared/longhaul",
-    workdir="/shared/work",
-)
+from tests.launch.test_backend import SHARED as JOB
 
 
 def test_directives_hold_only_what_was_checked():

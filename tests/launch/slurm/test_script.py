@@ -14,6 +14,7 @@ from launch.slurm.script import script
 from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
+from tests.launch.test_supervisor import Played
 from train.cli.quoting import hydra_text
 
 
@@ -47,19 +48,6 @@ def test_it_judges_as_the_policy_does(stubs, tmp_path, codes):
     noted = json.loads(line)
     assert (noted["verdict"], noted["codes"]) == (verdict, codes)
     assert noted["over"] == (not requeue)
-
-
-class Played:
-    """An attempt for the supervisor."""
-
-    def __init__(self, codes):
-        self.codes = codes
-
-    def wait(self):
-        return self.codes
-
-    def stop(self, number):
-        raise AssertionError
 
 
 def supervised(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
