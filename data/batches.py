@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import tokenizer
-from data.config import DataConfig, Source
+from data.config import DataConfig, Mistakes, Source
 from data.errors import DataError
 from data.mixture import Mixture
 from data.rows import Batch, Rows, open_rows, read_rows
@@ -85,9 +85,9 @@ class Order:
         of_source = zip(self.rows.items(), given, strict=True)
         return {name: count / len(rows) for (name, rows), count in of_source}
 
-    def mistakes(self, num_steps: int) -> list[tuple[str, object, str]]:
-        """List the sources that end before num_steps, as (key, value, remedy)."""
-        mistakes: list[tuple[str, object, str]] = []
+    def mistakes(self, num_steps: int) -> Mistakes:
+        """List the sources that end before num_steps."""
+        mistakes: Mistakes = []
         for name, used in self.epochs(num_steps).items():
             limit = self._limit(name)
             if used > limit:

@@ -87,10 +87,10 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Parts, int]]:
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         grown: list[tuple[int, _Parts, int]] = []
-        at = first = bisect_left(rooms, length)
+        place = first = bisect_left(rooms, length)
         while left:
-            if at < len(rooms):
-                room, pending = rooms[at], groups[rooms[at]]
+            if place < len(rooms):
+                room, pending = rooms[place], groups[rooms[place]]
             else:  # no row is left that has room
                 num_rows = -(-left // (T // length))
                 empty: list[tuple[_Parts, int]] = [((), num_rows)]
@@ -108,10 +108,10 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Parts, int]]:
                         grown.append((room - times * length, added, rows))
                 if untouched := num_rows - full - (rest > 0):
                     pending.append((parts, untouched))
-            at += at < len(rooms) and not pending
-        for room in rooms[first:at]:
+            place += place < len(rooms) and not pending
+        for room in rooms[first:place]:
             del groups[room]
-        del rooms[first:at]
+        del rooms[first:place]
         for room, parts, num_rows in grown:
             if room not in groups:
                 insort(rooms, room)

@@ -164,7 +164,7 @@ class Packed:
 
 
 def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
-    """Work out which pieces make up which rows; write it beside and rename it."""
+    """Compute which pieces make up which rows; write it beside and rename it."""
     began = time.monotonic()
     starts, lengths = packing.pieces(tokens.offsets, length)
     row_offsets = np.arange(len(starts) + 1)

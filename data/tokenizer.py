@@ -7,7 +7,6 @@ downloaded for "bytes" or a local rank file.
 """
 
 import base64
-import binascii
 import hashlib
 import re
 from collections.abc import Iterator
@@ -101,7 +100,7 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
             mergeable_ranks=ranks,
             special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
         )
-    except (ValueError, binascii.Error) as error:
+    except ValueError as error:
         raise DataError(
             f"data.tokenizer={name}: is not a tiktoken rank file ({error}). Each line "
             f"must hold a token in base64 and its rank"

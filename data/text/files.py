@@ -18,6 +18,9 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 UNIT_BYTES = 2**22
 _COMPRESSIONS = (".gz", ".zst")
+# A bare .json is a document; compressed, it is what corpora call their lines.
+_LINES = (".jsonl", ".ndjson")
+_PACKED_LINES = tuple(f"{s}{c}" for s in (*_LINES, ".json") for c in _COMPRESSIONS)
 
 
 class Format(StrEnum):
@@ -47,15 +50,10 @@ class File:
     @property
     def format(self) -> Format:
         """The format that the suffix says."""
-        suffixes = [s.lower() for s in PurePosixPath(self.name).suffixes]
-        last = suffixes[-1] if suffixes else ""
-        if last in (".parquet", ".arrow"):
-            return Format(last[1:])
-        if last in (".jsonl", ".ndjson"):
-            return Format.lines
-        inner = suffixes[-2] if len(suffixes) > 1 and last in _COMPRESSIONS else ""
-        # A bare .json is a document; compressed, it is what corpora call their lines.
-        return Format.lines if inner in (".jsonl", ".ndjson", ".json") else Format.text
+        name = self.name.lower()
+        if name.endswith((".parquet", ".arrow")):
+            return Format(name.rpartition(".")[2])
+        return Format.lines if name.endswith(_LINES + _PACKED_LINES) else Format.text
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ VOCAB_SIZE = 1000
 
 
 def library(split: Literal["train", "validation"]) -> list[str]:
-    """Give modules of Python's standard library, every fifth as validation."""
+    """Return modules of Python's standard library, every fifth as validation."""
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     if split == "validation":
         return [path.read_text("utf-8", "replace") for path in paths[::5]]

@@ -110,21 +110,6 @@ def test_weights_are_the_decimals_that_were_written():
         np.testing.assert_array_equal(left, right)
 
 
-def test_rows_beyond_a_far_change_follow_those_before_it():
-    change = 10**9 + 7
-    thirds = {"a": 1, "b": 2}
-    order = Mixture(["a", "b"], [(0, {"a": 0.61, "b": 0.39}), (change, thirds)])
-    around = np.arange(change - 1000, change + 1000)
-    sources, ranks = order.rows(around)
-    for source in (0, 1):
-        mine = ranks[sources == source]
-        assert mine.tolist() == list(range(mine[0], mine[0] + len(mine)))
-    before = order.counts(change)
-    assert before.sum() == change
-    assert abs(before[0] - Fraction(61, 100) * change) < 1
-    assert order.counts(change + 3 * 10**12)[0] - before[0] == 10**12
-
-
 @pytest.mark.parametrize(
     ("stretches", "message"),
     [

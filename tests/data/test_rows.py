@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import packing
 from data.config import Packing
 from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan
 from data.token_store.reader import TokenArray
@@ -56,6 +55,7 @@ def test_every_pair_is_learned_once_inside_its_document(kind, document_lengths, 
     assert_each_segment_is_a_stretch_of_a_document(batch, tokens)
     for number in range(len(rows)):
         assert_pieces_say_what_stands_there(rows.pieces(number), batch, number)
+        assert kind is not Packing.none or len(rows.pieces(number)) == 1
 
 
 def assert_each_segment_is_a_stretch_of_a_document(
@@ -85,17 +85,3 @@ def assert_pieces_say_what_stands_there(
             piece.start + 1 + np.arange(piece.length)
         )
     np.testing.assert_array_equal(shown, batch.inputs[number])
-
-
-@given(document_lengths=lengths, length=st.integers(1, 24))
-@quietly
-def test_unpacked_rows_hold_one_piece_and_packed_ones_are_fewer(
-    document_lengths, length
-):
-    tokens = flat(document_lengths)
-    alone = rows_of(tokens, Packing.none, length)
-    packed = rows_of(tokens, Packing.best_fit, length)
-    starts, _ = packing.pieces(tokens.offsets, length)
-    assert len(alone) == len(starts)
-    assert len(packed) <= len(alone)
-    assert all(len(alone.pieces(number)) == 1 for number in range(len(alone)))

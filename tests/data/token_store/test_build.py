@@ -222,10 +222,6 @@ def test_a_text_that_is_not_utf8_leaves_no_document(tmp_path):
     store = prepare_store(skipping)
     texts = documents_of(store)
     assert set(texts.values()) == {b"a", b"c", b"d"}
-    keeping = dataclasses.replace(
-        config, keep_invalid_utf8=True, output=str(tmp_path / "kept")
-    )
-    assert b"\xff" in documents_of(prepare_store(keeping)).values()
 
 
 def test_nothing_is_held_out_only_if_asked(config, tmp_path):
@@ -240,19 +236,6 @@ def test_nothing_is_held_out_only_if_asked(config, tmp_path):
         refuse(config, message, validation=wrong, output=output)
     assert data.token_store.writer.MANIFEST not in content_of(output)
     assert prepare_store(dataclasses.replace(config, output=output))
-
-
-def test_a_store_keeps_its_rank_file(config, tmp_path):
-    path = tmp_path / "ranks"
-    digest = write_ranks(path)
-    store = prepare_store(
-        dataclasses.replace(config, tokenizer=str(path), tokenizer_sha256=digest)
-    )
-    texts = documents_of(store)
-    path.unlink()
-    alone = open_store(store.path)
-    assert documents_of(alone) == texts
-    assert alone.encoding.n_vocab == 260
 
 
 def test_a_worker_that_dies_is_told(config, small_tasks, monkeypatch):
