@@ -251,10 +251,9 @@ def open_large(folder: Path) -> None:
     blocks = np.arange(documents * length // writer.CHUNK_LENGTH + 2)
     starts = -(-blocks * writer.CHUNK_LENGTH // length)
     arrays["index"].append(np.minimum(starts, documents).astype(np.int64))
-    for first in range(0, documents + 1, 10**7):
+    for first in range(1, documents + 1, 10**7):
         last = min(first + 10**7, documents + 1)
         arrays["offsets"].append(np.arange(first, last, dtype=np.int64) * length)
-    arrays["id_offsets"].append(np.zeros(1, np.int64))
     for array in arrays.values():
         array.close()
     for name, size in (("tokens", documents * length), ("id_offsets", documents + 1)):

@@ -100,40 +100,31 @@ class _SplitWriter:
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))
             for name, kind in zip(ARRAYS, dtypes, strict=True)
         }
-        self._documents = self._tokens = self._id_bytes = self._indexed = 0
-        # Where the next document starts: told apart from the tokens written so far
-        # by those of a document whose end is still to come.
-        self._begins = 0
+        self._documents = self._tokens = self._id_bytes = 0
+        self._begins = self._indexed = 0  # the next document, the next block
+        for name in ("offsets", "id_offsets"):
+            self._arrays[name].append(np.zeros(1))
 
     def append(self, part: SegmentSplit) -> None:
-        self._arrays["tokens"].append(part.tokens)
         ends = self._tokens + part.ends
-        starts = np.concatenate([np.array([self._begins], np.int64), ends])[:-1]
         if len(ends):
-            self._index(starts)
-            self._arrays["offsets"].append(starts)
-            begins = self._id_bytes + part.id_ends
-            first = np.array([self._id_bytes], np.int64)
-            self._arrays["id_offsets"].append(np.concatenate([first, begins])[:-1])
-            self._arrays["ids"].append(part.ids)
-            self._begins, self._id_bytes = int(ends[-1]), int(begins[-1])
+            starts = np.concatenate([[self._begins], ends[:-1]])
+            blocks = np.arange(self._indexed, starts[-1] // CHUNK_LENGTH + 1)
+            before = np.searchsorted(starts, blocks * CHUNK_LENGTH)
+            self._arrays["index"].append(self._documents + before)
+            self._begins, self._indexed = ends[-1], self._indexed + len(blocks)
+        self._arrays["tokens"].append(part.tokens)
+        self._arrays["offsets"].append(ends)
+        self._arrays["ids"].append(part.ids)
+        self._arrays["id_offsets"].append(self._id_bytes + part.id_ends)
         self._documents += len(ends)
         self._tokens += len(part.tokens)
-
-    def _index(self, starts: np.ndarray) -> None:
-        """Count the documents before each block that begins up to the last start."""
-        blocks = np.arange(self._indexed, int(starts[-1]) // CHUNK_LENGTH + 1)
-        before = np.searchsorted(starts, blocks * CHUNK_LENGTH, "left")
-        self._arrays["index"].append(self._documents + before.astype(np.int64))
-        self._indexed += len(blocks)
+        self._id_bytes += len(part.ids)
 
     def close(self) -> dict[str, int]:
         assert self._begins == self._tokens, "the last document has an end"
         blocks = -(-self._tokens // CHUNK_LENGTH) + 1
-        rest = np.full(blocks - self._indexed, self._documents, np.int64)
-        self._arrays["index"].append(rest)
-        self._arrays["offsets"].append(np.array([self._tokens], np.int64))
-        self._arrays["id_offsets"].append(np.array([self._id_bytes], np.int64))
+        self._arrays["index"].append(np.full(blocks - self._indexed, self._documents))
         for array in self._arrays.values():
             array.close()
         return {"documents": self._documents, "tokens": self._tokens}
@@ -173,7 +164,8 @@ class _ArrayWriter:
         self._pending: Any = None
 
     def append(self, values: np.ndarray) -> None:
-        self.digest.update(np.ascontiguousarray(values, self._dtype).data)
+        values = np.ascontiguousarray(values, self._dtype)
+        self.digest.update(values.data)
         self._waiting.append(values)
         self._num_waiting += len(values)
         if self._num_waiting >= SHARD_LENGTH:
