@@ -59,7 +59,7 @@ def test_the_sums_are_right(program, capsys):
 )
 def test_how_often_a_source_is_used_can_be_told_from_never(epochs, said, capsys):
     order: Any = SimpleNamespace(
-        names=["web"], rows=[range(9)], epochs=lambda num_steps: {"web": epochs}
+        rows={"web": range(9)}, epochs=lambda num_steps: {"web": epochs}
     )
     describe_data(order, 10)
     assert capsys.readouterr().out == f"data        web: 9 rows, {said}\n"
