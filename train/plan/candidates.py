@@ -165,21 +165,6 @@ class SearchResult:
     excluded: dict[str, Excluded]
     seconds: float
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "SearchResult":
-        """Read what `dataclasses.asdict` gave."""
-
-        def weighed(one: dict[str, Any]) -> Candidate:
-            return Candidate(**{**one, "layout": Layout(**one["layout"])})
-
-        return cls(
-            weighed=[weighed(one) for one in values["weighed"]],
-            compiled=[weighed(one) for one in values["compiled"]],
-            given=values["given"] and Layout(**values["given"]),
-            excluded={k: Excluded(**one) for k, one in values["excluded"].items()},
-            seconds=values["seconds"],
-        )
-
     @property
     def best(self) -> Candidate | None:
         """The fastest that fits, compiled if any was; None: nothing fits."""

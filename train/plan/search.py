@@ -5,7 +5,6 @@ the best are compiled, where the compiler is installed; the layout that the conf
 is weighed and compiled with them.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etils import epath
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import track
 
@@ -44,6 +44,7 @@ from train.run.storage import write_whole
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)
+_RESULT = TypeAdapter(SearchResult)
 
 
 def search(
@@ -71,7 +72,7 @@ def search(
     """
     given, file = layout_of(config, len(devices)), _cached(config, devices, budget)
     if file.exists():
-        result = SearchResult.from_json(json.loads(file.read_text()))
+        result = _RESULT.validate_json(file.read_text())
         done = {one.layout for one in result.compiled}
         if len(done) >= compiles and (given is None or not compiles or given in done):
             return replace(result, given=given)
@@ -94,7 +95,7 @@ def search(
         seconds=time.monotonic() - start,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(epath.Path(file), json.dumps(dataclasses.asdict(result)))
+    write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
     return result
 
 

@@ -178,16 +178,9 @@ def check_invariants(step) -> list[Timeline]:
     return timelines
 
 
-@pytest.mark.parametrize("mesh", ["ddp", "fsdp"])
-def test_lanes_of_a_real_step(compile_step, mesh):
-    step = compile_step(f"mesh={mesh}", "model.compute_dtype=float32")
-    forward, backward = check_invariants(step)
-    assert (forward.name, backward.name) == ("forward", "backward")
-    assert forward.trips == backward.trips == 3
-    assert backward.busy(PRODUCT) > 1.5 * forward.busy(PRODUCT)
-
-
 def test_lanes_of_a_tpu_step(stored_step):
     forward, backward = check_invariants(stored_step("fsdp"))
+    assert (forward.name, backward.name) == ("forward", "backward")
+    assert forward.trips == backward.trips > 1
     assert {"ICI: fsdp", COMPUTE} <= {span.lane for span in forward.spans}
     assert backward.busy("attention") > forward.busy("attention") > 0

@@ -13,7 +13,6 @@ from train.hardware.targets import parse_target
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
 from train.plan.candidates import (
-    SearchResult,
     frontier,
     none_fits,
     print_result,
@@ -199,8 +198,3 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
 def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
     layout = choose(config, jax.devices())
     assert (layout.data, layout.fsdp, layout.tensor) == (1, 8, 1)
-
-
-def test_a_result_survives_being_written(config, devices, room):
-    found = search(config, devices, room)
-    assert SearchResult.from_json(dataclasses.asdict(found)) == found

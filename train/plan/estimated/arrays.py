@@ -87,29 +87,34 @@ def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def uncut(dim: Dim, axes: Iterable[str], sizes: Mapping[str, int]) -> Dim:
-    """Give a dim that some axes do not cut any more."""
-    gone = [axis for axis in dim.axes if axis in axes]
-    kept = tuple(axis for axis in dim.axes if axis not in axes)
-    return Dim(dim.size * ways(sizes, gone), kept, dim.known)
+def uncut(array: Array, axes: Iterable[str], sizes: Mapping[str, int]) -> Array:
+    """Return an array that some axes do not cut any more."""
+    dims = []
+    for dim in array.dims:
+        gone = [axis for axis in dim.axes if axis in axes]
+        kept = tuple(axis for axis in dim.axes if axis not in axes)
+        dims.append(Dim(dim.size * ways(sizes, gone), kept, dim.known))
+    flag, source = array.from_batch, array.source
+    return Array(tuple(dims), array.itemsize, flag, made_from=source)
 
 
-def merged(shape: Sequence[int], operands: list[tuple[Array, Sequence[int]]]):
+def merged(
+    shape: Sequence[int], operands: Iterable[tuple[Array, Sequence[int]]]
+) -> tuple[Dim, ...]:
     """Lay out what is made element by element: as operands made of the batch are.
 
     Args:
         shape: that was traced, of the result.
         operands: with the shapes that were traced; those of another rank are ignored.
     """
-    order = sorted(operands, key=lambda pair: not pair[0].from_batch)
+    order = [pair for pair in operands if len(pair[1]) == len(shape)]
+    order.sort(key=lambda pair: not pair[0].from_batch)
+    if order and order[0][1] == shape and all(dim.known for dim in order[0][0].dims):
+        return order[0][0].dims
     dims, used = list[Dim](), set[str]()
-    for at, size in enumerate(shape):
-        candidates = [
-            array.dims[at]
-            for array, traced in order
-            if len(traced) == len(shape) and traced[at] == size
-        ]
-        dim = next((d for d in candidates if d.known), Dim(size, (), False))
+    for i, size in enumerate(shape):
+        same = (array.dims[i] for array, traced in order if traced[i] == size)
+        dim = next((d for d in same if d.known), Dim(size, (), False))
         axes = tuple(axis for axis in dim.axes if axis not in used)
         used.update(axes)
         dims.append(dim._replace(axes=axes))
@@ -130,25 +135,9 @@ def reshaped(
                 old, i = old * before[i], i + 1
             else:
                 new, j = new * after[j], j + 1
-        group = dims[start:i]
-        local = math.prod(dim.size for dim in group)
-        rest = math.prod(after[first + 1 : j])
+        group, rest = dims[start:i], after[first + 1 : j]
+        size = max(1, math.prod(dim.size for dim in group) // math.prod(rest))
         axes = tuple(axis for dim in group for axis in dim.axes)
         known = all(dim.known for dim in group)
-        result.append(Dim(max(1, local // rest), axes, known))
-        result += [Dim(size, (), known) for size in after[first + 1 : j]]
-    return tuple(result)
-
-
-def broadcast(
-    dims: Sequence[Dim],
-    before: Sequence[int],
-    after: Sequence[int],
-    places: Sequence[int],
-) -> tuple[Dim, ...]:
-    """Lay out an array that is repeated along new dims, and along those of size 1."""
-    result = [Dim(size, (), False) for size in after]
-    for dim, size, place in zip(dims, before, places, strict=True):
-        if size == after[place]:
-            result[place] = dim
+        result += [Dim(size, axes, known), *(Dim(size, (), known) for size in rest)]
     return tuple(result)

@@ -2,21 +2,19 @@
 
 A parameter is gathered once in each loop that uses it, forward and backward, in the
 dtype of its use. A sum over the batch is reduced where the loop makes it: scattered, as
-far as devices keep a part of the parameter each, if a product made it. Where a table is
-larger than what is looked up in it, the ids travel to its parts and the rows back.
+far as devices keep a part of the parameter each, if a product made it.
 
 Definitions of payload and sent: train/plan/cost.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from model.axes import mesh_axes
 from train.plan.estimated.arrays import Array, Axes, Dim, Place, ways
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """A collective of a step; `payload` is of all `count` times that it runs."""
 
     axes: Axes
@@ -40,20 +38,21 @@ class Sending:
         self, axes: Axes, kind: str, payload: float, place: Place, label: str = ""
     ) -> None:
         """Count a collective as often as its place runs."""
-        axes = self.wide(axes)
+        axes, times = self.wide(axes), place.times
         if axes and payload:
-            each = place.times
             label = label or place.scope.strip("/").split("/")[-1]
             self.exchanges.append(
-                Exchange(axes, kind, each, each * payload, label, place.in_layers)
+                Exchange(axes, kind, times, times * payload, label, place.in_layers)
             )
 
     def wide(self, axes: Axes) -> Axes:
-        """Take the axes that are more than one device wide, in the mesh's order."""
+        """Return the axes of more than one device, in the mesh's order."""
+        if not axes:
+            return ()
         return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
     def entries(self, spec: Sequence, rank: int) -> list[Axes]:
-        """Give the wide axes of each dim of a PartitionSpec."""
+        """Return the wide axes of each dim of a PartitionSpec."""
         wide = [self.wide(mesh_axes(entry)) for entry in spec]
         return wide + [()] * (rank - len(wide))
 
@@ -78,11 +77,10 @@ class Sending:
         done = set[tuple[Axes, int, int]]()
         for part in array.sums:
             key = part.axes, part.bytes, part.place.body
-            if part.reduced or key in done:
-                part.reduced = True
+            again, part.reduced = part.reduced or key in done, True
+            if again:
                 continue
             done.add(key)
-            part.reduced = True
             cut = tuple(a for a in part.axes if a in kept and a not in array.axes)
             rest = tuple(a for a in part.axes if a not in cut)
             scatter = part.is_product and self.platform != "cpu"
@@ -115,9 +113,3 @@ class Sending:
         whole = array.bytes * ways(self.sizes, dropped)
         self.add(dropped, "all-gather", whole, place, array.label)
         return tuple(dims)
-
-    def exchange(self, axes: Axes, ids: Array, rows: int, place: Place) -> None:
-        """Send ids to the parts of a table, and `rows` bytes back, or there."""
-        payload = ids.bytes * ways(self.sizes, axes)
-        self.add(axes, "all-gather", payload, place)
-        self.add(axes, "all-to-all", rows, place)

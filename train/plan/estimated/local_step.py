@@ -1,20 +1,26 @@
 """What one device does in one step: the walks over its gradients and its update."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 
 from model.axes import mesh_axes
 from model.config import Attention
 from model.params import named
+from train.optimizer import Optimizer
+from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 from train.plan.estimated.arrays import Array, Dim
 from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.operation import Operation
+from train.plan.estimated.schedule import Schedule
 from train.plan.estimated.trace import trace_gradients, trace_update
-from train.plan.estimated.walk import Walk
+from train.plan.estimated.walk import Operation, Walk
 from train.program import Program
+
+FLOAT32 = 4
+_FORWARD = "splash_mha_fwd"
 
 
 @dataclass(frozen=True)
@@ -37,57 +43,60 @@ class LocalStep:
     exchanges: list[Exchange]
 
     @property
-    def layers(self) -> list[Operation]:
-        """The loops over the layers of the gradients, forward and backward."""
-        loops = [op for op in self.gradients.operations if op.body]
-        return [loop for loop in loops if loop.place.in_layers]
-
-    @property
-    def tiles(self) -> list[Operation]:
-        """Other loops, forward and backward."""
-        loops = [op for op in self.gradients.operations if op.body]
-        return [loop for loop in loops if not loop.place.in_layers]
+    def loops(self) -> list[Operation]:
+        """The loops of the gradients."""
+        return [op for op in self.gradients.operations if op.body]
 
     @functools.cached_property
-    def weights(self) -> dict[Array, Array]:
-        """Of each layer's parameters that multiply: a device's part, and what it uses.
+    def schedules(self) -> dict[Operation, Schedule]:
+        """The passes of each loop; cuDNN takes operands in any order of dims."""
+        transposes = self.attention is not Attention.cudnn
+        return {loop: Schedule(loop, transposes) for loop in self.loops}
 
-        The second is gathered and has the dtype of the product.
-        """
-        return {
-            array.source: array
-            for loop in self.layers
-            for op in loop.body
-            if op.flops and loop.place.is_backward
-            for array in op.operands
-            if not array.from_batch and array.source in loop.slices
-        }
+    @property
+    def layers(self) -> list[Operation]:
+        """Those over the layers, forward and backward."""
+        return [loop for loop in self.loops if loop.place.in_layers]
+
+    @property
+    def flops(self) -> Flops:
+        """What a device multiplies: matrices, and in attention kernels."""
+        products = sum(op.place.times * op.flops for op in self.update.each())
+        whole = attention = 0.0
+        backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
+        for op in self.gradients.each():
+            flops, part = self.microbatches * op.place.times * op.flops, op.part
+            if not op.is_kernel:
+                products += flops
+                continue
+            if self.attention is Attention.cudnn:  # Splash was traced instead of it
+                again = CUDNN_PRODUCTS[True] / backward
+                flops, part = flops * (again if op.place.is_backward else 1.0), 0.5
+            whole += flops
+            attention += flops * part
+        return Flops(products, attention, whole)
 
 
 def local_step(program: Program) -> LocalStep:
     """Walk a program, without lowering it."""
-    platform = program.mesh.devices.flat[0].platform
+    platform, sizes = program.mesh.devices.flat[0].platform, program.mesh.shape
     microbatches = program.config.train.accumulation_steps
     params, batch = _parts(program.state.params), _parts(program.batch)
     for rows in batch:
         first, *rest = rows.dims
         rows.dims = (first._replace(size=first.size // microbatches), *rest)
         rows.from_batch = True
-    gradients = Walk(program.mesh.shape, platform)
+    gradients = Walk(sizes, platform)
     loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
     gradients.sending.reduce(loss, ())
     for result, param in zip(results, params, strict=True):
         gradients.sending.reduce(result, param.axes, param.label)
     each = [
-        replace(e, count=e.count * microbatches, payload=e.payload * microbatches)
+        e._replace(count=e.count * microbatches, payload=e.payload * microbatches)
         for e in gradients.sending.exchanges
     ]
-    update = Walk(program.mesh.shape, platform)
-    grads, state = _parts(program.state.params), _parts(program.state.optimizer)
-    results = update.run(trace_update(program), [*grads, *state, *params])
-    for result, param in zip(results[: len(params)], params, strict=True):
-        spec = [dim.axes for dim in param.dims]
-        update.sending.lay_out(result, spec, update.place, is_result=True)
+    leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
+    update = _walk_update(program.optimizer, tuple(leaves), tree)
     return LocalStep(
         platform=platform,
         attention=program.how.attention,
@@ -101,19 +110,31 @@ def local_step(program: Program) -> LocalStep:
     )
 
 
+@functools.lru_cache(maxsize=16)
+def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
+    """Walk an update; it is the same whatever the layers recompute."""
+    mesh = leaves[0].sharding.mesh
+    params, state = jax.tree.unflatten(tree, leaves)
+    update = Walk(mesh.shape, mesh.devices.flat[0].platform)
+    own, jaxpr = _parts(params), trace_update(optimizer, params, state)
+    results = update.run(jaxpr, [*_parts(params), *_parts(state), *own])
+    for result, param in zip(results[: len(own)], own, strict=True):
+        spec = [dim.axes for dim in param.dims]
+        update.sending.lay_out(result, spec, update.place, is_result=True)
+    return update
+
+
 def _parts(tree: Any) -> list[Array]:
-    return [_part(leaf, label) for label, leaf in named(tree)]
-
-
-def _part(leaf: Any, label: str) -> Array:
-    """Give a device's part of an array of the state or the batch."""
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    shape, spec = sharding.shard_shape(leaf.shape), sharding.spec
-    sizes = sharding.mesh.shape
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    dims = tuple(
-        Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
-        for size, entry in zip(shape, entries, strict=True)
-    )
-    return Array(dims, leaf.dtype.itemsize, label=label)
+    """Return a device's parts of the arrays of the state or the batch."""
+    arrays = list[Array]()
+    for label, leaf in named(tree):
+        assert isinstance(leaf.sharding, NamedSharding)
+        spec, sizes = leaf.sharding.spec, leaf.sharding.mesh.shape
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        dims = tuple(
+            Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
+            for size, entry in zip(shape, entries, strict=True)
+        )
+        arrays.append(Array(dims, leaf.dtype.itemsize, label=label))
+    return arrays

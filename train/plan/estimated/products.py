@@ -1,7 +1,7 @@
 """Products: where their results lie, and their FLOPs on a device."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,49 +11,38 @@ from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
 from train.plan.estimated.collectives import Sending
 
 
-class Product(NamedTuple):
-    """Its operands as they are multiplied, the result's dims, and its partial sum."""
-
-    operands: list[Array]
-    dims: tuple[Dim, ...]
-    summed: Axes
-    flops: float
-
-
-_Pairs = tuple[tuple[Any, Any], tuple[Any, Any]]
-
-
 def multiply(
-    a: Array, b: Array, pairs: _Pairs, sending: Sending, place: Place
-) -> Product:
+    a: Array, b: Array, pairs: Any, sending: Sending, place: Place
+) -> tuple[Array, Array, tuple[tuple[Dim, ...], Axes], float]:
     """Lay out `dot_general` on a device.
 
     An axis that cuts both operands, but not in dims that meet, or one where only the
     other is contracted, is gathered: of the parameter; of two parameters' updates
     the contracted one, else the smaller.
+
+    Returns:
+        The operands as they are multiplied, the result's dims with the axes along
+        which it is a partial sum, and FLOPs.
     """
     (in_a, in_b), (batch_a, batch_b) = pairs
     met = dict(zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True))
     for axis in dict.fromkeys((*a.axes, *b.axes)):
         at_a, at_b = _dim_of(a, axis), _dim_of(b, axis)
-        if at_a is not None and at_b is not None and met.get(at_a) == at_b:
+        both = at_a is not None and at_b is not None
+        if both and met.get(at_a) == at_b:
             continue
+        gathered = None
         if a.from_batch != b.from_batch:
             weight, at, inner = (b, at_b, in_b) if a.from_batch else (a, at_a, in_a)
-            clash = at_a is not None and at_b is not None
-            gathered = weight if at is not None and (clash or at in inner) else None
-        elif at_a is None or at_b is None or a.from_batch:
-            gathered = None
-        elif (at_a in in_a) != (at_b in in_b):
-            gathered = a if at_a in in_a else b
-        else:
+            gathered = weight if at is not None and (both or at in inner) else None
+        elif both and not a.from_batch:
             gathered = min(b, a, key=lambda array: array.bytes)
-        if gathered is a:
-            sending.gather(a, (axis,), place)
-            a = _without(a, axis, sending)
-        elif gathered is b:
-            sending.gather(b, (axis,), place)
-            b = _without(b, axis, sending)
+            if (at_a in in_a) != (at_b in in_b):
+                gathered = a if at_a in in_a else b
+        if gathered is not None:
+            sending.gather(gathered, (axis,), place)
+            whole = uncut(gathered, (axis,), sending.sizes)
+            a, b = (whole, b) if gathered is a else (a, whole)
     contracted = [_met(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_met(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     free_a = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
@@ -62,27 +51,22 @@ def multiply(
     if not free_a and not free_b:
         flops = 0.0  # a sum of elements' products, which is no product of matrices
     summed = tuple(axis for dim in contracted for axis in dim.axes)
-    return Product([a, b], (*batch, *free_a, *free_b), summed, flops)
+    return a, b, ((*batch, *free_a, *free_b), summed), flops
 
 
 def _dim_of(array: Array, axis: str) -> int | None:
     return next((i for i, dim in enumerate(array.dims) if axis in dim.axes), None)
 
 
-def _without(array: Array, axis: str, sending: Sending) -> Array:
-    dims = tuple(uncut(dim, (axis,), sending.sizes) for dim in array.dims)
-    return Array(dims, array.itemsize, array.from_batch, made_from=array.source)
-
-
 def _met(a: Dim, b: Dim) -> Dim:
-    """Give the dim of two that meet: if one is cut, the other is sliced."""
+    """Return the dim of two that meet: if one is cut, the other is sliced."""
     if not (a.known and b.known):
         return a if a.known else b
     return min(a, b, key=lambda dim: dim.size)
 
 
 def kernel_flops(equation: Any, operands: list[Array]) -> tuple[float, float]:
-    """Count a kernel's FLOPs, and the part that a causal mask of blocks leaves.
+    """Return a kernel's FLOPs, and the part that a causal mask of blocks leaves.
 
     Every cell of its grid multiplies as its body says; what a device has of rows and
     heads may differ from what was traced, in the largest operand as in others.
@@ -107,6 +91,5 @@ def _flops_inside(jaxpr: Any) -> float:
             depth = math.prod(shape[i] for i in inner)
             total += 2.0 * equation.outvars[0].aval.size * depth
         trips = equation.params.get("length", 1)
-        inside = jaxprs_in_params(equation.params)
-        total += trips * sum(map(_flops_inside, inside))
+        total += trips * sum(map(_flops_inside, jaxprs_in_params(equation.params)))
     return total

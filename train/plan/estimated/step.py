@@ -19,7 +19,6 @@ from train.plan.cost import (
     sent_bytes,
 )
 from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.flops import count_flops
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.temporaries import temporaries
@@ -50,7 +49,7 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     outside = [e for e in step.exchanges if not e.in_layers]
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        flops=count_flops(step),
+        flops=step.flops,
         hbm_bytes=count_hbm_bytes(step, state, core_memory),
         sent=_totals(step.exchanges, program, by_use=False),
         outside_layers=_totals(outside, program, by_use=True),

@@ -6,7 +6,8 @@ plan/estimated/walk.py puts in the sizes that devices see. Nothing is lowered.
 """
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,11 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from data.batches import Batch
+from model.axes import mesh_axes
 from model.config import Attention, ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.layers import Execution
-from train.config import TrainConfig
+from train.config import Remat, TrainConfig
 from train.mesh_sizes import num_shards
 from train.optimizer import Optimizer
 from train.program import Program
@@ -25,18 +27,6 @@ from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
 _ROWS = 2  # of a device
-
-
-class _Key(NamedTuple):
-    """All that the equations of the gradients depend on."""
-
-    model: ModelConfig
-    how: Execution
-    loss: tuple[float, int | None]
-    head: PartitionSpec
-    length: int
-    documents: bool
-    mesh: tuple[tuple[str, int], ...]
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
@@ -48,38 +38,43 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         how = how._replace(attention=Attention.splash)
     tile = _KERNEL_TILE if how.attention is Attention.splash else 1
     return _gradients(
-        _Key(
-            model=config.model,
-            how=how,
-            loss=(config.train.z_loss, config.train.loss_chunk_tokens),
-            head=program.head,
-            length=-(-config.data.sequence_length // tile) * tile,
-            documents=program.batch.segment_ids is not None,
-            mesh=tuple((a, _least(n)) for a, n in program.mesh.shape.items()),
-        )
+        config.model,
+        how,
+        # `how` has the policy; one microbatch is traced whatever their number.
+        replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
+        program.head,
+        length=-(-config.data.sequence_length // tile) * tile,
+        documents=program.batch.segment_ids is not None,
+        mesh=tuple((axis, _least(axis, program)) for axis in program.mesh.shape),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _gradients(key: _Key) -> ClosedJaxpr:
-    z_loss, chunk = key.loss
-    train = TrainConfig(accumulation_steps=1, z_loss=z_loss, loss_chunk_tokens=chunk)
-    model = abstract_gpt(key.model)
-    shards = num_shards(dict(key.mesh), key.how.rules.spec("batch")[0])
-    rows = jax.ShapeDtypeStruct((_ROWS * shards, key.length), jnp.int32)
-    batch = Batch(rows, rows, rows if key.documents else None, rows)
-    names, sizes = zip(*key.mesh, strict=True)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    step = make_gradients(model, key.how, train, key.head)
-    with jax.sharding.use_abstract_mesh(mesh):
+def _gradients(
+    config: ModelConfig,
+    how: Execution,
+    train: TrainConfig,
+    head: PartitionSpec,
+    length: int,
+    documents: bool,
+    mesh: tuple[tuple[str, int], ...],
+) -> ClosedJaxpr:
+    model = abstract_gpt(config)
+    shards = num_shards(dict(mesh), how.rules.spec("batch")[0])
+    rows = jax.ShapeDtypeStruct((_ROWS * shards, length), jnp.int32)
+    batch = Batch(rows, rows, rows if documents else None, rows)
+    names, sizes = zip(*mesh, strict=True)
+    step = make_gradients(model, how, train, head)
+    axis_types = (AxisType.Auto,) * len(names)
+    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types)):
         return jax.make_jaxpr(step)(params_of(model), batch)
 
 
-def trace_update(program: Program) -> ClosedJaxpr:
+def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     """Trace (gradients, optimizer's state, parameters) -> (parameters, state)."""
-    leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
+    leaves, tree = jax.tree.flatten((params, state))
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _update(program.optimizer, shapes, tree)
+    return _update(optimizer, shapes, tree)
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,6 +88,20 @@ def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(update)(params, state, params)
 
 
-def _least(size: int) -> int:
-    """Give the least size of an axis that divides what `size` divides."""
-    return next((n for n in range(2, size) if size % n == 0), size)
+def _least(axis: str, program: Program) -> int:
+    """Return the least size of a mesh axis at which the equations are the same.
+
+    An axis of one device is traced as two, so that fewer meshes are traced, where it
+    cuts the batch's rows, and parameters only in dims that can be halved.
+    """
+    size = program.mesh.shape[axis]
+    if size > 1:
+        return next((n for n in range(2, size) if size % n == 0), size)
+    cut = [
+        dim
+        for leaf in jax.tree.leaves(program.state.params)
+        for dim, entry in zip(leaf.shape, leaf.sharding.spec, strict=False)
+        if axis in mesh_axes(entry)
+    ]
+    rows = axis in mesh_axes(program.how.rules.spec("batch")[0])
+    return 2 if rows and all(dim % 2 == 0 for dim in cut) else 1

@@ -8,6 +8,7 @@ over a dim that is cut stays a partial one until something needs all of it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Literal
@@ -18,21 +19,52 @@ from train.plan.estimated.arrays import (
     Dim,
     PartialSum,
     Place,
-    broadcast,
     merged,
     reshaped,
     uncut,
     ways,
 )
 from train.plan.estimated.collectives import Sending
-from train.plan.estimated.operation import SHAPES, Operation
 from train.plan.estimated.products import kernel_flops, multiply
 
+# Same values in another dtype or shape.
+SHAPES = {
+    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+    *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
+}
 # Linear in all operands at once: partial sums may pass.
 _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
     "concatenate",
 }
+_Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
+
+
+@dataclass(eq=False)
+class Operation:
+    """An equation; or a loop, whose `body` runs `trips` times.
+
+    flops: of a product or a kernel, of which `part` are computed.
+    slices: what a loop takes of stacked arrays; carried: what it hands from trip to
+        trip; stacked: what it keeps of each.
+    """
+
+    name: str
+    operands: list[Array]
+    results: list[Array]
+    place: Place
+    flops: float = 0.0
+    part: float = 1.0
+    trips: int = 1
+    body: list["Operation"] = field(default_factory=list)
+    slices: list[Array] = field(default_factory=list)
+    carried: list[Array] = field(default_factory=list)
+    stacked: list[Array] = field(default_factory=list)
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a kernel, not XLA's own."""
+        return self.name == "pallas_call"
 
 
 class Walk:
@@ -51,15 +83,14 @@ class Walk:
         return Place(self._times, self._scope, id(self.operations))
 
     def each(self) -> Iterator[Operation]:
-        """Give all operations, those of loops too; `place` says how often they run."""
-        queue = list(reversed(self.operations))
-        while queue:
-            operation = queue.pop()
-            yield operation
-            queue += reversed(operation.body)
+        """Return all operations, loops' too; `place` says how often they run."""
+        queue = list(self.operations)
+        for operation in queue:
+            queue += operation.body
+        return iter(queue)
 
     def run(self, jaxpr: Any, arguments: Sequence[Array]) -> list[Array]:
-        """Walk a jaxpr, open or closed, and give its results."""
+        """Walk a jaxpr, open or closed, and return its results."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         arrays = dict(zip(jaxpr.invars, arguments, strict=True))
         arrays |= {var: _constant(var.aval) for var in jaxpr.constvars}
@@ -93,7 +124,7 @@ class Walk:
 
     def _scan(self, equation: Any, operands: list[Array]) -> list[Array]:
         """Walk a loop once; what has a dim more outside is sliced, or stacked."""
-        params, inner = equation.params, equation.params["jaxpr"].jaxpr
+        inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
         def same_rank(outside: Any, inside: Any) -> int:
             pairs = zip(outside, inside, strict=True)
@@ -101,48 +132,44 @@ class Walk:
 
         whole = same_rank(equation.invars, inner.invars)
         carry = same_rank(equation.outvars, inner.outvars)
-        trips, fixed = params["length"], operands[:whole]
-        slices = [_slice(array) for array in operands[whole:]]
+        slices = [
+            Array(a.dims[1:], a.itemsize, a.from_batch, label=a.label)
+            for a in operands[whole:]
+        ]
         outer = self.operations
         loop = Operation("scan", operands, [], self.place, trips=trips, slices=slices)
         self.operations, self._times = loop.body, self._times * trips
-        results = self.run(params["jaxpr"], [*fixed, *slices])
+        results = self.run(inner, [*operands[:whole], *slices])
         self.operations, self._times = outer, self._times // trips
         loop.carried, loop.stacked = results[:carry], results[carry:]
-        loop.results = loop.carried + [
-            Array(
-                (Dim(trips), *array.dims),
-                array.itemsize,
-                array.from_batch,
-                array.sums,
-                array.source if array.source is not array else None,
-                array.label,
-            )
-            for array in loop.stacked
-        ]
+        loop.results = list(loop.carried)
+        for a in loop.stacked:
+            source = a.source if a.source is not a else None
+            dims = (Dim(trips), *a.dims)
+            stack = Array(dims, a.itemsize, a.from_batch, a.sums, source, a.label)
+            loop.results.append(stack)
         self.operations.append(loop)
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[Array]) -> list[Array]:
         """Walk what devices do on their own: there every dim is a device's own."""
-        arguments = []
+        arguments, results = list[Array](), list[Array]()
         for array, spec in zip(operands, params["in_specs"], strict=True):
             dims = self.sending.lay_out(array, spec, self.place)
-            own = tuple(Dim(dim.size, (), dim.known) for dim in dims)
-            arguments.append(self._renamed(array, own))
-        results = list[Array]()
+            arguments.append(
+                self._renamed(array, [dim._replace(axes=()) for dim in dims])
+            )
         inside = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inside, params["out_specs"], strict=True):
-            entries = self.sending.entries(spec, len(array.dims))
-            pairs = zip(array.dims, entries, strict=True)
-            dims = tuple(Dim(dim.size, axes) for dim, axes in pairs)
-            results.append(self._renamed(array, dims))
+            axes = self.sending.entries(spec, len(array.dims))
+            sizes = (dim.size for dim in array.dims)
+            results.append(self._renamed(array, map(Dim, sizes, axes)))
         return results
 
-    def _renamed(self, array: Array, dims: tuple[Dim, ...]) -> Array:
-        """Give an array other axes; it stays where it is."""
+    def _renamed(self, array: Array, dims: Any) -> Array:
+        """Return an array with other axes; it stays where it is."""
         flag, sums, label = array.from_batch, array.sums, array.label
-        result = Array(dims, array.itemsize, flag, sums, label=label)
+        result = Array(tuple(dims), array.itemsize, flag, sums, label=label)
         self.operations.append(Operation("shard_map", [array], [result], self.place))
         return result
 
@@ -157,32 +184,30 @@ class Walk:
         if name == "pallas_call":
             flops, part = kernel_flops(equation, operands)
         if name == "dot_general":
-            (left, right), pairs = operands, params["dimension_numbers"]
-            product = multiply(left, right, pairs, self.sending, place)
-            operands, flops = product.operands, product.flops
-            laid_out = [(product.dims, product.summed)]
+            pairs = params["dimension_numbers"]
+            left, right = operands
+            *operands, layout, flops = multiply(left, right, pairs, self.sending, place)
+            layouts = [layout]
         else:
-            laid_out = self._lay_out(equation, operands)
+            layouts = self._lay_out(equation, operands)
         from_batch = any(array.from_batch for array in operands)
         kept = [p for a in operands for p in a.sums if linear and not p.reduced]
         results = []
-        for var, (dims, summed) in zip(equation.outvars, laid_out, strict=True):
+        for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
             array = Array(dims, var.aval.dtype.itemsize, from_batch)
             if name in SHAPES:
                 array.source, array.label = operands[0].source, operands[0].label
-            own, axes = list(kept), self.sending.wide(summed) if from_batch else ()
+            axes = self.sending.wide(summed) if from_batch else ()
+            array.sums = tuple(kept)
             if axes:
                 is_product = name == "dot_general"
-                own.append(PartialSum(axes, array.bytes, place, is_product))
-            array.sums = tuple(own)
+                array.sums += (PartialSum(axes, array.bytes, place, is_product),)
             results.append(array)
         self.operations.append(Operation(name, operands, results, place, flops, part))
         return results
 
-    def _lay_out(
-        self, equation: Any, operands: list[Array]
-    ) -> list[tuple[tuple[Dim, ...], Axes]]:
-        """Give each result's dims, and the axes along which it is a partial sum."""
+    def _lay_out(self, equation: Any, operands: list[Array]) -> list[_Layout]:
+        """Return each result's dims, and the axes along which it is a partial sum."""
         params = equation.params
         before = [v.aval.shape for v in equation.invars]
         after = [v.aval.shape for v in equation.outvars]
@@ -194,8 +219,10 @@ class Walk:
             case "reshape":
                 return [(reshaped(first, before[0], after[0]), ())]
             case "broadcast_in_dim":
-                places = params["broadcast_dimensions"]
-                return [(broadcast(first, before[0], after[0], places), ())]
+                dims = [Dim(size, (), False) for size in after[0]]
+                for i, to in enumerate(params["broadcast_dimensions"]):
+                    dims[to] = first[i] if before[0][i] == after[0][to] else dims[to]
+                return [(tuple(dims), ())]
             case "sharding_constraint":
                 spec = params["sharding"].spec
                 return [(self.sending.lay_out(operands[0], spec, self.place), ())]
@@ -207,10 +234,8 @@ class Walk:
                 for array in operands:
                     axes = params["axes"]
                     self.sending.add(axes, "all-reduce", array.bytes, self.place)
-            case "all_gather":
-                return [(self._manual("all-gather", params, operands[0]), ())]
-            case "reduce_scatter":
-                return [(self._manual("reduce-scatter", params, operands[0]), ())]
+            case "all_gather" | "reduce_scatter" as name:
+                return [(self._manual(name, params, operands[0]), ())]
             case "squeeze":
                 gone = params["dimensions"]
             case name if name.startswith("reduce_") and "axes" in params:
@@ -219,15 +244,16 @@ class Walk:
             summed = tuple(axis for i in gone for axis in first[i].axes)
             dims = tuple(dim for i, dim in enumerate(first) if i not in gone)
             return [(dims, summed)] * len(after)
-        results = list[tuple[tuple[Dim, ...], Axes]]()
+        layouts = list[_Layout]()
         for shape in after:
-            dims = merged(shape, list(zip(operands, before, strict=True)))
+            dims = merged(shape, zip(operands, before, strict=True))
             self._fit(dims, operands)
-            results.append((dims, ()))
-        return results
+            layouts.append((dims, ()))
+        return layouts
 
     def _fit(self, dims: tuple[Dim, ...], operands: list[Array]) -> None:
         """Gather parameters that are cut otherwise than what they are combined with."""
+        with_batch = any(array.from_batch for array in operands)
         for array in operands:
             if array.size == 1 or len(array.dims) != len(dims) or array.from_batch:
                 continue
@@ -235,58 +261,57 @@ class Walk:
             lost = tuple(a for own, to in pairs for a in own.axes if a not in to.axes)
             used = {axis for dim in dims for axis in dim.axes}
             moved = tuple(axis for axis in lost if axis in used)
-            if any(other.from_batch for other in operands):
+            if with_batch or not moved:
                 self.sending.gather(array, lost, self.place)
-            elif moved:
+            else:
                 kind = "all-to-all"
                 self.sending.add(moved, kind, array.bytes, self.place, array.label)
-            else:
-                self.sending.gather(array, lost, self.place)
 
-    def _look_up(self, table: Array, ids: Array) -> tuple[tuple[Dim, ...], Axes]:
+    def _look_up(self, table: Array, ids: Array) -> _Layout:
         """Look ids [..., 1] up in a table [V, ...].
 
         Where the batch is cut along axes that cut the table's rows, too, either the
         table is gathered or ids and rows are exchanged, whichever is less.
         """
         sizes = self.sending.sizes
-        clash = [a for dim in table.dims[1:] for a in dim.axes if a in ids.axes]
-        whole = tuple(uncut(dim, clash, sizes) for dim in table.dims)
-        rows = (*ids.dims[:-1], *whole[1:])
-        self._looked_up[ids] = whole
+        clash = tuple(a for d in table.dims[1:] for a in d.axes if a in ids.axes)
+        whole = uncut(table, clash, sizes)
+        rows = (*ids.dims[:-1], *whole.dims[1:])
+        self._looked_up[ids] = whole.dims
         num_bytes = math.prod(dim.size for dim in rows) * table.itemsize
-        if clash and table.bytes * ways(sizes, clash) <= num_bytes:
-            self.sending.gather(table, tuple(clash), self.place)
+        if clash and whole.bytes <= num_bytes:
+            self.sending.gather(table, clash, self.place)
         elif clash:
-            self.sending.exchange(tuple(clash), ids, num_bytes, self.place)
+            self._exchange(clash, ids, num_bytes)
             self._looked_up[ids] = table.dims
         return rows, table.dims[0].axes
 
-    def _look_back(self, ids: Array, rows: Array) -> tuple[tuple[Dim, ...], Axes]:
+    def _look_back(self, ids: Array, rows: Array) -> _Layout:
         """Add up the gradient of a table, whose parts are those that were looked up."""
         dims = self._looked_up[ids]
         exchanged = tuple(a for d in dims[1:] for a in d.axes if a in ids.axes)
         if exchanged:
-            self.sending.exchange(exchanged, ids, rows.bytes, self.place)
+            self._exchange(exchanged, ids, rows.bytes)
         return dims, tuple(a for a in ids.axes if a not in exchanged)
 
-    def _manual(self, kind: str, params: Any, array: Array) -> tuple[Dim, ...]:
+    def _exchange(self, axes: Axes, ids: Array, row_bytes: int) -> None:
+        payload = ids.bytes * ways(self.sending.sizes, axes)
+        self.sending.add(axes, "all-gather", payload, self.place)
+        self.sending.add(axes, "all-to-all", row_bytes, self.place)
+
+    def _manual(self, name: str, params: Any, array: Array) -> tuple[Dim, ...]:
         """Gather or scatter one dim, as a device's own program says."""
-        axes = params["axis_name"]
+        axes, gathers = params["axis_name"], name == "all_gather"
         parts = ways(self.sending.sizes, axes)
-        gathers = kind == "all-gather"
-        at = params["all_gather_dimension" if gathers else "scatter_dimension"]
-        size = array.dims[at].size
+        i = params["all_gather_dimension" if gathers else "scatter_dimension"]
+        size = array.dims[i].size
         dim = Dim(size * parts if gathers else size // parts)
         whole = array.bytes * (parts if gathers else 1)
+        kind = name.replace("_", "-")
         self.sending.add(axes, kind, whole, self.place, array.label)
-        return (*array.dims[:at], dim, *array.dims[at + 1 :])
+        return (*array.dims[:i], dim, *array.dims[i + 1 :])
 
 
 def _constant(aval: Any) -> Array:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
     return Array(dims, aval.dtype.itemsize)
-
-
-def _slice(array: Array) -> Array:
-    return Array(array.dims[1:], array.itemsize, array.from_batch, label=array.label)

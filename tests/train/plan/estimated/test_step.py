@@ -115,14 +115,14 @@ def test_policies_are_ordered_as_compiled_plans_order_them(
 
 
 def test_only_wide_values_leave_the_core(laid_out):
-    """64 MiB, half of a v5e's core, are too many; of half the rows the head is left."""
+    """64 MiB, half of a v5e's core, are too many."""
 
     def moved(rows):
         shape = ("model=llama3_1b", "data.sequence_length=2048", "mesh=fsdp")
         program = laid_out("v5e-8", *shape, f"data.batch_size={rows}")
         return estimate_step(program).hbm_bytes.products
 
-    assert moved(16) > 1.5 * moved(8)
+    assert moved(16) > 1.3 * moved(8)
 
 
 def test_sums_and_items_agree(laid_out):
