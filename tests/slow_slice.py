@@ -1,10 +1,11 @@
 """`pytest -p tests.slow_slice --slice=COMMIT`: a part of the tests, chosen by a commit.
 
 Of the tests that are otherwise selected, in their order and from one on that the commit
-chooses, as many as fill BUDGET_S. `.ci/slow` holds the seconds of those that take long;
-what takes longer than the budget is left to `.ci/full`.
+chooses, as many as fill BUDGET_S. `.ci/slow` holds the seconds of those that take long,
+or of each in a file; what takes longer than the budget is left to `.ci/full`.
 """
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -31,19 +32,26 @@ def pytest_collection_modifyitems(
 
 def chosen(names: list[str], number: int) -> set[str]:
     """Return the names of a slice."""
-    seconds = listed()
-    fit = [name for name in names if seconds.get(name, OTHERS_S) <= BUDGET_S]
+    seconds = {name: seconds_of(name) for name in names}
+    fit = [name for name in names if seconds[name] <= BUDGET_S]
     first = number % max(1, len(fit))
     picked, sum_s = set[str](), 0.0
     for name in fit[first:] + fit[:first]:
-        sum_s += seconds.get(name, OTHERS_S)
+        sum_s += seconds[name]
         if sum_s > BUDGET_S:
             break
         picked.add(name)
     return picked
 
 
+def seconds_of(name: str) -> float:
+    """Return the seconds of a test: its own, or those of each in its file."""
+    seconds = listed()
+    return seconds.get(name) or seconds.get(name.partition("::")[0]) or OTHERS_S
+
+
+@functools.cache
 def listed() -> dict[str, float]:
-    """Return the seconds of tests by their names."""
+    """Return the seconds of tests by their names, or their files'."""
     lines = [line.split(maxsplit=1) for line in LIST.read_text().splitlines()]
     return {name: float(s) for s, name in lines if s != "#"}
