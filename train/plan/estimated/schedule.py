@@ -116,12 +116,14 @@ class Schedule:
     def _add_to_product(self, array: Array, terms: list[Array]) -> bool:
         """Have a sum in memory, if the product that made its last term can add up."""
         last = [term for term in self._products if term in terms]
-        if not last or any(term.size != array.size for term in terms):
+        known = [term for term in terms if all(dim.known for dim in term.dims)]
+        if not last or any(term.size != array.size for term in known):
             return False
         one = self._products.pop(last[-1])
         others = [term for term in terms if term is not last[-1]]
         self._use(others)
-        one.reads += [term for term in others if not term.from_batch]  # a running sum
+        if not any(term.from_batch for term in others):
+            one.reads.append(array)  # a running sum
         one.writes[:] = [array]
         self._products[array] = one
         return True

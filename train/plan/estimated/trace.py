@@ -92,7 +92,7 @@ def _least(axis: str, program: Program) -> int:
     """Return the least size of a mesh axis at which the equations are the same.
 
     An axis of one device is traced as two, so that fewer meshes are traced, where it
-    cuts the batch's rows, and parameters only in dims that can be halved.
+    cuts the batch's rows or parameters, and these can be halved.
     """
     size = program.mesh.shape[axis]
     if size > 1:
@@ -104,4 +104,4 @@ def _least(axis: str, program: Program) -> int:
         if axis in mesh_axes(entry)
     ]
     rows = axis in mesh_axes(program.how.rules.spec("batch")[0])
-    return 2 if rows and all(dim % 2 == 0 for dim in cut) else 1
+    return 2 if (cut or rows) and all(dim % 2 == 0 for dim in cut) else 1
