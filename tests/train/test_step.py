@@ -109,7 +109,7 @@ def test_split_gives_each_microbatch_rows_of_every_device():
 
 
 @pytest.fixture(scope="module")
-def guarded(programs):
+def guarded(programs, program):  # whose mesh, of one device too, is the one in force
     return programs("train.skip_sigma=4", "train.skip_window=4", devices=1)
 
 
