@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BUDGET_S = 240  # on one core: two share the files
+BUDGET_S = 150  # on one core: two share the files
 OTHERS_S = 10  # of a test that is not in the list
 LIST = Path(__file__).parents[1] / ".ci/slow"
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.fleet import REPOSITORY
 
 COMPILES = """if True:
@@ -15,6 +17,7 @@ COMPILES = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_torn_entry_of_the_cache_of_the_environment_costs_a_warning(tmp_path):
     """On clusters the cache lies in the run, and a kill may leave half a file there."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

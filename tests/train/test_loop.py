@@ -270,6 +270,7 @@ def test_a_run_goes_on_on_another_mesh(door, copy, longer):
     assert list((copy / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_planned_mesh_is_written_out(folder, door):
     path = folder / "chosen"
     steps = "train.num_steps=2"

@@ -171,6 +171,7 @@ def test_no_run_is_a_mistake_of_the_command_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_through_an_outage(server):
     run = "s3://bucket/runs/far"
     write_run(run, owner=OWNER)

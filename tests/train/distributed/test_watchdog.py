@@ -129,6 +129,7 @@ wait_for_metrics()
     assert report["step"] == 121
 
 
+@pytest.mark.slow
 def test_the_lock_of_the_interpreter_held_for_ever_does_not_help(start, tmp_path):
     trainer = start("""
 watchdog.phase("data", 3)
@@ -252,6 +253,7 @@ watchdog.close()
     assert "allowed 1.8 s" in said
 
 
+@pytest.mark.slow
 def test_a_machine_that_slept_is_no_alarm(start):
     code = """
 watchdog.phase("eval")
@@ -274,6 +276,7 @@ watchdog.close()
     assert trainer.end() == (0, "")
 
 
+@pytest.mark.slow
 def test_signals_for_all_processes_do_not_end_the_watcher(start):
     trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
     ignored = 0
@@ -285,6 +288,7 @@ def test_signals_for_all_processes_do_not_end_the_watcher(start):
     assert trainer.end()[0] == -signal.SIGABRT
 
 
+@pytest.mark.slow
 def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
     start, tmp_path
 ):
@@ -297,6 +301,7 @@ def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
     check_that_process_1_is_named(start, tmp_path)
 
 
+@pytest.mark.slow
 def test_stacks_and_reports_go_far_away(start, bucket):
     check_that_process_1_is_named(start, "s3://bucket/runs/a")
     (stacks,) = bucket.glob("bucket/runs/a/stacks/*-process1.txt")
@@ -346,6 +351,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_the_stacks_on_stderr(
     assert "in wait" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which("unshare")
     or subprocess.run(["unshare", "-Urpf", "true"], capture_output=True).returncode,

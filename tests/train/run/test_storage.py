@@ -143,6 +143,7 @@ def test_a_step_that_makes_way_while_it_is_hashed_gets_no_seal(opened, folder):
     assert not (folder / "1").exists()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_makes_no_step_a_damaged_one(opened, folder, server):
     opened(1)
     server.leave()
@@ -154,6 +155,7 @@ def test_a_store_that_is_away_makes_no_step_a_damaged_one(opened, folder, server
     assert damage(folder / "1") is None
 
 
+@pytest.mark.slow
 def test_a_save_waits_for_a_server_that_is_away(opened, folder, server):
     checkpoints = opened(1)
     assert checkpoints.save(2, make_state(2), {}) is None
