@@ -1,8 +1,8 @@
 """`pytest -p tests.slow_slice --slice=COMMIT`: a part of the tests, chosen by a commit.
 
 Of the tests that are otherwise selected, in their order and from one on that the commit
-chooses, as many as fill BUDGET_S. `.ci/slow` holds the seconds of those that take long,
-or of each in a file; what takes longer than the budget is left to `.ci/full`.
+chooses, as many as fill BUDGET_S. `.ci/slow` holds the seconds of those that take long;
+what takes longer than the budget is left to `.ci/full`.
 """
 
 import functools
@@ -45,13 +45,12 @@ def chosen(names: list[str], number: int) -> set[str]:
 
 
 def seconds_of(name: str) -> float:
-    """Return the seconds of a test: its own, or those of each in its file."""
-    seconds = listed()
-    return seconds.get(name) or seconds.get(name.partition("::")[0]) or OTHERS_S
+    """Return the seconds of a test."""
+    return listed().get(name, OTHERS_S)
 
 
 @functools.cache
 def listed() -> dict[str, float]:
-    """Return the seconds of tests by their names, or their files'."""
+    """Return the seconds of tests by their names."""
     lines = [line.split(maxsplit=1) for line in LIST.read_text().splitlines()]
     return {name: float(s) for s, name in lines if s != "#"}

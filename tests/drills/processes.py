@@ -16,6 +16,7 @@ def one_of_two_stopped(ground: Ground) -> str:
     """SIGSTOP to process 1 of two (heartbeat 10 s), SIGCONT once the other has ended
     -> the other ends with 134 within 30 s, the stopped one ends once it is awake; the
     next start goes on to the same bits."""
+    ground.traceback = True  # of the one that wakes, whose peer has gone
     run = ground.run()
     fleet = run.start(count=2)
     fleet.await_that(lambda: 5 in run.sealed())
