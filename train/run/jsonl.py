@@ -290,11 +290,9 @@ class _ObjectAppender(Appender):
 
 def _finite(value: Any) -> Any:
     """Make a value JSON: numpy and JAX scalars to Python's, non-finite to None."""
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    value = value.item() if hasattr(value, "item") else value
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else None
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from train.plan.cost import HbmBytes
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
+from train.plan.estimated.operation import Operation
 from train.plan.estimated.schedule import Schedule
 from train.plan.estimated.temporaries import saved_bytes
-from train.plan.estimated.walk import Operation
 
 _AGAIN = 1 / 8  # of a core's memory may pass through between two uses of a value
 # Times that what is kept is moved besides where it is used: written by what makes it if

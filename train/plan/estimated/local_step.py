@@ -14,9 +14,10 @@ from train.optimizer import Optimizer
 from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 from train.plan.estimated.arrays import Array, Dim
 from train.plan.estimated.collectives import Exchange
+from train.plan.estimated.operation import Operation
 from train.plan.estimated.schedule import Schedule
 from train.plan.estimated.trace import trace_gradients, trace_update
-from train.plan.estimated.walk import Operation, Walk
+from train.plan.estimated.walk import Walk
 from train.program import Program
 
 FLOAT32 = 4

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from train.plan.estimated.arrays import Array
-from train.plan.estimated.walk import SHAPES, Operation
+from train.plan.estimated.operation import Operation
+from train.plan.estimated.walk import SHAPES
 
 _OPAQUE = ("dot_general", "pallas_call", "scan", "gather", "scatter-add")
 _MUCH = 8  # times larger is what had better not wait for its last use

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from model.config import Attention
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.walk import Operation
+from train.plan.estimated.operation import Operation
 
 _LANES, _SUBLANES = 128, 8
 

@@ -8,7 +8,6 @@ over a dim that is cut stays a partial one until something needs all of it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend.core import Literal
@@ -25,6 +24,7 @@ from train.plan.estimated.arrays import (
     ways,
 )
 from train.plan.estimated.collectives import Sending
+from train.plan.estimated.operation import Operation
 from train.plan.estimated.products import kernel_flops, multiply
 
 # Same values in another dtype or shape.
@@ -38,33 +38,6 @@ _LINEAR = SHAPES | {
     "concatenate",
 }
 _Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
-
-
-@dataclass(eq=False)
-class Operation:
-    """An equation; or a loop, whose `body` runs `trips` times.
-
-    flops: of a product or a kernel, of which `part` are computed.
-    slices: what a loop takes of stacked arrays; carried: what it hands from trip to
-        trip; stacked: what it keeps of each.
-    """
-
-    name: str
-    operands: list[Array]
-    results: list[Array]
-    place: Place
-    flops: float = 0.0
-    part: float = 1.0
-    trips: int = 1
-    body: list["Operation"] = field(default_factory=list)
-    slices: list[Array] = field(default_factory=list)
-    carried: list[Array] = field(default_factory=list)
-    stacked: list[Array] = field(default_factory=list)
-
-    @property
-    def is_kernel(self) -> bool:
-        """Whether it is a kernel, not XLA's own."""
-        return self.name == "pallas_call"
 
 
 class Walk:

@@ -1,0 +1,32 @@
+"""What a walk over a program yields: one equation, or a loop of them."""
+
+from dataclasses import dataclass, field
+
+from train.plan.estimated.arrays import Array, Place
+
+
+@dataclass(eq=False)
+class Operation:
+    """An equation; or a loop, whose `body` runs `trips` times.
+
+    flops: of a product or a kernel, of which `part` are computed.
+    slices: what a loop takes of stacked arrays; carried: what it hands from trip to
+        trip; stacked: what it keeps of each.
+    """
+
+    name: str
+    operands: list[Array]
+    results: list[Array]
+    place: Place
+    flops: float = 0.0
+    part: float = 1.0
+    trips: int = 1
+    body: list["Operation"] = field(default_factory=list)
+    slices: list[Array] = field(default_factory=list)
+    carried: list[Array] = field(default_factory=list)
+    stacked: list[Array] = field(default_factory=list)
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether it is a kernel, not XLA's own."""
+        return self.name == "pallas_call"
