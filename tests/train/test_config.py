@@ -24,6 +24,7 @@ from train.config import (
     Schedule,
     ScheduleConfig,
     TrackerConfig,
+    TrackerName,
     TrainConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
@@ -136,6 +137,13 @@ def test_a_setting_without_effect_is_named():
     assert (
         without_effect(Config(optimizer=replace(adamw, name=OptimizerName.muon))) == []
     )
+
+
+def test_without_a_tracker_only_what_one_would_read_is_idle():
+    config = TrackerConfig(name=TrackerName.none)
+    assert without_effect(Config(tracker=config)) == []
+    (warning,) = without_effect(Config(tracker=replace(config, project="mine")))
+    assert warning == "tracker.project has no effect: tracker.name is none"
 
 
 def test_a_rank_file_needs_its_hash():

@@ -43,11 +43,16 @@ def compose(
     return check_command_line(quote_text(overrides, schema), config_name, schema)
 
 
+def no_rules(config: Any) -> list[Mistake]:
+    """List no mistakes: all is well between keys."""
+    return []
+
+
 def check_command_line(
     argv: Sequence[str],
     config_name: str = "train",
     schema: type = Config,
-    validate: Validate = lambda config: [],
+    validate: Validate = no_rules,
     chosen: Sequence[str] = (),
 ) -> Any:
     """Check the arguments of a command (`sys.argv[1:]`), of a sweep each value.
@@ -74,11 +79,10 @@ def check_command_line(
     helps = flags.help or flags.hydra_help or flags.info
     if flags.shell_completion or (helps and not flags.overrides and not mistakes):
         return None
-    if helps or flags.cfg:
-        validate = lambda config: []  # noqa: E731
+    shows = helps or flags.cfg
     with search_path(schema, flags.config_dir):
         presets = Presets(flags.config_name or config_name, schema, chosen)
-        check = _Check(presets, schema, validate, mistakes)
+        check = _Check(presets, schema, no_rules if shows else validate, mistakes)
         parts = [check.read(text, is_sweep(flags)) for text in flags.overrides]
         jobs = itertools.product(*(part for part in parts if part))
         configs = [check.job(job) for job in itertools.islice(jobs, MAX_JOBS)]

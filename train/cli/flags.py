@@ -16,7 +16,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     """Parse Hydra's flags; `.overrides` holds the rest.
 
     Raises:
-        ConfigError: for a flag's value that Hydra does not take.
+        ConfigError: for a flag that lacks its value, or takes none.
     """
     parser = get_args_parser()
 
@@ -24,6 +24,8 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
         raise ConfigError([Mistake("command line", "", message)])
 
     parser.error = error
+    for action in parser._actions:
+        action.choices = None  # `flag_mistakes` lists these with all else
     flags, rest = parser.parse_known_args(flags_first(argv))
     flags.unknown = [text for text in rest if text.startswith("-")]
     flags.overrides += [text for text in rest if not text.startswith("-")]
@@ -42,8 +44,13 @@ def is_sweep(flags: Namespace) -> bool:
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
     """List flags that do not exist, that exclude each other or that we lack."""
-    options = [o for a in get_args_parser()._actions for o in a.option_strings]
-    mistakes = []
+    actions, mistakes = get_args_parser()._actions, list[Mistake]()
+    for action in actions:
+        value, choices = getattr(flags, action.dest, None), list(action.choices or ())
+        if choices and value not in (None, *choices):
+            rule = f"must be one of {', '.join(choices)}"
+            mistakes.append(Mistake(f"--{action.dest}", value, rule))
+    options = [option for action in actions for option in action.option_strings]
     for flag in flags.unknown:
         name, _, value = flag.lstrip("-").partition("=")
         rule = "there is no such flag" + did_you_mean(flag, options)

@@ -118,7 +118,8 @@ def without_effect(config: Config) -> list[str]:
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (learned, "model.rope_theta", "model.position is learned"),
         (learned, "model.rotary_fraction", "model.position is learned"),
-        (untracked, "tracker.", "tracker.name is none"),
+        (untracked, "tracker.mode", "tracker.name is none"),
+        (untracked, "tracker.project", "tracker.name is none"),
     ]
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
     unread += [

@@ -216,6 +216,9 @@ def test_cfg_shows_every_key_and_runs_nothing(run):
     for line in ("accumulation_steps: 1", "tokenizer_sha256: null", "num_steps: 7"):
         assert f"  {line}\n" in result.stdout
     assert run("--cfg", "job", "train.num_step=7").returncode == 78
+    result = run("--cfg", "jobb", "train.num_step=7")
+    assert "must be one of job, hydra, all" in entry(result, "--cfg = jobb")
+    assert "no such key" in entry(result, "train.num_step = 7")
 
 
 def test_help_is_short_and_says_what_one_needs(run):
