@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from model.config import ModelConfig
+from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
-from model.layers import Execution
 
 DEPTHS, REPEATS = (6, 48), 3
 CONFIG = ModelConfig(embed_dim=32, num_heads=2, vocab_size=128)

@@ -98,7 +98,7 @@ def attention(
         segment_ids_BT: int32 document of each position; None: one document a row.
         implementation: the kernel; not `auto`.
         compute: dtype of the products' operands.
-        rules: where activations lie; splash needs them to work shard by shard.
+        rules: where activations lie; kernels work shard by shard.
 
     Returns:
         [B, T, N, H] in q's dtype.
@@ -108,16 +108,17 @@ def attention(
         return _xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
     dtype = q_BTNH.dtype
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
-    if implementation is Attention.cudnn:
-        same = None
-        if segment_ids_BT is not None:
-            same = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])[:, None]
-        out = jax.nn.dot_product_attention(
-            q, k, v, mask=same, is_causal=True, implementation="cudnn"
+    kernel = _cudnn if implementation is Attention.cudnn else _splash
+    if rules.activations:  # XLA cannot partition a kernel by itself
+        q_spec = rules.spec("batch", None, "heads", None)
+        kv_spec = rules.spec("batch", None, "kv_heads", None)
+        kernel = jax.shard_map(
+            kernel,
+            in_specs=(q_spec, kv_spec, kv_spec, rules.spec("batch", None)),
+            out_specs=q_spec,
+            check_vma=False,
         )
-    else:
-        out = _splash(q, k, v, segment_ids_BT, rules)
-    return out.astype(dtype)
+    return kernel(q, k, v, segment_ids_BT).astype(dtype)
 
 
 def cached_attention(
@@ -163,17 +164,28 @@ def _xla(
     return o_BTKGH.reshape(B, T, N, H)
 
 
+def _cudnn(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    segment_ids_BT: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """Run NVIDIA's kernel on a device's own rows and heads."""
+    same = None
+    if segment_ids_BT is not None:
+        same = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH, mask=same, is_causal=True, implementation="cudnn"
+    )
+
+
 def _splash(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
     segment_ids_BT: Int[Array, "B T"] | None,
-    rules: AxisRules,
 ) -> Float[Array, "B T N H"]:
-    """Run the Pallas kernel on each device's own rows and heads.
-
-    XLA cannot partition a Pallas call by itself, hence the shard_map.
-    """
+    """Run the Pallas kernel on a device's own rows and heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
     )
@@ -181,36 +193,22 @@ def _splash(
         splash_attention_mask as masks,
     )
 
-    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    T, N, H = q_BTNH.shape[1:]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
+    heads = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
+    kernel = splash.make_splash_mha(
+        heads, head_shards=1, q_seq_shards=1, block_sizes=_block_sizes(T)
+    )
 
-    def local(q, k, v, segment_ids):
-        mask = masks.CausalMask((T, T))
-        heads = masks.MultiHeadMask([mask] * q.shape[2])
-        kernel = splash.make_splash_mha(
-            heads, head_shards=1, q_seq_shards=1, block_sizes=_block_sizes(T)
-        )
+    def row(q_NTH, k_KSH, v_KSH, segments_T):
+        ids = splash.SegmentIds(segments_T, segments_T)
+        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids)
 
-        def row(q_NTH, k_KSH, v_KSH, segments_T):
-            ids = splash.SegmentIds(segments_T, segments_T)
-            return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids)
-
-        q, k, v = (x.swapaxes(1, 2) for x in (q * H**-0.5, k, v))
-        out = jax.vmap(row)(q, k, v, segment_ids)
-        assert isinstance(out, jax.Array)  # no residuals asked for
-        return out.swapaxes(1, 2)
-
-    if not rules.pairs:
-        return local(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    q_spec = rules.spec("batch", None, "heads", None)
-    kv_spec = rules.spec("batch", None, "kv_heads", None)
-    return jax.shard_map(
-        local,
-        in_specs=(q_spec, kv_spec, kv_spec, rules.spec("batch", None)),
-        out_specs=q_spec,
-        check_vma=False,
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
+    out = jax.vmap(row)(q, k, v, segment_ids_BT)
+    assert isinstance(out, jax.Array)  # no residuals asked for
+    return out.swapaxes(1, 2)
 
 
 def _block_sizes(T: int):

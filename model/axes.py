@@ -6,12 +6,11 @@ maps the first to the second; `AxisRules` carries the table for activations into
 model, which stays ignorant of meshes: with no rules it runs on one device untouched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -47,40 +46,76 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
+Pairs = tuple[tuple[str, MeshAxes], ...]
+
+
 @dataclass(frozen=True)
 class AxisRules:
-    """Where activations lie.
+    """Where arrays lie, and which mesh axes the program takes care of by hand.
 
-    pairs: (logical axis, mesh axes). Empty: anywhere.
-    lookup: mesh axes of (batch, embed) of what comes out of a table, if XLA has to be
-        told.
+    activations, params: pairs (logical axis, mesh axes). Empty: anywhere.
+    by_hand: mesh axes along which the program says itself what each device does, inside
+        `jax.shard_map`: a device sees its own rows of the batch and its own part of
+        each weight. XLA's partitioner takes care of the other axes.
+    rows_travel: whether devices that share a table W[V, D_fsdp] exchange the rows that
+        they look up, because these are less than the table.
     """
 
-    pairs: tuple[tuple[str, MeshAxes], ...] = ()
-    lookup: tuple[MeshAxes, MeshAxes] | None = None
+    activations: Pairs = ()
+    params: Pairs = ()
+    by_hand: tuple[str, ...] = ()
+    rows_travel: bool = False
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return the PartitionSpec of an activation with these logical axes."""
-        return partition_spec(dict(self.pairs), axes) if self.pairs else PartitionSpec()
+        """Return an activation's PartitionSpec over the axes that XLA takes care of."""
+        if not self.activations:
+            return PartitionSpec()
+        return self._automatic(partition_spec(dict(self.activations), axes))
+
+    def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Return a parameter's PartitionSpec over the axes that XLA takes care of."""
+        if not self.params:
+            return PartitionSpec()
+        return self._automatic(partition_spec(dict(self.params), axes))
+
+    def _automatic(self, spec: PartitionSpec) -> PartitionSpec:
+        dims = [
+            [a for a in mesh_axes(entry) if a not in self.by_hand] for entry in spec
+        ]
+        return PartitionSpec(*(_entry(dim) for dim in dims))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin an activation to its place on the mesh in force (`jax.set_mesh`)."""
-        if not self.pairs:
+        if not self.activations:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
 
-    def constrain_lookup(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Pin rows that come out of a table W[V, D_fsdp], before `constrain` does.
+    def cut(self, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return the dims of a parameter that lie in parts on other devices.
 
-        Each device looks up its part of D: x[B_data, T, D_fsdp]. One all-to-all makes
-        x[B_(data, fsdp), T, D] of that. Left to itself XLA replicates x on the way,
-        and again its gradient ("involuntary full rematerialization").
+        Returns:
+            Pairs (dim, mesh axes by hand and wider than one device, in their order).
         """
-        if self.lookup is None:
-            return x_BTD
-        batch, embed = self.lookup
-        spec = PartitionSpec(batch, None, embed)
-        return jax.lax.with_sharding_constraint(x_BTD, spec)
+        if not self.by_hand:
+            return ()
+        spec = partition_spec(dict(self.params), axes)
+        hand = [[a for a in mesh_axes(entry) if a in self.by_hand] for entry in spec]
+        dims = [(i, wide(names)) for i, names in enumerate(hand)]
+        return tuple((i, names) for i, names in dims if names)
+
+    def copies(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the axes by hand along which a parameter's parts are the same."""
+        cut = {name for _, names in self.cut(axes) for name in names}
+        return tuple(axis for axis in wide(self.by_hand) if axis not in cut)
+
+
+def wide(axes: Iterable[str]) -> tuple[str, ...]:
+    """Return those of some mesh axes by hand that are more than one device wide."""
+    return tuple(axis for axis in axes if jax.lax.psum(1, axis) > 1)
+
+
+def _entry(axes: list[str]) -> MeshAxes:
+    return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 
 ANYWHERE = AxisRules()

@@ -7,7 +7,7 @@ Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value
 H head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues
 from model.config import Init, ModelConfig, Position
-from model.layers import Block, Execution, Normalize, rotation, stds
+from model.execution import Execution
+from model.gather import Parts, parts_of
+from model.layers import Block, Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.parts import part
@@ -49,15 +51,18 @@ class Table(nnx.Module):
         """
         shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
+        self.axes = axis, "embed"
         self.weight = nnx.Param(
             jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight,
-            info=ParamInfo((axis, "embed"), Kind.table, padding=padding),
+            info=ParamInfo(self.axes, Kind.table, padding=padding),
         )
 
-    def __call__(self, ids: Int[Array, "*dims"]) -> Float[Array, "*dims D"]:
-        """Return the rows of int32 ids."""
+    def __call__(
+        self, ids: Int[Array, "*dims"], parts: Parts
+    ) -> Float[Array, "*dims D"]:
+        """Return the rows of int32 ids; `parts` tells what to gather of the table."""
         with part("embedding"):
-            return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+            return jnp.take(parts.gather(self.weight[...]), ids, axis=0, mode="clip")
 
 
 class GPT(nnx.Module):
@@ -104,11 +109,10 @@ class GPT(nnx.Module):
         Returns:
             x_BTD in the activation dtype, and the longer cache if one was given.
         """
-        x_BTD = how.rules.constrain_lookup(self.embedding(tokens_BT))
+        lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
-            x_BTD = x_BTD + how.rules.constrain_lookup(self.positions(positions_BT))
-        x_BTD = x_BTD.astype(how.activation_dtype)
-        x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
+            lookups.append((self.positions, positions_BT))
+        x_BTD = how.rules.constrain(look_up(lookups, how), "batch", "seq", "embed")
         by = None
         if self.config.position is Position.rotary:
             by = rotation(positions_BT, self.config)
@@ -139,8 +143,16 @@ class GPT(nnx.Module):
 
         V is `vocab_rows` here.
         """
-        table = self.embedding if self.head is None else self.head
-        return table.weight[...]
+        return self._head.weight[...]
+
+    @property
+    def head_axes(self) -> tuple[str, ...]:
+        """The logical axes of `head_weight`."""
+        return self._head.axes
+
+    @property
+    def _head(self) -> Table | Linear:
+        return self.embedding if self.head is None else self.head
 
     def logits(
         self, x_BTD: Float[Array, "B T D"], how: Execution
@@ -155,6 +167,29 @@ class GPT(nnx.Module):
         shape = (config.num_layers, batch, length, config.kv_heads, config.head_size)
         zeros = jnp.zeros(shape, how.activation_dtype)
         return KeysValues(zeros, zeros, jnp.zeros((config.num_layers,), jnp.int32))
+
+
+def look_up(
+    lookups: Sequence[tuple[Table, Int[Array, "B T"]]], how: Execution
+) -> Float[Array, "B T D"]:
+    """Add up the rows of tables, in the activation dtype.
+
+    Where a device has only some columns of each row, it looks them up for all devices
+    that share the table, and one all-to-all makes x[B_(data, fsdp), T, D] of
+    x[B_data, T, D_fsdp]; or else, where that is less, the table is gathered.
+    """
+    lie = [parts_of(table.axes, how) for table, _ in lookups]  # only gathered
+    apart = dict(lie[0].cut).get(1, ()) if how.rules.rows_travel else ()
+    x_BTD = jnp.zeros((), jnp.float32)
+    for (table, ids_BT), parts in zip(lookups, lie, strict=True):
+        if apart:
+            parts = parts._replace(cut=tuple(cut for cut in parts.cut if cut[0] != 1))
+            ids_BT = jax.lax.all_gather(ids_BT, apart, axis=0, tiled=True)
+        x_BTD = x_BTD + table(ids_BT, parts)
+    x_BTD = x_BTD.astype(how.activation_dtype)
+    if apart:
+        x_BTD = jax.lax.all_to_all(x_BTD, apart, 0, 2, tiled=True)
+    return x_BTD
 
 
 def project(

@@ -13,22 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues, attention, cached_attention
-from model.axes import ANYWHERE, AxisRules
-from model.config import Activation, Attention, Init, ModelConfig, Norm
+from model.config import Activation, Init, ModelConfig, Norm
+from model.execution import Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
 from model.parts import part
-
-
-class Execution(NamedTuple):
-    """How a model is run, as opposed to what it computes."""
-
-    activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of what passes layers
-    compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of products' operands
-    attention: Attention = Attention.xla
-    remat: str = "none"
-    rules: AxisRules = ANYWHERE
-    window: int | None = None  # with a cache: how many of the newest keys are seen
 
 
 class Normalize(nnx.Module):
@@ -136,9 +125,9 @@ class SelfAttention(nnx.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Attend; with a cache, also to what came before x, and give the longer one."""
-        q_BTNH = self.query(x_BTD, how.compute_dtype)
-        k_BTKH = self.key(x_BTD, how.compute_dtype)
-        v_BTKH = self.value(x_BTD, how.compute_dtype)
+        q_BTNH = self.query(x_BTD, how)
+        k_BTKH = self.key(x_BTD, how)
+        v_BTKH = self.value(x_BTD, how)
         q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -157,7 +146,7 @@ class SelfAttention(nnx.Module):
         else:
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype, how.window)
-        return self.output(o_BTNH, how.compute_dtype), cache
+        return self.output(o_BTNH, how), cache
 
 
 class MLP(nnx.Module):
@@ -186,15 +175,15 @@ class MLP(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], how: Execution
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
-        h_BTF = self.up(x_BTD, how.compute_dtype)
+        h_BTF = self.up(x_BTD, how)
         if self.gate is not None:
-            h_BTF = jax.nn.silu(self.gate(x_BTD, how.compute_dtype)) * h_BTF
+            h_BTF = jax.nn.silu(self.gate(x_BTD, how)) * h_BTF
         elif self.activation is Activation.gelu:
             h_BTF = jax.nn.gelu(h_BTF, approximate=True)
         else:
             h_BTF = jnp.square(jax.nn.relu(h_BTF))
         h_BTF = how.rules.constrain(h_BTF, "batch", "seq", "mlp")
-        return self.down(h_BTF, how.compute_dtype)
+        return self.down(h_BTF, how)
 
 
 class Block(nnx.Module):

@@ -16,24 +16,32 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from model.execution import Execution
+from model.gather import WHOLE, Parts, parts_of
 from model.params import Kind, ParamInfo
 from model.parts import part
 
 
 def product(
-    spec: str, a: Float[Array, "..."], b: Float[Array, "..."], compute: DTypeLike
+    spec: str,
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    compute: DTypeLike,
+    parts: Parts = WHOLE,
 ) -> Float[Array, "..."]:
     """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
 
     Every letter of an operand must stand in the other operand or in the result. The
-    result has a's dtype, each gradient has its operand's.
+    result has a's dtype, each gradient has its operand's. `parts` tells of b.
     """
-    return _product(spec, a, b, compute)  # pyright: ignore[reportReturnType]
+    return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike) -> jax.Array:
-    return _einsum(spec, a, b, compute, a.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _product(
+    spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: Parts
+) -> jax.Array:
+    return _einsum(spec, a, parts.gather(b.astype(compute)), compute, a.dtype)
 
 
 def _einsum(
@@ -44,22 +52,27 @@ def _einsum(
     )
 
 
-def _forward(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike):
+def _forward(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: Parts):
     # Only the rounded a is kept: it is what the backward pass needs. b is mostly a
-    # parameter, alive anyway, and rounding it again is cheaper than keeping both.
+    # parameter, alive anyway, and rounding it again is cheaper than keeping both. What
+    # was gathered is kept where all of a layer is recomputed: it lives that long.
     a_rounded = a.astype(compute)
-    y = _einsum(spec, a_rounded, b, compute, a.dtype)
-    return y, (a_rounded, b, jnp.zeros((), a.dtype))
+    whole = parts.gather(b.astype(compute)) if parts.cut else b
+    y = _einsum(spec, a_rounded, whole, compute, a.dtype)
+    kept = b if parts.gather_again else whole
+    return y, (a_rounded, kept, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
 
 
-def _backward(spec: str, compute: DTypeLike, residuals, dy: jax.Array):
-    a, b, like_a = residuals
+def _backward(spec: str, compute: DTypeLike, parts: Parts, residuals, dy: jax.Array):
+    a, b, like_a, like_b = residuals
+    if parts.gather_again:
+        b = parts.gather(b.astype(compute))
     operands, result = spec.split("->")
     left, right = operands.split(",")
     dy = dy.astype(compute)
     da = _einsum(f"{result},{right}->{left}", dy, b, compute, like_a.dtype)
-    db = _einsum(f"{left},{result}->{right}", a, dy, compute, b.dtype)
-    return da, db
+    db = _einsum(f"{left},{result}->{right}", a, dy, compute, like_b.dtype)
+    return da, parts.scatter(db)
 
 
 _product.defvjp(_forward, _backward)
@@ -106,18 +119,17 @@ class Linear(nnx.Module):
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         if padding:
             weight = jnp.pad(weight, [(0, 0)] * (len(shape) - 1) + [(0, padding)])
-        self.name, self.spec = name, spec
+        self.name, self.spec, self.axes = name, spec, axes
         self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs, padding))
         zeros = jnp.zeros(shape[inputs:], dtype)
         info = ParamInfo(axes[inputs:], Kind.vector)
         self.bias = nnx.Param(zeros, info=info) if bias else None
 
-    def __call__(
-        self, x: Float[Array, "..."], compute: DTypeLike
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], how: Execution) -> Float[Array, "..."]:
         """Apply to x [..., input dims]; the result has x's dtype."""
         with part(self.name):
-            y = product(self.spec, x, self.weight[...], compute)
+            parts = parts_of(self.axes, how)
+            y = product(self.spec, x, self.weight[...], how.compute_dtype, parts)
             if self.bias is None:
                 return y
             return y + leading(self.bias[...], y.ndim).astype(y.dtype)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
-from model.config import ModelConfig
+from model.config import Dtype, ModelConfig
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
@@ -197,6 +197,9 @@ class TrainConfig:
     # Steps between comparisons of the state's copies; null: never.
     replica_check_interval_steps: Count | None = 500
     remat: Remat = Remat.none  # what the backward pass recomputes
+    # In which the gradients of matrices and tables travel between devices; auto: in
+    # model.compute_dtype, but in float32 between the devices of a CPU.
+    reduce_dtype: Dtype = Dtype.auto
     # Positions of a device whose logits exist at once; null: as few as are fast.
     loss_chunk_tokens: Count | None = None
     z_loss: NotNegative = 0.0  # weight of the squared log of the softmax's sum

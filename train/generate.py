@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE
+from model.execution import Execution
 from model.gpt import GPT, bind
-from model.layers import Execution
 
 
 class Sampling(NamedTuple):

@@ -3,7 +3,6 @@
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
 
-import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
-from model.axes import ANYWHERE, MeshAxes, mesh_axes
+from model.axes import ANYWHERE, mesh_axes, wide
 from model.config import ModelConfig
+from model.execution import Execution
+from model.gather import Parts, parts_of
 from model.gpt import GPT, project
-from model.layers import Execution
 from model.parts import part
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
@@ -29,7 +29,6 @@ def loss_sum(
     how: Execution,
     z_loss: float,
     chunk: int | None,
-    head: PartitionSpec,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
@@ -40,7 +39,6 @@ def loss_sum(
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: positions C of a row whose logits exist at once; None: all of a row's
             with a small vocabulary, else about 128.
-        head: where `model.head_weight` lies.
 
     Returns:
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
@@ -48,7 +46,7 @@ def loss_sum(
     """
     x_BTD, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
     C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
-    tiled = _Tiled(C, model.config, how, z_loss, head)
+    tiled = _Tiled(C, model.config, how, z_loss, model.head_axes)
     with jax.named_scope("loss"), part("head"):
         return _sums(tiled, x_BTD, model.head_weight, batch.targets)
 
@@ -66,10 +64,9 @@ class _Tiled(NamedTuple):
     over fsdp once for all tiles: each device holds W[D, V_tensor]. Each multiplies its
     own rows x[B_(data, fsdp), C, D] tile by tile, and adds up the float32 gradient
     dW[D, V_tensor] of its rows over all tiles. That sum is then reduce-scattered over
-    fsdp back to dW[D_fsdp, V_tensor], and all-reduced over what is left of the batch's
-    axes (data), each once a step. The softmax over V_tensor costs an all-reduce over
-    tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one of
-    dx[B, C, D]. Where the batch lies on tensor too, V is gathered like D.
+    fsdp back to dW[D_fsdp, V_tensor]. The softmax over V_tensor costs an all-reduce
+    over tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one
+    of dx[B, C, D].
 
     V is `vocab_rows`; entries that stand for no token get the logit -inf.
     """
@@ -78,54 +75,50 @@ class _Tiled(NamedTuple):
     config: ModelConfig
     how: Execution
     z_loss: float
-    head: PartitionSpec
+    axes: tuple[str, ...]
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        weight: Float[Array, "in out"],
+        part: Float[Array, "in out"],
         targets_BT: Int[Array, "B T"],
         gradients: bool,
     ):
-        """Sum over all rows: (loss, nats), and the loss' (dx, dweight) or None."""
+        """Sum over a device's rows: (loss, nats), and the loss' (dx, dpart) or None."""
+        parts = parts_of(self.axes, self.how)._replace(copies=())  # once a step
         rules = self.how.rules
-        if not rules.pairs:
-            return self._scan(x_BTD, weight, targets_BT, (), gradients)
-        rows = rules.spec("batch")
-        return jax.shard_map(
-            partial(self._on_a_device, gradients=gradients),
-            in_specs=(rows, self.head, rows),
-            out_specs=(PartitionSpec(), (rows, self.head) if gradients else None),
-            check_vma=False,
-        )(x_BTD, weight, targets_BT)
-
-    def _on_a_device(self, x_BTD, weight, targets_BT, gradients: bool):
-        vocab_dim, dtype = 0 if self.config.tied_head else 1, weight.dtype
-        batch = _wide(self.how.rules.spec("batch")[0])
-        gathers = [_wide(on) for on in self.head]
-        cut = gathers[vocab_dim]
-        if {*cut} & {*batch}:
-            cut = ()
+        weight = parts.gather(part.astype(self.how.compute_dtype))
+        if rules.activations:
+            spec, rows = rules.param_spec(self.axes), rules.spec("batch")
+            sums, grads = jax.shard_map(
+                partial(self._share, gradients=gradients),
+                in_specs=(rows, spec, rows),
+                out_specs=(PartitionSpec(), (rows, spec) if gradients else None),
+                check_vma=False,
+            )(x_BTD, weight, targets_BT)
         else:
-            gathers[vocab_dim] = ()
-        weight = weight.astype(self.how.compute_dtype)
-        for dim, axes in enumerate(gathers):
-            if axes:
-                weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
-        sums, grads = self._scan(x_BTD, weight, targets_BT, cut, gradients)
-        sums = jax.lax.psum(sums, batch)
+            sums, grads = self._scan(x_BTD, weight, targets_BT, (), gradients)
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
-        for dim, axes in enumerate(gathers):
-            if axes:
-                dweight = jax.lax.psum_scatter(
-                    dweight, axes, scatter_dimension=dim, tiled=True
-                )
-        rest = [axis for axis in batch if axis not in itertools.chain(*gathers)]
-        copies = [axis for axis in itertools.chain(*gathers) if axis not in batch]
-        dweight = jax.lax.psum(dweight, rest) / jax.lax.psum(1, copies)
-        return sums, (dx_BTD, dweight.astype(dtype))
+        dpart = parts.scatter(dweight).astype(part.dtype)
+        # Else XLA keeps the float32 dweight until all layers' gradients are known.
+        return sums, jax.lax.optimization_barrier((dx_BTD, dpart))
+
+    def _share(self, x_BTD, part, targets_BT, gradients: bool):
+        """Share the vocabulary over axes along which devices have the same rows."""
+        cut = [wide(mesh_axes(on)) for on in self.how.rules.param_spec(self.axes)]
+        vocab_dim = 0 if self.config.tied_head else 1
+        shared, cut[vocab_dim] = cut[vocab_dim], ()
+        parts = Parts(tuple((dim, axes) for dim, axes in enumerate(cut) if axes))
+        sums, grads = self._scan(
+            x_BTD, parts.gather(part), targets_BT, shared, gradients
+        )
+        if grads is None:
+            return sums, None
+        dx_BTD, dweight = grads
+        same = jax.lax.psum(1, tuple(axis for axes in cut for axis in axes))
+        return sums, (dx_BTD, parts.scatter(dweight) / same)
 
     def _scan(self, x_BTD, weight, targets_BT, cut, gradients: bool):
         def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
@@ -186,11 +179,6 @@ class _Tiled(NamedTuple):
         dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
         dx_BCD, dweight = transpose(jnp.where(counts[..., None], dlogits_BCV, 0.0))
         return (sums, dweight), jax.lax.psum(dx_BCD, cut)
-
-
-def _wide(entry: MeshAxes) -> tuple[str, ...]:
-    """Return the mesh axes of a dim that are more than one device wide."""
-    return tuple(axis for axis in mesh_axes(entry) if jax.lax.psum(1, axis) > 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

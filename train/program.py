@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
 from model.config import Position
+from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, num_params, params_of
-from model.layers import Execution
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
@@ -26,7 +26,7 @@ from train.mesh_sizes import check_batch, least_sizes, num_shards
 from train.optimizer import Optimizer, make_optimizer
 from train.runtime import compiler_options, execution
 from train.sharding import (
-    activation_rules,
+    axis_rules,
     batch_sharding,
     param_specs,
     state_shardings,
@@ -65,9 +65,7 @@ class Program:
     @functools.cached_property
     def train_step(self):
         """Jitted: (state, batch) -> (state, metrics); the old state is donated."""
-        step = make_train_step(
-            self.model, self.optimizer, self.how, self.config.train, self.head
-        )
+        step = make_train_step(self.model, self.optimizer, self.how, self.config.train)
         return jax.jit(
             step,
             in_shardings=(self.shardings, self.batch_shardings),
@@ -79,18 +77,12 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(self.model, self.how, self.config.train, self.head)
+        step = make_eval_step(self.model, self.how, self.config.train)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
             out_shardings=self.replicated,
         )
-
-    @property
-    def head(self) -> PartitionSpec:
-        """Where the weight of the logits lies."""
-        name = "embedding" if self.config.model.tied_head else "head"
-        return self.shardings.params[name]["weight"].spec
 
     @property
     def batch_shardings(self) -> Batch:
@@ -122,8 +114,12 @@ class Program:
 
     def trained(self, train: TrainConfig) -> "Program":
         """Return the same program with other microbatches or recomputation."""
-        config, how = self.config, self.how._replace(remat=train.remat)
-        return replace(self, config=replace(config, train=train), how=how)
+        config, rules = replace(self.config, train=train), self.how.rules
+        shards = num_shards(self.mesh.shape, rules.spec("batch")[0])
+        rules = replace(rules, rows_travel=rows_travel(config, shards))
+        once = train.accumulation_steps == 1
+        how = self.how._replace(remat=train.remat, rules=rules, reduces_copies=once)
+        return replace(self, config=config, how=how)
 
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
@@ -152,6 +148,16 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     return replace(config, model=model)
 
 
+def rows_travel(config: Config, shards: int) -> bool:
+    """Tell whether a device looks up fewer rows of the embedding than there are.
+
+    Then devices that share the table exchange rows, else they gather it.
+    """
+    batch = config.data.batch_size * config.data.sequence_length
+    vocab_rows = config.model.vocab_rows
+    return batch // (config.train.accumulation_steps * shards) < vocab_rows
+
+
 def make_program(
     config: Config,
     devices: Sequence[Device] | None = None,
@@ -170,15 +176,16 @@ def make_program(
     """
     devices = jax.devices() if devices is None else devices
     sizes = least_sizes(config.mesh, len(devices))
-    rules = activation_rules(config.mesh, sizes)
-    platform, data, train = devices[0].platform, config.data, config.train
+    rules = axis_rules(config.mesh)
+    data, train = config.data, config.train
     length = data.sequence_length
     shards = num_shards(sizes, rules.spec("batch")[0])
+    rules = replace(rules, rows_travel=rows_travel(config, shards))
     model = abstract_gpt(config.model)
     infos = param_infos(model)
     mesh, how, *_ = check_all(
         lambda: make_mesh(config.mesh, devices),
-        lambda: execution(config.model, platform, length, rules, train.remat),
+        lambda: execution(config.model, devices[0], length, rules, train),
         lambda: check_batch(data.batch_size, train.accumulation_steps, shards),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )

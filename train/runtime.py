@@ -12,9 +12,11 @@ from data.machine import cache_folder, usable_cores
 from model.attention import choose
 from model.axes import AxisRules
 from model.config import Dtype, ModelConfig
-from model.layers import Execution
-from train.config import Platform, Remat, RuntimeConfig
+from model.execution import Execution
+from train.config import Platform, RuntimeConfig, TrainConfig
 from train.errors import ConfigError, Mistake
+from train.hardware.chips import chip_of
+from train.mesh import Device
 
 log = logging.getLogger(__name__)
 # What TPUs, and GPUs of NVIDIA (dxg: under Windows) and AMD, are reached by.
@@ -63,12 +65,12 @@ def cores() -> int:
 
 def execution(
     model: ModelConfig,
-    platform: str,
+    device: Device,
     sequence_length: int,
     rules: AxisRules,
-    remat: Remat = Remat.none,
+    train: TrainConfig,
 ) -> Execution:
-    """Choose dtypes and attention kernel for a platform (`cpu`, `gpu`, `tpu`).
+    """Choose dtypes, attention kernel and the form of collectives for a device.
 
     On a CPU only the operands of products are rounded to bfloat16, what passes between
     layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
@@ -76,6 +78,7 @@ def execution(
     Raises:
         ConfigError: if the platform cannot run the attention kernel asked for.
     """
+    platform, chip = device.platform, chip_of(device.device_kind)
     try:
         kernel = choose(model.attention, platform, sequence_length, model.head_size)
     except ValueError as error:
@@ -85,11 +88,18 @@ def execution(
     if compute is Dtype.auto:
         plain_cpu = platform == "cpu" and not cpu_multiplies_bfloat16()
         compute = Dtype.float32 if plain_cpu else Dtype.bfloat16
+    reduce = train.reduce_dtype
+    if reduce is Dtype.auto:
+        reduce = Dtype.float32 if platform == "cpu" else compute
     return Execution(
         activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
         compute_dtype=jnp.dtype(compute),
+        reduce_dtype=jnp.dtype(reduce),
+        gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
+        scatter_by_rows=platform == "tpu",
+        reduces_copies=train.accumulation_steps == 1,
         attention=kernel,
-        remat=remat,
+        remat=train.remat,
         rules=rules,
     )
 

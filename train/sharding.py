@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.axes import AxisRules, MeshAxes, mesh_axes, partition_spec
+from model.axes import AxisRules, MeshAxes, partition_spec
 from model.params import ParamInfo
 from train.config import MeshConfig
 from train.errors import ConfigError, Mistake
@@ -24,19 +24,10 @@ def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
-def activation_rules(config: MeshConfig, sizes: Mapping[str, int]) -> AxisRules:
-    """Return the table of activations in the form that the model takes.
-
-    Args:
-        config: with both tables.
-        sizes: of the mesh axes.
-    """
-    table = rule_table(config.activations)
-    embed = mesh_axes(rule_table(config.params).get("embed"))
-    batch = [axis for axis in mesh_axes(table.get("batch")) if sizes.get(axis, 1) > 1]
-    rest = tuple(axis for axis in batch if axis not in embed)
-    lookup = (rest, embed) if rest and len(rest) < len(batch) else None
-    return AxisRules(tuple(table.items()), lookup)
+def axis_rules(config: MeshConfig) -> AxisRules:
+    """Return both tables in the form that the model takes."""
+    activations, params = rule_table(config.activations), rule_table(config.params)
+    return AxisRules(tuple(activations.items()), tuple(params.items()))
 
 
 def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:

@@ -6,15 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
+from model.execution import Execution
 from model.gpt import GPT, bind
-from model.layers import Execution
+from model.params import param_infos
 from train.config import TrainConfig
 from train.loss import loss_sum
 from train.optimizer import Optimizer
+from train.rows import REPLICATED, by_rows, over_copies, over_rows
 from train.spikes import is_spike, remember
 from train.state import TrainState
 
@@ -26,17 +27,14 @@ def make_train_step(
     optimizer: Optimizer,
     how: Execution,
     config: TrainConfig,
-    head: PartitionSpec,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
-
-    `head` says where the weight of the logits lies.
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
     left out, because one of the first two was not finite or a spike).
     """
-    gradients = make_gradients(model, how, config, head)
+    gradients = make_gradients(model, how, config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss, grads = gradients(state.params, batch)
@@ -67,36 +65,44 @@ def make_train_step(
 
 
 def make_gradients(
-    model: GPT, how: Execution, config: TrainConfig, head: PartitionSpec
+    model: GPT, how: Execution, config: TrainConfig
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Any]]:
-    """Build `gradients(params, batch) -> (loss, gradients)`, over all microbatches."""
+    """Build `gradients(params, batch) -> (loss, gradients)`, over all microbatches.
+
+    Each device takes its own rows: weights are gathered and their gradients scattered
+    where they are used (model/gather.py). Copies along other axes (data) add up once a
+    step: those of a layer's matrices in its backward pass, beside the products of the
+    next one, or where there are several microbatches behind all of them.
+    """
     microbatches = config.accumulation_steps
 
-    def gradients(params: Any, batch: Batch) -> tuple[Float[Array, ""], Any]:
-        num_targets = jnp.maximum(1, jnp.sum(batch.targets >= 0))
+    def gradients(how: Execution, params: Any, batch: Batch):
+        num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
 
         def mean_loss(
             params: Any, part: Batch
         ) -> tuple[Float[Array, ""], Float[Array, ""]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
-            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk, head)
+            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk)
             return loss / num_targets, nats / num_targets
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
         if microbatches == 1:
             grads, loss = value_and_grad(params, batch)
-            return loss, grads
+        else:
 
-        def add(total, part: Batch):
-            grads, loss = value_and_grad(params, part)
-            return jax.tree.map(jnp.add, total, (loss, grads)), None
+            def add(total, part: Batch):
+                grads, loss = value_and_grad(params, part)
+                return jax.tree.map(jnp.add, total, (loss, grads)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        start = (jnp.zeros((), jnp.float32), zeros)
-        with jax.named_scope("microbatches"):
-            return jax.lax.scan(add, start, split(batch, microbatches))[0]
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            start = (jnp.zeros((), jnp.float32), zeros)
+            with jax.named_scope("microbatches"):
+                loss, grads = jax.lax.scan(add, start, split(batch, microbatches))[0]
+        return over_rows(loss, how), over_copies(grads, infos, how)
 
-    return gradients
+    infos = param_infos(model)
+    return by_rows(gradients, how, infos, results=lambda specs: (REPLICATED, specs))
 
 
 def split(batch: Batch, parts: int) -> Batch:
@@ -111,13 +117,13 @@ def split(batch: Batch, parts: int) -> Batch:
 
 
 def make_eval_step(
-    model: GPT, how: Execution, config: TrainConfig, head: PartitionSpec
+    model: GPT, how: Execution, config: TrainConfig
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Build `eval_step(params, batch) -> (sum of nats, number of targets)`."""
 
-    def eval_step(params: Any, batch: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    def eval_step(how: Execution, params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens
-        _, nats = loss_sum(bind(model, params), batch, how, 0.0, chunk, head)
-        return nats, jnp.sum(batch.targets >= 0)
+        _, nats = loss_sum(bind(model, params), batch, how, 0.0, chunk)
+        return over_rows((nats, jnp.sum(batch.targets >= 0)), how)
 
-    return eval_step
+    return by_rows(eval_step, how, param_infos(model), lambda specs: REPLICATED)

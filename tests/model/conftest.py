@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from model.config import Activation, Init, ModelConfig, Norm, Position
+from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
-from model.layers import Execution
 
 TINY = {
     "gpt2": ModelConfig(

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from model.config import Init, ModelConfig
+from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
-from model.layers import Execution
 from model.params import named
 
 pytestmark = pytest.mark.usefixtures("strict")

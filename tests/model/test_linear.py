@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from model.execution import Execution
 from model.linear import Linear, product
 from model.params import Kind
 
@@ -89,8 +90,8 @@ def test_a_linear_layer_adds_its_bias_over_the_output_dims():
     x = jax.random.normal(jax.random.key(0), (2, 3, 64))
     bias = np.asarray(layer.bias[...])
     expected = np.einsum("btd,dnh->btnh", x, layer.weight[...]) + bias
-    np.testing.assert_allclose(layer(x, jnp.float32), expected, rtol=1e-4, atol=1e-4)
-    assert layer(x.astype(jnp.bfloat16), jnp.bfloat16).dtype == jnp.bfloat16
+    np.testing.assert_allclose(layer(x, Execution()), expected, rtol=1e-4, atol=1e-4)
+    assert layer(x.astype(jnp.bfloat16), Execution()).dtype == jnp.bfloat16
 
 
 def test_a_linear_layer_says_what_its_parameters_are():

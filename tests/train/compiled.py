@@ -59,12 +59,14 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpt2_full": ("v5e-4", (*GPT2, "mesh=ddp", "train.remat=full")),
     "fsdp": ("v5e-8", ("mesh=fsdp",)),
     "fsdp_tiles": ("v5e-8", ("mesh=fsdp", TILES)),
-    "fsdp_rings": ("v5e-8", ("mesh=fsdp", *LARGE)),
     "tensor": ("v5e-8", TENSOR),
     "tensor_tiles": ("v5e-8", (*TENSOR, TILES)),
     "tensor_only": ("v5e-4", ("mesh=fsdp_tensor", "mesh.tensor=4")),
     "slices": ("v5e-4x2", ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")),
 }
+# A text that no step gives any more: XLA's own partitioner gathered the weights of this
+# one. It still makes such rings of what it partitions along `tensor`, at some sizes.
+KEPT = {"rings": ("v5e-8", ("mesh=fsdp", *LARGE))}
 STORE = Path(__file__).with_name("plan") / "compiled" / "hlo"
 MEMORY = STORE / "memory.json"
 AHEAD = REPOSITORY / "tests" / "kernels" / "ahead.py"
@@ -107,12 +109,12 @@ def make_stored(composed: Callable) -> Compile:
 
     @functools.cache
     def stored_step(name: str) -> Compiled:
-        target, overrides = STEPS[name]
+        target, overrides = (STEPS | KEPT)[name]
         config = composed(*SHAPE, *overrides)
         with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
             chips = devices.fake_devices(parse_target(target))
         text = gzip.decompress((STORE / f"{name}.txt.gz").read_bytes()).decode()
-        memory = json.loads(MEMORY.read_text())[name]
+        memory = json.loads(MEMORY.read_text()).get(name)
         return read_step(make_program(config, chips), text, memory)
 
     return stored_step

@@ -18,8 +18,8 @@ LAYERS = """
     train.mesh
     train.hardware
     train.flops train.runtime train.sharding train.optimizer train.spikes train.state \
-train.loss train.step train.program train.feed train.evaluation train.generate \
-train.describe
+train.loss train.rows train.step train.program train.feed train.evaluation \
+train.generate train.describe
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.memory

@@ -14,6 +14,7 @@ from data.batches import Batch, Order
 from model.gpt import GPT, bind, params_of
 from train.loss import loss_sum, tile
 from train.program import make_program
+from train.rows import REPLICATED, by_rows, over_copies, over_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,19 @@ JITTED = {}
 
 
 def value_and_grads(program, params, batch, chunk):
-    def loss(params, batch):
-        model = bind(program.model, params)
-        return loss_sum(model, batch, program.how, 0.1, chunk, program.head)
+    def on_a_device(how, params, batch):
+        def loss(params):
+            return loss_sum(bind(program.model, params), batch, how, 0.1, chunk)
 
-    key = (program.mesh, program.head, program.config.model, chunk)
-    JITTED.setdefault(key, jax.jit(jax.value_and_grad(loss, has_aux=True)))
+        sums, grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return over_rows(sums, how), over_copies(grads, program.infos, how)
+
+    key = (program.mesh, program.how, program.config.model, chunk)
+    if key not in JITTED:
+        everywhere = by_rows(
+            on_a_device, program.how, program.infos, lambda specs: (REPLICATED, specs)
+        )
+        JITTED[key] = jax.jit(everywhere)
     with jax.set_mesh(program.mesh):
         params = jax.device_put(params, program.shardings.params)
         batch = jax.device_put(batch, program.batch_shardings)
@@ -74,7 +82,8 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
         for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)
     ]
     program = programs("model.num_layers=1", *shape, devices=8)
-    assert program.head == PartitionSpec("fsdp", "tensor")
+    head = program.shardings.params["head"]["weight"].spec
+    assert head == PartitionSpec("fsdp", "tensor")
     close(value_and_grads(program, params, batch, chunk), whole)
 
 

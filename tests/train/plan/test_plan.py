@@ -72,7 +72,7 @@ def test_recomputing_less_is_advised_where_it_is_faster(
 
 
 def test_what_temporaries_hold_is_listed_once(laid_out, capsys):
-    shape = ("mesh=fsdp", "data.batch_size=8", "train.remat=full")
+    shape = ("mesh=ddp", "data.batch_size=64")
     plan = estimate(laid_out("v5e-8", *shape))
     assert {"parameters", "gradients"} <= plan.memory.parts.keys()
     assert "gradients" in plan.memory.temporaries

@@ -15,7 +15,10 @@ from train.plan.estimated.arrays import Array, Axes, Dim, Place, ways
 
 
 class Exchange(NamedTuple):
-    """A collective of a step; `payload` is of all `count` times that it runs."""
+    """A collective of a step; `payload` is of all `count` times that it runs.
+
+    once: however many microbatches the step has (train/rows.py's scope).
+    """
 
     axes: Axes
     kind: str
@@ -23,6 +26,7 @@ class Exchange(NamedTuple):
     payload: float
     serves: str
     in_layers: bool
+    once: bool
 
 
 class Sending:
@@ -41,8 +45,9 @@ class Sending:
         axes, times = self.wide(axes), place.times
         if axes and payload:
             label = label or place.scope.strip("/").split("/")[-1]
+            once, inside = "copies" in place.scope, place.in_layers
             self.exchanges.append(
-                Exchange(axes, kind, times, times * payload, label, place.in_layers)
+                Exchange(axes, kind, times, times * payload, label, inside, once)
             )
 
     def wide(self, axes: Axes) -> Axes:
@@ -90,17 +95,17 @@ class Sending:
             self.add(rest, "all-reduce", left, part.place, label)
 
     def lay_out(
-        self, array: Array, spec: Sequence, place: Place, is_result: bool = False
+        self, array: Array, spec: Sequence, place: Place, strict: bool = False
     ) -> tuple[Dim, ...]:
         """Bring an array to a PartitionSpec; return its dims afterwards.
 
-        Where an update drops a parameter's sharding it stays until the result: XLA lays
-        out what is free as what comes behind it.
+        Where an update drops a parameter's sharding it stays until the result, unless
+        `strict`: XLA lays out what is free as what comes behind it.
         """
         entries = self.entries(spec, len(array.dims))
         wanted = {axis for axes in entries for axis in axes}
         self.reduce(array, tuple(wanted))
-        strict = array.from_batch or is_result
+        strict = strict or array.from_batch
         dims, moved, dropped = list[Dim](), (), ()
         for dim, axes in zip(array.dims, entries, strict=True):
             moved += tuple(a for a in dim.axes if a not in axes and a in wanted)

@@ -31,6 +31,7 @@ class LocalStep:
     gradients: of one of its `microbatches`; update: behind them.
     params: its part of each parameter; batch: of each field of a microbatch.
     exchanges: of the whole step.
+    reduce_itemsize: of gradients between devices.
     """
 
     platform: str
@@ -42,6 +43,7 @@ class LocalStep:
     params: list[Array]
     batch: list[Array]
     exchanges: list[Exchange]
+    reduce_itemsize: int
 
     @property
     def loops(self) -> list[Operation]:
@@ -93,8 +95,9 @@ def local_step(program: Program) -> LocalStep:
     for result, param in zip(results, params, strict=True):
         gradients.sending.reduce(result, param.axes, param.label)
     each = [
-        e._replace(count=e.count * microbatches, payload=e.payload * microbatches)
+        e._replace(count=e.count * times, payload=e.payload * times)
         for e in gradients.sending.exchanges
+        for times in [1 if e.once else microbatches]
     ]
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
@@ -108,6 +111,7 @@ def local_step(program: Program) -> LocalStep:
         params=params,
         batch=batch,
         exchanges=[*each, *update.sending.exchanges],
+        reduce_itemsize=program.how.reduce_dtype.itemsize,
     )
 
 
@@ -121,7 +125,7 @@ def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
     results = update.run(jaxpr, [*_parts(params), *_parts(state), *own])
     for result, param in zip(results[: len(own)], own, strict=True):
         spec = [dim.axes for dim in param.dims]
-        update.sending.lay_out(result, spec, update.place, is_result=True)
+        update.sending.lay_out(result, spec, update.place, strict=True)
     return update
 
 

@@ -4,10 +4,9 @@ Three moments are weighed; the one that needs most gives the items.
 
 - The loss: a tile's logits and what they are rounded to, its operand, and the sum over
   all tiles of that operand's gradient, before devices reduce it.
-- The layers: the gradients of all layers, that of the loss, which XLA reduces behind
-  the loop over the layers, and the backward pass of one layer: the weights that it
-  gathers (on TPU the next one's travel meanwhile), their gradients before they are
-  scattered, and what its passes make (plan/estimated/schedule.py).
+- The layers: the gradients of all layers, and the backward pass of one layer: the
+  weights that it gathers (on TPU the next one's travel meanwhile), their gradients
+  before they are scattered, and what its passes make (plan/estimated/schedule.py).
 - The update: the gradients, and the largest product of the update.
 
 At the first two lives what the layers kept for their backward pass, the features, and
@@ -104,14 +103,13 @@ def _loss(step: LocalStep) -> dict[str, int]:
 
 
 def _layers(step: LocalStep) -> dict[str, int]:
-    given = {array for loop in step.layers for array in loop.operands}
+    given = {array.source for loop in step.layers for array in loop.operands}
     gathered = [used for own, used in _weights(step).items() if used.size > own.size]
     held = sum(array.bytes for array in gathered)
     return {
         "gradients": _bytes(step, [p for p in step.params if p in given], FLOAT32),
-        "head's gradient": _loss_gradient(step),
         "gathered weights": (2 if step.platform == "tpu" else 1) * held,
-        "gradients to scatter": FLOAT32 * sum(array.size for array in gathered),
+        "gradients to scatter": step.reduce_itemsize * sum(a.size for a in gathered),
         "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
     }
 

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from data.batches import Batch
 from model.axes import mesh_axes
 from model.config import Attention, ModelConfig
+from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
-from model.layers import Execution
 from train.config import Remat, TrainConfig
 from train.mesh_sizes import num_shards
 from train.optimizer import Optimizer
@@ -42,7 +42,6 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         how,
         # `how` has the policy; one microbatch is traced whatever their number.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
-        program.head,
         length=-(-config.data.sequence_length // tile) * tile,
         documents=program.batch.segment_ids is not None,
         mesh=tuple((axis, _least(axis, program)) for axis in program.mesh.shape),
@@ -54,7 +53,6 @@ def _gradients(
     config: ModelConfig,
     how: Execution,
     train: TrainConfig,
-    head: PartitionSpec,
     length: int,
     documents: bool,
     mesh: tuple[tuple[str, int], ...],
@@ -64,7 +62,7 @@ def _gradients(
     rows = jax.ShapeDtypeStruct((_ROWS * shards, length), jnp.int32)
     batch = Batch(rows, rows, rows if documents else None, rows)
     names, sizes = zip(*mesh, strict=True)
-    step = make_gradients(model, how, train, head)
+    step = make_gradients(model, how, train)
     axis_types = (AxisType.Auto,) * len(names)
     with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types)):
         return jax.make_jaxpr(step)(params_of(model), batch)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from model.axes import mesh_axes
 from train.plan.estimated.arrays import (
     Array,
     Axes,
@@ -125,24 +126,31 @@ class Walk:
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[Array]) -> list[Array]:
-        """Walk what devices do on their own: there every dim is a device's own."""
+        """Walk what devices do on their own: dims by hand are a device's own there."""
+        by_hand, sending = params["newly_manual_axes"], self.sending
         arguments, results = list[Array](), list[Array]()
         for array, spec in zip(operands, params["in_specs"], strict=True):
-            dims = self.sending.lay_out(array, spec, self.place)
-            arguments.append(
-                self._renamed(array, [dim._replace(axes=()) for dim in dims])
-            )
+            entries = sending.entries(spec, len(array.dims))
+            for i, dim in enumerate(array.dims):
+                entries[i] += tuple(a for a in dim.axes if a not in by_hand)
+            dims = sending.lay_out(array, entries, self.place, strict=True)
+            own = [tuple(a for a in dim.axes if a not in by_hand) for dim in dims]
+            sizes = (dim.size for dim in dims)
+            arguments.append(self._renamed(array, map(Dim, sizes, own)))
         inside = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inside, params["out_specs"], strict=True):
-            axes = self.sending.entries(spec, len(array.dims))
-            sizes = (dim.size for dim in array.dims)
-            results.append(self._renamed(array, map(Dim, sizes, axes)))
+            entries = sending.entries(spec, len(array.dims))
+            dims = [
+                Dim(dim.size, axes + dim.axes)
+                for dim, axes in zip(array.dims, entries, strict=True)
+            ]
+            results.append(self._renamed(array, dims))
         return results
 
     def _renamed(self, array: Array, dims: Any) -> Array:
         """Return an array with other axes; it stays where it is."""
-        flag, sums, label = array.from_batch, array.sums, array.label
-        result = Array(tuple(dims), array.itemsize, flag, sums, label=label)
+        of = array.from_batch, array.sums, array.source, array.label
+        result = Array(tuple(dims), array.itemsize, *of)
         self.operations.append(Operation("shard_map", [array], [result], self.place))
         return result
 
@@ -168,7 +176,7 @@ class Walk:
         results = []
         for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
             array = Array(dims, var.aval.dtype.itemsize, from_batch)
-            if name in SHAPES:
+            if name in SHAPES or name == "all_gather":
                 array.source, array.label = operands[0].source, operands[0].label
             axes = self.sending.wide(summed) if from_batch else ()
             array.sums = tuple(kept)
@@ -206,8 +214,9 @@ class Walk:
             case "psum" | "psum_invariant" | "pmax":
                 for array in operands:
                     axes = params["axes"]
-                    self.sending.add(axes, "all-reduce", array.bytes, self.place)
-            case "all_gather" | "reduce_scatter" as name:
+                    kind, label = "all-reduce", array.label
+                    self.sending.add(axes, kind, array.bytes, self.place, label)
+            case "all_gather" | "reduce_scatter" | "all_to_all" as name:
                 return [(self._manual(name, params, operands[0]), ())]
             case "squeeze":
                 gone = params["dimensions"]
@@ -273,16 +282,18 @@ class Walk:
         self.sending.add(axes, "all-to-all", row_bytes, self.place)
 
     def _manual(self, name: str, params: Any, array: Array) -> tuple[Dim, ...]:
-        """Gather or scatter one dim, as a device's own program says."""
-        axes, gathers = params["axis_name"], name == "all_gather"
-        parts = ways(self.sending.sizes, axes)
-        i = params["all_gather_dimension" if gathers else "scatter_dimension"]
-        size = array.dims[i].size
-        dim = Dim(size * parts if gathers else size // parts)
-        whole = array.bytes * (parts if gathers else 1)
-        kind = name.replace("_", "-")
-        self.sending.add(axes, kind, whole, self.place, array.label)
-        return (*array.dims[:i], dim, *array.dims[i + 1 :])
+        """Gather, scatter or exchange, as a device's own program says."""
+        axes = mesh_axes(params["axis_name"])
+        parts, dims = ways(self.sending.sizes, axes), list(array.dims)
+        grows = params.get("all_gather_dimension", params.get("concat_axis"))
+        shrinks = params.get("scatter_dimension", params.get("split_axis"))
+        if grows is not None:
+            dims[grows] = dims[grows]._replace(size=dims[grows].size * parts)
+        if shrinks is not None:
+            dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
+        payload = array.bytes * (parts if name == "all_gather" else 1)
+        self.sending.add(axes, name.replace("_", "-"), payload, self.place, array.label)
+        return tuple(dims)
 
 
 def _constant(aval: Any) -> Array:

@@ -1,0 +1,36 @@
+"""How a model is run, as opposed to what it computes."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from model.axes import ANYWHERE, AxisRules
+from model.config import Attention
+
+
+class Execution(NamedTuple):
+    """Dtypes, kernel, recomputation and placement.
+
+    activation_dtype: of what passes between layers.
+    compute_dtype: of products' operands, and of weights that are gathered.
+    reduce_dtype: in which weights' gradients travel between devices.
+    gather_by_rows, scatter_by_rows: whether gathers of weights, and scatters of their
+        gradients, over many devices go in two steps.
+    reduces_copies: whether gradients of matrices are added up over copies of these in
+        each backward pass; else that is left to the caller.
+    attention: the kernel.
+    remat: what the backward pass recomputes.
+    rules: where arrays lie.
+    window: with a cache, how many of the newest keys are seen; None: all.
+    """
+
+    activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    gather_by_rows: bool = False
+    scatter_by_rows: bool = False
+    reduces_copies: bool = False
+    attention: Attention = Attention.xla
+    remat: str = "none"
+    rules: AxisRules = ANYWHERE
+    window: int | None = None

@@ -1,0 +1,143 @@
+"""The one way to bring a weight together, and its gradient back to its parts.
+
+Of a weight W[D_fsdp, F] a device holds W[D/fsdp, F]. It is gathered where it is used,
+once a pass, in the compute dtype, and lives no longer than its products. The gradient
+dW[D, F] of a device's own rows is added up over devices by a scatter, in the reduce
+dtype, to dW[D/fsdp, F]. Left to XLA's partitioner the form of both, and with it the
+bytes, changes with the number of devices (docs/log.md).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from model.execution import Execution
+
+_LANES = 128  # of a TPU's vectors, along the last dim
+_FEW = 8  # devices that XLA:TPU scatters over at once in every slice
+
+
+class Parts(NamedTuple):
+    """How a weight lies in parts.
+
+    cut: pairs of a dim and the mesh axes along which it is cut.
+    copies: mesh axes along which other devices have the same part, and whose gradients
+        are added up with the scatter.
+    reduce: dtype of the gradient between devices.
+    place: of the weight along the mesh axes that XLA takes care of.
+    gather_again: in the backward pass, instead of keeping what was gathered.
+    gather_by_rows, scatter_by_rows: whether one over many devices goes in two steps.
+    """
+
+    cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    copies: tuple[str, ...] = ()
+    reduce: DTypeLike = jnp.float32
+    place: PartitionSpec = PartitionSpec()
+    gather_again: bool = False
+    gather_by_rows: bool = False
+    scatter_by_rows: bool = False
+
+    def gather(self, part: jax.Array) -> jax.Array:
+        """Bring a weight together."""
+        return on_shards(self._gather, self.place)(part) if self.cut else part
+
+    def _gather(self, part: jax.Array) -> jax.Array:
+        for dim, axis, groups in reversed([*self._steps(self.gather_by_rows)]):
+            part = jnp.moveaxis(part, dim, 0)  # else lanes of a TPU are cut
+            part = jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)
+            part = jnp.moveaxis(part, 0, dim)
+        return part
+
+    def scatter(self, whole: jax.Array) -> jax.Array:
+        """Add up over devices, each of which keeps its part; the dtype stays."""
+        if not self.cut and not self.copies:
+            return whole
+        sums = on_shards(self._scatter, self.place)(whole.astype(self.reduce))
+        return sums.astype(whole.dtype)
+
+    def _scatter(self, sums: jax.Array) -> jax.Array:
+        for dim, axis, groups in self._steps(self.scatter_by_rows):
+            sums = jnp.moveaxis(sums, dim, 0)
+            size = sums.shape[-1]
+            if self.scatter_by_rows:
+                more = -size % multiple(size)
+                sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, more)])
+            sums = jax.lax.psum_scatter(
+                sums, axis, tiled=True, axis_index_groups=groups
+            )
+            sums = jnp.moveaxis(sums[..., :size], 0, dim)
+        if self.copies:
+            sums = jax.lax.psum(sums, self.copies)
+        return sums
+
+    def _steps(self, by_rows: bool) -> Iterator[tuple[int, str, list | None]]:
+        """Give (dim, mesh axis, groups along it; None: all), as a scatter goes."""
+        for dim, axes in self.cut:
+            for axis in axes:
+                for groups in rows_and_columns(jax.lax.psum(1, axis), by_rows):
+                    yield dim, axis, groups
+
+
+WHOLE = Parts()
+
+
+def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
+    """Return how a weight with these logical axes lies."""
+    cut = how.rules.cut(axes)
+    copies = how.rules.copies(axes) if how.reduces_copies else ()
+    again, by_rows = how.remat == "none", (how.gather_by_rows, how.scatter_by_rows)
+    place = how.rules.param_spec(axes)
+    if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
+        place = PartitionSpec()
+    return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *by_rows)
+
+
+def on_shards(
+    function: Callable[[jax.Array], jax.Array], place: PartitionSpec
+) -> Callable[[jax.Array], jax.Array]:
+    """Let a function see a device's own shard of an array alone.
+
+    XLA's partitioner brings an array together along its own axes before a gather or
+    a scatter along others that are by hand.
+
+    Args:
+        function: gathers, scatters or adds up along axes by hand.
+        place: of array and result along the other axes.
+    """
+    if not any(place):
+        return function
+    return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)
+
+
+def rows_and_columns(size: int, by_rows: bool) -> list[list[list[int]] | None]:
+    """Group the devices along an axis for a scatter over all of them.
+
+    XLA:TPU turns a scatter over all chips of a slice into an all-reduce of the whole,
+    twice the bytes, and on a 3D torus so it does with gathers; not one over rows of
+    them and then over columns (docs/log.md). First devices far apart share what there
+    is, then those close by, so that device i ends with part i.
+
+    Returns:
+        The groups of each step; None: of all devices.
+    """
+    rows = max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)
+    if not by_rows or size <= _FEW or rows == 1:
+        return [None]
+    devices = np.arange(size).reshape(rows, size // rows)
+    return [devices.T.tolist(), devices.tolist()]
+
+
+def multiple(size: int) -> int:
+    """Return what the last dim of what a TPU scatters must be a multiple of.
+
+    XLA cuts it in two until at most some 90 tiles of lanes are left, and makes an
+    all-reduce of what it cannot cut (docs/log.md).
+    """
+    tiles = size / _LANES
+    return _LANES * 2 ** math.ceil(math.log2(tiles / 64)) if tiles > 64 else 1

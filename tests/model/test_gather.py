@@ -1,0 +1,92 @@
+"""A weight brought together from its parts, and its gradient scattered back."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from model.gather import Parts, multiple, rows_and_columns
+
+SHAPE = (16, 3, 24)
+
+
+@pytest.fixture
+def run():
+    """Run a function of a device's part on eight of them."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(function, x, spec, result):
+        with jax.set_mesh(mesh):
+            mapped = jax.shard_map(
+                function, in_specs=spec, out_specs=result, check_vma=False
+            )
+            return jax.jit(mapped)(x)
+
+    return run
+
+
+def numbers(*shape):
+    """Whole numbers, whose sums are exact in any order."""
+    return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) % 13
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
+def test_parts_make_the_whole_and_gradients_add_up_to_parts(
+    run, monkeypatch, dim, axes, by_rows
+):
+    monkeypatch.setattr("model.gather._FEW", 2)
+    rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
+    rows = {"gather_by_rows": by_rows, "scatter_by_rows": by_rows}
+    parts = Parts(((dim, axes),), rest, **rows)
+    spec = [None] * len(SHAPE)
+    spec[dim] = axes
+    whole = numbers(*SHAPE)
+    found = run(parts.gather, whole, PartitionSpec(*spec), PartitionSpec())
+    np.testing.assert_array_equal(found, whole)
+    each = numbers(8, *SHAPE)  # a gradient on each of eight devices
+    place = PartitionSpec(("data", "fsdp"))
+    found = run(lambda x: parts.scatter(x[0]), each, place, PartitionSpec(*spec))
+    np.testing.assert_array_equal(found, each.sum(0))
+
+
+@pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])
+def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
+    parts = Parts(((0, ("fsdp",)),), reduce=jnp.dtype(dtype))
+    gradient = jnp.full((4, 2), 1 + 2**-12)
+    place = PartitionSpec("fsdp")
+    found = run(parts.scatter, gradient, PartitionSpec(), place)
+    assert found.dtype == jnp.float32
+    assert (found[0, 0] == 4) == rounds
+
+
+@pytest.mark.parametrize("size", [12, 16, 64, 200, 256])
+def test_rows_and_then_columns_give_each_device_its_part(size):
+    holds = {device: set(range(size)) for device in range(size)}
+    for groups in rows_and_columns(size, by_rows=True):
+        assert groups is not None
+        assert sorted(itertools.chain(*groups)) == list(range(size))
+        for group in groups:
+            for place, device in enumerate(group):
+                own = sorted(holds[device])
+                share = len(own) // len(group)
+                holds[device] = {*own[place * share : (place + 1) * share]}
+    assert holds == {device: {device} for device in range(size)}
+
+
+def test_few_devices_and_primes_go_in_one_step():
+    for size in (1, 8, 13):
+        assert rows_and_columns(size, by_rows=True) == [None]
+    assert rows_and_columns(256, by_rows=False) == [None]
+
+
+@pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])
+def test_what_is_scattered_can_be_cut_in_two_until_it_is_small(size):
+    tiles = -(-size // multiple(size)) * multiple(size) / 128
+    while tiles > 90:
+        tiles /= 2
+        assert tiles == int(tiles)
+    assert -size % multiple(size) <= size / 50

@@ -1,0 +1,116 @@
+"""What each device does of a step by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+
+from data.batches import Order
+from model.axes import AxisRules
+from model.gpt import GPT, params_of
+from train.rows import rules_by_hand
+from train.step import make_gradients
+
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
+
+def equations(jaxpr, inside=()):
+    """Yield (equation, names of what it is inside of)."""
+    for equation in jaxpr.eqns:
+        yield equation, inside
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, (*inside, equation.primitive.name))
+
+
+def traced(program):
+    config = program.config.train
+    gradients = make_gradients(program.model, program.how, config)
+    with jax.set_mesh(program.mesh):
+        jaxpr = jax.make_jaxpr(gradients)(program.state.params, program.batch)
+    return [*equations(jaxpr.jaxpr)]
+
+
+def reduced(found, name):
+    """Give the arrays, no numbers, that are added up over rows of the batch."""
+    for equation, inside in found:
+        if equation.primitive.name == name:
+            axes = equation.params.get("axes") or equation.params["axis_name"]
+            for var in equation.invars if {*axes} & {"data", "fsdp"} else ():
+                if var.aval.ndim:
+                    yield inside, var.aval
+
+
+def test_copies_add_up_once_behind_all_microbatches(programs):
+    program = programs(*MESH, "train.accumulation_steps=2", devices=8)
+    found = [*reduced(traced(program), "psum")]
+    assert len(found) > 6
+    assert not [inside for inside, _ in found if "scan" in inside]
+
+
+def test_with_one_microbatch_layers_add_up_in_their_backward_pass(programs):
+    found = [*reduced(traced(programs(*MESH, devices=8)), "psum")]
+    inside = [aval.ndim for where, aval in found if "scan" in where]
+    assert len(inside) == 6  # matrices of a layer of gpt_nano
+    assert all(ndim >= 2 for ndim in inside)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_matrices_travel_in_the_reduce_dtype(programs, dtype):
+    program = programs(*MESH, f"train.reduce_dtype={dtype}", devices=8)
+    found = traced(program)
+    for name in ("reduce_scatter", "psum"):
+        dtypes = {str(aval.dtype) for _, aval in reduced(found, name) if aval.ndim > 2}
+        assert dtypes == {dtype}
+
+
+@pytest.mark.parametrize("shape", [MESH, ("mesh.fsdp=8",)])
+def test_rows_travel_or_the_table_does(programs, store, shape):
+    """With the same gradient."""
+    program = programs(*shape, devices=8)
+    assert program.how.rules.rows_travel
+    batch = Order(store, program.config.data, 0).read(0)
+    results, kinds = [], []
+    for travel in (True, False):
+        rules = program.how.rules.__class__(
+            program.how.rules.activations, program.how.rules.params, (), travel
+        )
+        how = program.how._replace(rules=rules)
+        gradients = make_gradients(program.model, how, program.config.train)
+        with jax.set_mesh(program.mesh):
+            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+            params = jax.device_put(params, program.shardings.params)
+            placed = jax.device_put(
+                jax.tree.map(jnp.asarray, batch), program.batch_shardings
+            )
+            jaxpr = jax.make_jaxpr(gradients)(params, placed)
+            results.append(jax.device_get(jax.jit(gradients)(params, placed)))
+        names = {e.primitive.name for e, _ in equations(jaxpr.jaxpr)}
+        kinds.append("all_to_all" in names)
+    assert kinds == [True, False]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+RULES = AxisRules(
+    (("batch", ("data", "fsdp")), ("mlp", "tensor")), (("embed", "fsdp"),)
+)
+
+
+def test_by_hand_is_what_cuts_the_batch():
+    sizes = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
+    inside = rules_by_hand(RULES, sizes)
+    assert inside.by_hand == ("data", "fsdp", "context")
+    assert inside.spec("batch", "mlp") == jax.sharding.PartitionSpec(None, "tensor")
+
+
+def test_without_tensor_nothing_is_left_to_xla():
+    inside = rules_by_hand(RULES, {"data": 2, "fsdp": 1, "tensor": 1})
+    assert inside.by_hand == ("data", "fsdp", "tensor")
+    assert inside.activations == ()
+
+
+def test_nothing_is_by_hand_where_the_batch_is_whole():
+    assert rules_by_hand(RULES, {"data": 1, "fsdp": 1, "tensor": 4}) is RULES
+    assert rules_by_hand(AxisRules(), {"data": 2}).by_hand == ()

@@ -1,0 +1,112 @@
+"""The program of one device: its rows of the batch, and what it tells the others.
+
+Along the mesh axes that the batch is cut along (data, fsdp) nothing is left to XLA's
+partitioner: what is gathered and reduced, and when, stands in the program, and is the
+same at any number of devices. Of a parameter W[D_fsdp, F_tensor] the program sees the
+part W[D/fsdp, F]; what `tensor` cuts, XLA takes care of.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from model.axes import AxisRules, mesh_axes, wide
+from model.execution import Execution
+from model.gather import on_shards
+from model.params import Kind, ParamInfo, is_info
+
+REPLICATED = PartitionSpec()
+
+
+def by_rows(
+    function: Callable[[Execution, Any, Any], Any],
+    how: Execution,
+    infos: Any,
+    results: Callable[[Any], Any],
+) -> Callable[[Any, Any], Any]:
+    """Run `function(how, params, batch)` on each device's own rows.
+
+    Vectors come whole, they are small; of matrices and tables each device has its part.
+
+    Args:
+        function: of a device; its `how` says which axes are by hand.
+        how: of the whole program.
+        infos: tree of `ParamInfo`.
+        results: from the parameters' PartitionSpecs to those of the results.
+    """
+
+    def run(params: Any, batch: Any) -> Any:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        rules = rules_by_hand(how.rules, sizes)
+        if not rules.by_hand:
+            return function(how, params, batch)
+        specs = jax.tree.map(
+            lambda info: PartitionSpec(*_by_hand(info, rules)), infos, is_leaf=is_info
+        )
+        own = how._replace(rules=rules)
+        return jax.shard_map(
+            lambda params, batch: function(own, params, batch),
+            in_specs=(specs, how.rules.spec("batch")),
+            out_specs=results(specs),
+            axis_names={*rules.by_hand},
+            check_vma=False,
+        )(params, batch)
+
+    return run
+
+
+def rules_by_hand(rules: AxisRules, sizes: dict[str, int]) -> AxisRules:
+    """Return the rules of a device's program on a mesh.
+
+    By hand are the axes that cut the batch, and with them those of one device; none
+    are, if the batch is whole everywhere.
+    """
+    rows = mesh_axes(rules.spec("batch")[0]) if rules.activations else ()
+    if all(sizes.get(axis, 1) == 1 for axis in rows):
+        return rules
+    left = [axis for axis, size in sizes.items() if size > 1 and axis not in rows]
+    by_hand = tuple(axis for axis in sizes if axis not in left)
+    activations = rules.activations if left else ()
+    return replace(rules, activations=activations, by_hand=by_hand)
+
+
+def over_rows(sums: Any, how: Execution) -> Any:
+    """Add up what each device has of its own rows."""
+    rows = wide(how.rules.by_hand)
+    return jax.tree.map(lambda x: jax.lax.psum(x, rows), sums)
+
+
+def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
+    """Add up the gradients of the copies of each part, in the reduce dtype.
+
+    Those of matrices are left out, where `how` says that the layers do it.
+    """
+
+    def add(info: ParamInfo, grad: jax.Array) -> jax.Array:
+        if info.kind is Kind.vector:
+            return jax.lax.psum(grad, wide(how.rules.by_hand))
+        axes = info.axes[info.stacked :]
+        copies = how.rules.copies(axes)
+        if not copies or (info.kind is Kind.matrix and how.reduces_copies):
+            return grad
+        add_up = on_shards(partial(jax.lax.psum, axis_name=copies), place(info))
+        return add_up(grad.astype(how.reduce_dtype)).astype(grad.dtype)
+
+    def place(info: ParamInfo) -> PartitionSpec:
+        return how.rules.param_spec(info.axes)
+
+    with jax.named_scope("copies"):
+        return jax.tree.map(add, infos, grads, is_leaf=is_info)
+
+
+def _by_hand(info: ParamInfo, rules: AxisRules) -> list:
+    """Return a parameter's PartitionSpec over the axes by hand."""
+    if info.kind is Kind.vector:
+        return []
+    spec = dict(rules.params)
+    dims = [mesh_axes(spec[axis]) for axis in info.axes]
+    return [tuple(a for a in axes if a in rules.by_hand) or None for axes in dims]
