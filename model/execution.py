@@ -14,8 +14,9 @@ class Execution(NamedTuple):
     activation_dtype: of what passes between layers.
     compute_dtype: of products' operands, and of weights that are gathered.
     reduce_dtype: in which weights' gradients travel between devices.
-    gather_by_rows, scatter_by_rows: whether gathers of weights, and scatters of their
-        gradients, over many devices go in two steps.
+    on_tpu: whether XLA:TPU compiles it.
+    gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
+        devices.
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
@@ -27,8 +28,8 @@ class Execution(NamedTuple):
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    on_tpu: bool = False
     gather_by_rows: bool = False
-    scatter_by_rows: bool = False
     reduces_copies: bool = False
     attention: Attention = Attention.xla
     remat: str = "none"

@@ -32,7 +32,8 @@ class Parts(NamedTuple):
     reduce: dtype of the gradient between devices.
     place: of the weight along the mesh axes that XLA takes care of.
     gather_again: in the backward pass, instead of keeping what was gathered.
-    gather_by_rows, scatter_by_rows: whether one over many devices goes in two steps.
+    on_tpu: whether XLA:TPU compiles it: scatters go by rows and columns of devices.
+    gather_by_rows: whether gathers do, too.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -40,8 +41,8 @@ class Parts(NamedTuple):
     reduce: DTypeLike = jnp.float32
     place: PartitionSpec = PartitionSpec()
     gather_again: bool = False
+    on_tpu: bool = False
     gather_by_rows: bool = False
-    scatter_by_rows: bool = False
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Bring a weight together."""
@@ -49,9 +50,14 @@ class Parts(NamedTuple):
 
     def _gather(self, part: jax.Array) -> jax.Array:
         for dim, axis, groups in reversed([*self._steps(self.gather_by_rows)]):
-            part = jnp.moveaxis(part, dim, 0)  # else lanes of a TPU are cut
-            part = jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)
-            part = jnp.moveaxis(part, 0, dim)
+            # A TPU had better not cut its lanes, the last dim; XLA's CPU cannot
+            # multiply what was moved.
+            to = 0 if self.on_tpu else dim
+            part = jnp.moveaxis(part, dim, to)
+            part = jax.lax.all_gather(
+                part, axis, axis=to, tiled=True, axis_index_groups=groups
+            )
+            part = jnp.moveaxis(part, to, dim)
         return part
 
     def scatter(self, whole: jax.Array) -> jax.Array:
@@ -62,16 +68,18 @@ class Parts(NamedTuple):
         return sums.astype(whole.dtype)
 
     def _scatter(self, sums: jax.Array) -> jax.Array:
-        for dim, axis, groups in self._steps(self.scatter_by_rows):
-            sums = jnp.moveaxis(sums, dim, 0)
+        for dim, axis, groups in self._steps(self.on_tpu):
+            to = 0 if self.on_tpu else dim
+            sums = jnp.moveaxis(sums, dim, to)
             size = sums.shape[-1]
-            if self.scatter_by_rows:
+            if self.on_tpu:
                 more = -size % multiple(size)
                 sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, more)])
             sums = jax.lax.psum_scatter(
-                sums, axis, tiled=True, axis_index_groups=groups
+                sums, axis, scatter_dimension=to, tiled=True, axis_index_groups=groups
             )
-            sums = jnp.moveaxis(sums[..., :size], 0, dim)
+            sums = sums[..., :size] if self.on_tpu else sums
+            sums = jnp.moveaxis(sums, to, dim)
         if self.copies:
             sums = jax.lax.psum(sums, self.copies)
         return sums
@@ -91,7 +99,7 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     """Return how a weight with these logical axes lies."""
     cut = how.rules.cut(axes)
     copies = how.rules.copies(axes) if how.reduces_copies else ()
-    again, by_rows = how.remat == "none", (how.gather_by_rows, how.scatter_by_rows)
+    again, by_rows = how.remat == "none", (how.on_tpu, how.gather_by_rows)
     place = how.rules.param_spec(axes)
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()

@@ -96,7 +96,7 @@ def execution(
         compute_dtype=jnp.dtype(compute),
         reduce_dtype=jnp.dtype(reduce),
         gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
-        scatter_by_rows=platform == "tpu",
+        on_tpu=platform == "tpu",
         reduces_copies=train.accumulation_steps == 1,
         attention=kernel,
         remat=train.remat,

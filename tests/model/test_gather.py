@@ -40,7 +40,7 @@ def test_parts_make_the_whole_and_gradients_add_up_to_parts(
 ):
     monkeypatch.setattr("model.gather._FEW", 2)
     rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
-    rows = {"gather_by_rows": by_rows, "scatter_by_rows": by_rows}
+    rows = {"gather_by_rows": by_rows, "on_tpu": by_rows}
     parts = Parts(((dim, axes),), rest, **rows)
     spec = [None] * len(SHAPE)
     spec[dim] = axes

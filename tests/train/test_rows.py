@@ -56,6 +56,15 @@ def test_with_one_microbatch_layers_add_up_in_their_backward_pass(programs):
     assert all(ndim >= 2 for ndim in inside)
 
 
+def test_the_heads_gradient_is_scattered_before_the_layers_begin(programs):
+    """Else all of it would live until they end."""
+    found = [e for e, _ in traced(programs(*MESH, devices=8))]
+    (barrier,) = [e for e in found if e.primitive.name == "optimization_barrier"]
+    head = programs(*MESH, devices=8).state.params["head"]["weight"]
+    size = head.size // 2  # of fsdp's two parts
+    assert [var.aval.size for var in barrier.invars][1:] == [size]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_matrices_travel_in_the_reduce_dtype(programs, dtype):
     program = programs(*MESH, f"train.reduce_dtype={dtype}", devices=8)
@@ -91,6 +100,24 @@ def test_rows_travel_or_the_table_does(programs, store, shape):
     assert kinds == [True, False]
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
+    programs, store, remat
+):
+    """XLA's CPU has no product for a bfloat16 operand with its dims moved."""
+    rounded = ("model.compute_dtype=bfloat16", f"train.remat={remat}")
+    program = programs("mesh.fsdp=2", *rounded, devices=2)
+    batch = Order(store, program.config.data, 0).read(0)
+    gradients = make_gradients(program.model, program.how, program.config.train)
+    with jax.set_mesh(program.mesh):
+        state = program.init()
+        placed = jax.device_put(
+            jax.tree.map(jnp.asarray, batch), program.batch_shardings
+        )
+        loss, _ = jax.jit(gradients)(state.params, placed)
+    assert np.isfinite(loss)
 
 
 RULES = AxisRules(
