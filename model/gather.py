@@ -21,6 +21,7 @@ from model.execution import Execution
 
 _LANES = 128  # of a TPU's vectors, along the last dim
 _FEW = 8  # devices that XLA:TPU scatters over at once in every slice
+_SMALL = 2**25  # bytes of what it gathers by an all-reduce (docs/log.md)
 
 
 class Parts(NamedTuple):
@@ -33,7 +34,7 @@ class Parts(NamedTuple):
     place: of the weight along the mesh axes that XLA takes care of.
     gather_again: in the backward pass, instead of keeping what was gathered.
     on_tpu: whether XLA:TPU compiles it: scatters go by rows and columns of devices.
-    gather_by_rows: whether gathers do, too.
+    gather_by_rows: whether gathers do, too; else only small ones.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -49,7 +50,9 @@ class Parts(NamedTuple):
         return on_shards(self._gather, self.place)(part) if self.cut else part
 
     def _gather(self, part: jax.Array) -> jax.Array:
-        for dim, axis, groups in reversed([*self._steps(self.gather_by_rows)]):
+        parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.cut)
+        small = self.on_tpu and parts * part.nbytes < _SMALL
+        for dim, axis, groups in reversed([*self._steps(self.gather_by_rows or small)]):
             # A TPU had better not cut its lanes, the last dim; XLA's CPU cannot
             # multiply what was moved.
             to = 0 if self.on_tpu else dim

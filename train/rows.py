@@ -104,9 +104,9 @@ def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
 
 
 def _by_hand(info: ParamInfo, rules: AxisRules) -> list:
-    """Return a parameter's PartitionSpec over the axes by hand."""
+    """Return a parameter's PartitionSpec over the axes by hand; layers come all."""
     if info.kind is Kind.vector:
         return []
-    spec = dict(rules.params)
+    spec = dict(rules.params) | {"layers": None}
     dims = [mesh_axes(spec[axis]) for axis in info.axes]
     return [tuple(a for a in axes if a in rules.by_hand) or None for axes in dims]

@@ -33,15 +33,16 @@ def numbers(*shape):
     return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) % 13
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize(
+    "how", [{}, {"on_tpu": True}, {"on_tpu": True, "gather_by_rows": True}]
+)
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
 def test_parts_make_the_whole_and_gradients_add_up_to_parts(
-    run, monkeypatch, dim, axes, by_rows
+    run, monkeypatch, dim, axes, how
 ):
     monkeypatch.setattr("model.gather._FEW", 2)
     rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
-    rows = {"gather_by_rows": by_rows, "on_tpu": by_rows}
-    parts = Parts(((dim, axes),), rest, **rows)
+    parts = Parts(((dim, axes),), rest, **how)
     spec = [None] * len(SHAPE)
     spec[dim] = axes
     whole = numbers(*SHAPE)

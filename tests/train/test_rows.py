@@ -1,5 +1,7 @@
 """What each device does of a step by hand."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,49 +76,59 @@ def test_gradients_of_matrices_travel_in_the_reduce_dtype(programs, dtype):
         assert dtypes == {dtype}
 
 
+def run(program, batch, **rules):
+    """Return loss and gradients of fixed parameters, and the names of primitives."""
+    how = program.how._replace(rules=replace(program.how.rules, **rules))
+    gradients = make_gradients(program.model, how, program.config.train)
+    with jax.set_mesh(program.mesh):
+        params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+        params = jax.device_put(params, program.shardings.params)
+        placed = jax.device_put(
+            jax.tree.map(jnp.asarray, batch), program.batch_shardings
+        )
+        jaxpr = jax.make_jaxpr(gradients)(params, placed)
+        result = jax.device_get(jax.jit(gradients)(params, placed))
+    return result, {e.primitive.name for e, _ in equations(jaxpr.jaxpr)}
+
+
+def close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def batch(programs, store):
+    return Order(store, programs(*MESH, devices=8).config.data, 0).read(0)
+
+
 @pytest.mark.parametrize("shape", [MESH, ("mesh.fsdp=8",)])
-def test_rows_travel_or_the_table_does(programs, store, shape):
+def test_rows_travel_or_the_table_does(programs, batch, shape):
     """With the same gradient."""
     program = programs(*shape, devices=8)
     assert program.how.rules.rows_travel
-    batch = Order(store, program.config.data, 0).read(0)
-    results, kinds = [], []
-    for travel in (True, False):
-        rules = program.how.rules.__class__(
-            program.how.rules.activations, program.how.rules.params, (), travel
-        )
-        how = program.how._replace(rules=rules)
-        gradients = make_gradients(program.model, how, program.config.train)
-        with jax.set_mesh(program.mesh):
-            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
-            params = jax.device_put(params, program.shardings.params)
-            placed = jax.device_put(
-                jax.tree.map(jnp.asarray, batch), program.batch_shardings
-            )
-            jaxpr = jax.make_jaxpr(gradients)(params, placed)
-            results.append(jax.device_get(jax.jit(gradients)(params, placed)))
-        names = {e.primitive.name for e, _ in equations(jaxpr.jaxpr)}
-        kinds.append("all_to_all" in names)
-    assert kinds == [True, False]
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    rows, names = run(program, batch)
+    assert "all_to_all" in names
+    table, names = run(program, batch, rows_travel=False)
+    assert "all_to_all" not in names
+    close(rows, table)
+
+
+def test_layers_that_lie_apart_come_whole(programs, batch):
+    apart = ("mesh.params.layers=fsdp", "mesh.params.embed=null")
+    results = [
+        run(programs("mesh.fsdp=2", *rules, devices=2), batch)[0]
+        for rules in (apart, ())
+    ]
+    close(*results)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
-    programs, store, remat
+    programs, batch, remat
 ):
     """XLA's CPU has no product for a bfloat16 operand with its dims moved."""
     rounded = ("model.compute_dtype=bfloat16", f"train.remat={remat}")
-    program = programs("mesh.fsdp=2", *rounded, devices=2)
-    batch = Order(store, program.config.data, 0).read(0)
-    gradients = make_gradients(program.model, program.how, program.config.train)
-    with jax.set_mesh(program.mesh):
-        state = program.init()
-        placed = jax.device_put(
-            jax.tree.map(jnp.asarray, batch), program.batch_shardings
-        )
-        loss, _ = jax.jit(gradients)(state.params, placed)
+    (loss, _), _ = run(programs("mesh.fsdp=2", *rounded, devices=2), batch)
     assert np.isfinite(loss)
 
 

@@ -6,7 +6,6 @@ parameter gives way to what the batch makes (it is gathered where it is used), a
 over a dim that is cut stays a partial one until something needs all of it.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from train.plan.estimated.arrays import (
     Place,
     merged,
     reshaped,
-    uncut,
     ways,
 )
 from train.plan.estimated.collectives import Sending
@@ -210,7 +208,7 @@ class Walk:
             case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
                 return [self._look_up(*operands)]
             case "scatter-add" if operands[1] in self._looked_up:
-                return [self._look_back(operands[1], operands[2])]
+                return [(self._looked_up[operands[1]], operands[1].axes)]
             case "psum" | "psum_invariant" | "pmax":
                 for array in operands:
                     axes = params["axes"]
@@ -250,36 +248,9 @@ class Walk:
                 self.sending.add(moved, kind, array.bytes, self.place, array.label)
 
     def _look_up(self, table: Array, ids: Array) -> _Layout:
-        """Look ids [..., 1] up in a table [V, ...].
-
-        Where the batch is cut along axes that cut the table's rows, too, either the
-        table is gathered or ids and rows are exchanged, whichever is less.
-        """
-        sizes = self.sending.sizes
-        clash = tuple(a for d in table.dims[1:] for a in d.axes if a in ids.axes)
-        whole = uncut(table, clash, sizes)
-        rows = (*ids.dims[:-1], *whole.dims[1:])
-        self._looked_up[ids] = whole.dims
-        num_bytes = math.prod(dim.size for dim in rows) * table.itemsize
-        if clash and whole.bytes <= num_bytes:
-            self.sending.gather(table, clash, self.place)
-        elif clash:
-            self._exchange(clash, ids, num_bytes)
-            self._looked_up[ids] = table.dims
-        return rows, table.dims[0].axes
-
-    def _look_back(self, ids: Array, rows: Array) -> _Layout:
-        """Add up the gradient of a table, whose parts are those that were looked up."""
-        dims = self._looked_up[ids]
-        exchanged = tuple(a for d in dims[1:] for a in d.axes if a in ids.axes)
-        if exchanged:
-            self._exchange(exchanged, ids, rows.bytes)
-        return dims, tuple(a for a in ids.axes if a not in exchanged)
-
-    def _exchange(self, axes: Axes, ids: Array, row_bytes: int) -> None:
-        payload = ids.bytes * ways(self.sending.sizes, axes)
-        self.sending.add(axes, "all-gather", payload, self.place)
-        self.sending.add(axes, "all-to-all", row_bytes, self.place)
+        """Look ids [..., 1] up in a table [V, ...]."""
+        self._looked_up[ids] = table.dims
+        return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
 
     def _manual(self, name: str, params: Any, array: Array) -> tuple[Dim, ...]:
         """Gather, scatter or exchange, as a device's own program says."""
