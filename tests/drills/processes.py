@@ -39,8 +39,8 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
     """Process 1 of two sleeps for ever after step 7 (LONGHAUL_DRILL), watchdog at 30 s
     -> both end with 134, the stacks of both are on disk, process 1 is named as behind;
     the next start goes on to the same bits."""
-    run = ground.run()
-    limit = "watchdog.step_timeout_s=30"
+    run, limit = ground.run(), "watchdog.step_timeout_s=30"
+    ground.traceback = True  # of the one whose peer was aborted a moment before
     fleet = run.start(limit, count=2, environment={"LONGHAUL_DRILL": "stuck:1:7"})
     expect("exit codes", fleet.wait(180), [_ABORTED] * 2)
     assert "behind: process 1" in fleet.said(), fleet.said()[-2000:]
