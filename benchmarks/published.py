@@ -6,7 +6,7 @@ Each row is expressed by keys of `python -m train.plan` as nearly as they can (`
 says what they cannot), compiled for its machine by the real compiler, and predicted;
 nothing is tuned to any of them. What was compiled lies in ~/.cache/longhaul/published;
 rows whose compiler is neither installed nor was ever needed are left out, loudly.
-MFU is in this project's convention (train/flops.py), whatever the source's own.
+MFU is in this project's convention (train/program.py), whatever the source's own.
 """
 
 import argparse

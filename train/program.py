@@ -17,10 +17,9 @@ from data.batches import Batch
 from model.config import Position
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, num_params, params_of
-from model.params import param_infos
+from model.params import Kind, is_info, named, param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
-from train.flops import flops_per_token
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import check_batch, least_sizes, num_shards
 from train.optimizer import Optimizer, make_optimizer
@@ -106,10 +105,25 @@ class Program:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of a step (convention: train/flops.py)."""
-        length = self.config.data.sequence_length
-        params = self.state.params
-        per_token = flops_per_token(self.config.model, params, self.infos, length)
+        """Model FLOPs of a step.
+
+        Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply
+        (matrices and the head, tied or not; no embedding look-ups, no vectors) and C =
+        heads x head dim; causal attention is not halved. Source: PaLM,
+        arXiv:2204.02311, appendix B.
+        """
+        model, infos = self.config.model, dict(named(self.infos, is_info))
+        head = "embedding.weight" if model.tied_head else "head.weight"
+        multiplying = sum(
+            infos[name].size(param.shape)
+            for name, param in named(self.state.params)
+            if infos[name].kind is Kind.matrix or name == head
+        )
+        length, width = (
+            self.config.data.sequence_length,
+            model.num_heads * model.head_size,
+        )
+        per_token = 6 * multiplying + 12 * model.num_layers * width * length
         return per_token * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":

@@ -17,7 +17,7 @@ LAYERS = """
     train.cli
     train.mesh
     train.hardware
-    train.flops train.runtime train.sharding train.optimizer train.spikes train.state \
+    train.runtime train.sharding train.optimizer train.spikes train.state \
 train.loss train.rows train.step train.program train.feed train.evaluation \
 train.generate train.describe
     train.distributed

@@ -92,7 +92,7 @@ class CollectiveTotal:
 class StepCost:
     """What one device does in one step.
 
-    model_flops: what the model needs of a device (convention: train/flops.py).
+    model_flops: what the model needs of a device (convention: train/program.py).
     flops: what is executed.
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.

@@ -118,7 +118,7 @@ class Prediction:
     platform: str
 
     def at(self, step_s: float) -> Speed:
-        """Return the speed of steps of this many seconds (MFU: train/flops.py)."""
+        """Return the speed of steps of this many seconds (MFU: train/program.py)."""
         rate = self.tokens / step_s
         mfu = self.model_flops / step_s / self.peak
         return Speed(step_s, rate, rate / self.chips, mfu)
@@ -140,7 +140,7 @@ class Prediction:
 
     @property
     def mfu(self) -> Range:
-        """Model FLOPs utilization (convention: train/flops.py)."""
+        """Model FLOPs utilization (convention: train/program.py)."""
         return self._range("mfu")
 
     def _range(self, field: str) -> Range:
