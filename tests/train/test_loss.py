@@ -97,7 +97,11 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
             "mesh.params.mlp=null",
         ),
         ("mesh.params.vocab=null", "mesh.params.embed=null"),
-        ("mesh.params.mlp=null", "mesh.params.vocab=fsdp", "mesh.params.embed=tensor"),
+        (
+            *("mesh.params.vocab=fsdp", "mesh.params.embed=tensor"),
+            *("mesh.params.heads=null", "mesh.params.kv_heads=null"),
+            "mesh.params.mlp=null",
+        ),
     ],
 )
 def test_other_rules_for_the_weight(programs, params, batch, whole, rules):
