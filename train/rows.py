@@ -93,11 +93,9 @@ def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
         copies = how.rules.copies(axes)
         if not copies or (info.kind is Kind.matrix and how.reduces_copies):
             return grad
-        add_up = on_shards(partial(jax.lax.psum, axis_name=copies), place(info))
+        place = how.rules.param_spec(info.axes)
+        add_up = on_shards(partial(jax.lax.psum, axis_name=copies), place)
         return add_up(grad.astype(how.reduce_dtype)).astype(grad.dtype)
-
-    def place(info: ParamInfo) -> PartitionSpec:
-        return how.rules.param_spec(info.axes)
 
     with jax.named_scope("copies"):
         return jax.tree.map(add, infos, grads, is_leaf=is_info)

@@ -44,6 +44,8 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
     fleet = run.start(limit, count=2, environment={"LONGHAUL_DRILL": "stuck:1:7"})
     expect("exit codes", fleet.wait(180), [_ABORTED] * 2)
     assert "behind: process 1" in fleet.said(), fleet.said()[-2000:]
+    for said in map(fleet.said, (0, 1)):
+        assert said.count("Traceback (most recent") <= said.count("Gloo"), said[-2000:]
     files = [f for n in (0, 1) for f in run.path.glob(f"stacks/*-process{n}.txt")]
     stacks = [file.read_text() for file in files]
     expect("files of stacks", len(stacks), 2)
