@@ -8,6 +8,7 @@ one checkpoint layout.
 import math
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,11 @@ class ParamInfo(NamedTuple):
     def stacked(self) -> bool:
         """Whether the first dim counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def stack(self) -> int:
+        """How many leading dims count matrices: layers, and experts in each."""
+        return sum(1 for _ in takewhile(("layers", "experts").__contains__, self.axes))
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Count the parameters in an array of this shape, without its padding."""

@@ -11,6 +11,7 @@ them more (6% of their time) than reading saves.
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
     os.environ["XDG_CACHE_HOME"] = CACHES
     os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{CACHES}/xla"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+# Processes inherit what was ignored when the tests were started (nohup, `&`), and a
+# shell cannot even trap that: what waits for a signal would wait for ever.
+for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 # Spare what LLVM does for speed: half of the tests' time was compiling. Processes that
 # tests start compile as users do.

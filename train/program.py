@@ -22,7 +22,7 @@ from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import check_batch, least_sizes, num_shards
-from train.optimizer import Optimizer, make_optimizer
+from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options, execution
 from train.sharding import (
     axis_rules,
@@ -197,7 +197,7 @@ def make_program(
     rules = replace(rules, rows_travel=rows_travel(config, shards))
     model = abstract_gpt(config.model)
     infos = param_infos(model)
-    mesh, how, *_ = check_all(
+    mesh, how, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
         lambda: execution(config.model, devices[0], length, rules, train),
         lambda: check_batch(data.batch_size, train.accumulation_steps, shards),
@@ -210,6 +210,7 @@ def make_program(
         infos,
         how.compute_dtype,
         mesh,
+        specs,
     )
     state = abstract_state(config.model, optimizer, train)
     shardings = state_shardings(state, infos, mesh, config.mesh.params)

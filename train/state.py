@@ -12,7 +12,7 @@ from flax import nnx
 from model.config import ModelConfig
 from model.gpt import GPT, params_of
 from train.config import TrainConfig
-from train.optimizer import Optimizer, OptimizerState
+from train.optimizer.update import Optimizer, OptimizerState
 from train.spikes import Recent, no_steps
 
 

@@ -14,7 +14,7 @@ from model.gpt import GPT, bind
 from model.params import param_infos
 from train.config import TrainConfig
 from train.loss import loss_sum
-from train.optimizer import Optimizer
+from train.optimizer.update import Optimizer
 from train.rows import REPLICATED, by_rows, over_copies, over_rows
 from train.spikes import is_spike, remember
 from train.state import TrainState

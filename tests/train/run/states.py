@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from train.config import MeshConfig
 from train.mesh import make_mesh
-from train.optimizer import OptimizerState
+from train.optimizer.update import OptimizerState
 from train.state import TrainState
 
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from model.axes import mesh_axes
 from model.config import Attention
 from model.params import named
-from train.optimizer import Optimizer
+from train.optimizer.update import Optimizer
 from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 from train.plan.estimated.arrays import Array, Dim
 from train.plan.estimated.collectives import Exchange

@@ -21,7 +21,7 @@ from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
 from train.mesh_sizes import num_shards
-from train.optimizer import Optimizer
+from train.optimizer.update import Optimizer
 from train.program import Program
 from train.step import make_gradients
 

@@ -10,7 +10,8 @@ import pytest
 
 from model.params import Kind, ParamInfo
 from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
-from train.optimizer import factor, make_optimizer
+from train.optimizer.schedule import factor
+from train.optimizer.update import make_optimizer
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),

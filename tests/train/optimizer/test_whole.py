@@ -1,0 +1,87 @@
+"""Muon's result is the same wherever matrices lie, on any number of devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.params import Kind, ParamInfo
+from train.optimizer.muon import orthogonalize
+from train.optimizer.whole import on_whole_matrices
+
+SHAPES = {  # of 3 layers; wide, tall, with heads, a few experts, one alone
+    "up": ((3, 16, 32), ("layers", "embed", "mlp"), 1),
+    "down": ((3, 32, 16), ("layers", "mlp", "embed"), 1),
+    "query": ((3, 16, 8, 4), ("layers", "embed", "heads", "head_dim"), 1),
+    "output": ((3, 8, 4, 16), ("layers", "heads", "head_dim", "embed"), 2),
+    "small": ((3, 16, 8), ("layers", "embed", "kv"), 1),
+    "experts": ((3, 4, 16, 8), ("layers", "experts", "embed", "kv"), 1),
+    "alone": ((16, 16), ("embed", "mlp"), 1),
+}
+FSDP = {"embed": "fsdp", "mlp": "tensor", "heads": "tensor", "experts": "expert"}
+TABLES = {
+    "fsdp": FSDP,
+    "columns before rows": {"embed": "tensor", "mlp": "fsdp", "heads": "fsdp"},
+    "a head's dims": {"embed": "fsdp", "head_dim": "tensor"},
+    "two axes on a dim": {"embed": ("fsdp", "data")},
+    "nothing": {},
+}
+CASES = [
+    ((8, 1, 1, 1), "nothing"),
+    ((1, 8, 1, 1), "fsdp"),
+    ((2, 2, 2, 1), "fsdp"),
+    ((1, 2, 2, 2), "fsdp"),
+    ((2, 2, 1, 2), "nothing"),
+    ((2, 2, 2, 1), "columns before rows"),
+    ((1, 4, 2, 1), "a head's dims"),
+    ((2, 4, 1, 1), "two axes on a dim"),
+]
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    rng = np.random.default_rng(0)
+    arrays = [jnp.array(rng.normal(size=s), jnp.float32) for s, *_ in SHAPES.values()]
+    infos = [ParamInfo(axes, Kind.matrix, n) for _, axes, n in SHAPES.values()]
+    return arrays, infos
+
+
+def alone(arrays, infos):
+    results = []
+    for array, info in zip(arrays, infos, strict=True):
+        split = info.stack + info.inputs
+        fan_in = int(np.prod(array.shape[info.stack : split]))
+        matrices = array.reshape(-1, fan_in, int(np.prod(array.shape[split:])))
+        one_by_one = [orthogonalize(m[None], jnp.float32) for m in matrices]
+        results.append(np.stack(one_by_one).reshape(array.shape))
+    return results
+
+
+@pytest.mark.parametrize(("shape", "table"), CASES)
+def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
+    arrays, infos = drawn
+    mesh = jax.make_mesh(
+        shape,
+        ("data", "fsdp", "tensor", "expert"),
+        (jax.sharding.AxisType.Auto,) * 4,
+    )
+    places = [PartitionSpec(*map(TABLES[table].get, i.axes)) for i in infos]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, p))
+        for a, p in zip(arrays, places, strict=True)
+    ]
+
+    @jax.jit
+    def ours(arrays):
+        return on_whole_matrices(
+            lambda x: orthogonalize(x, jnp.float32),
+            arrays,
+            infos,
+            places,
+            mesh,
+            jnp.float32,
+        )
+
+    for name, own, one in zip(SHAPES, ours(placed), alone(arrays, infos), strict=True):
+        np.testing.assert_allclose(own, one, atol=3e-6, err_msg=name)

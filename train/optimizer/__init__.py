@@ -1,0 +1,1 @@
+"""The optimizer: schedules, AdamW, and Muon at any number of devices."""

@@ -1,0 +1,102 @@
+"""Muon: momentum, brought near an orthogonal matrix."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from model.linear import product
+from model.params import Kind, ParamInfo, is_info
+from model.parts import part
+from train.config import OptimizerConfig
+from train.optimizer.whole import on_whole_matrices
+
+
+def muon(
+    config: OptimizerConfig,
+    infos: Any,
+    compute: DTypeLike,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+) -> optax.GradientTransformation:
+    """Momentum, orthogonalized, scaled by shape.
+
+    Source: https://kellerjordan.github.io/posts/muon/.
+
+    Args:
+        config: its rates.
+        infos: tree of `ParamInfo`; what is not a matrix is left out.
+        compute: dtype of the products' operands, and of what devices exchange.
+        mesh: whose devices share the work; None: there is one.
+        specs: tree of the parameters' PartitionSpecs on it.
+    """
+    leaves = jax.tree.leaves(infos, is_leaf=is_info)
+    matrices = [info for info in leaves if info.kind is Kind.matrix]
+    orthogonal = partial(orthogonalize, compute=compute)
+
+    def alone(arrays: list[jax.Array]) -> list[jax.Array]:
+        stacks = [
+            x.reshape(-1, *fans(x.shape, info))
+            for x, info in zip(arrays, matrices, strict=True)
+        ]
+        return [
+            orthogonal(stack).reshape(x.shape)
+            for stack, x in zip(stacks, arrays, strict=True)
+        ]
+
+    def together(arrays: list[jax.Array]) -> list[jax.Array]:
+        assert mesh is not None
+        flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        pairs = zip(leaves, flat, strict=True)
+        places = [spec for info, spec in pairs if info.kind is Kind.matrix]
+        return on_whole_matrices(orthogonal, arrays, matrices, places, mesh, compute)
+
+    def directions(updates: Any, params: Any) -> Any:
+        arrays, tree = jax.tree.flatten(updates)
+        with part("muon"):
+            results = (together if mesh and mesh.size > 1 else alone)(arrays)
+            return tree.unflatten(map(_scaled, results, matrices))
+
+    return optax.chain(
+        optax.trace(config.muon_momentum, nesterov=True),
+        optax.stateless(directions),
+        optax.add_decayed_weights(config.muon_weight_decay),
+        optax.scale(config.muon_learning_rate),
+    )
+
+
+def fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
+    """Return the numbers of inputs and outputs of a parameter's matrices."""
+    split = info.stack + info.inputs
+    return math.prod(shape[info.stack : split]), math.prod(shape[split:])
+
+
+def _scaled(x: jax.Array, info: ParamInfo) -> jax.Array:
+    fan_in, fan_out = fans(x.shape, info)
+    return max(1.0, fan_out / fan_in) ** 0.5 * x
+
+
+def orthogonalize(x_LIO: jax.Array, compute: DTypeLike) -> jax.Array:
+    """Bring the singular values of each matrix of a stack near 1.
+
+    Five Newton-Schulz steps of the quintic a x + b x x'x + c x x'x x'x, each one
+    batched product over the stack: the result is that of the matrices one by one.
+
+    Args:
+        x_LIO: L matrices of I inputs and O outputs, float32.
+        compute: dtype of the products' operands; sums are float32.
+    """
+    tall = x_LIO.shape[1] > x_LIO.shape[2]
+    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # the smaller dim squared is cheaper
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(5):
+        xx = product("lio,ljo->lij", x, x, compute)
+        mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute)
+        x = a * x + product("lij,ljo->lio", mix, x, compute)
+    return x.swapaxes(1, 2) if tall else x

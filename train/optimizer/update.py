@@ -1,0 +1,106 @@
+"""One update of the weights, by AdamW or Muon, and the average of weights.
+
+optax computes a direction; this module scales it by the schedule at the *step*, which a
+skipped update does not hold back, and applies it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from model.params import Kind, is_info
+from train.config import OptimizerConfig, OptimizerName, ScheduleConfig
+from train.optimizer.muon import muon
+from train.optimizer.schedule import factor
+
+
+class OptimizerState(NamedTuple):
+    """optax's own state, and the average of weights (None unless asked for)."""
+
+    transform: Any
+    average: Any
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A direction, the factor on it, and how to take a step."""
+
+    config: OptimizerConfig
+    transform: optax.GradientTransformation
+    factor: Callable[[jax.Array], jax.Array]  # of the step
+
+    def init(self, params: Any) -> OptimizerState:
+        """Start: moments at zero, the average at the weights."""
+        average = None
+        if self.config.ema_decay is not None:
+            # A copy: parameters and average are both donated to the step.
+            average = jax.tree.map(jnp.copy, params)
+        return OptimizerState(self.transform.init(params), average)
+
+    def learning_rate(self, step: jax.Array) -> jax.Array:
+        """Return AdamW's learning rate for the update after `step` updates."""
+        return self.config.learning_rate * self.factor(step)
+
+    def update(
+        self, grads: Any, norm: jax.Array, state: OptimizerState, params: Any, step: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Return the parameters and the optimizer's state after one update."""
+        if self.config.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        directions, transform = self.transform.update(grads, state.transform, params)
+        factor = self.factor(step)
+        params = jax.tree.map(
+            lambda p, d: (p - factor * d).astype(p.dtype), params, directions
+        )
+        average, decay = state.average, self.config.ema_decay
+        if decay is not None:
+            average = jax.tree.map(
+                lambda a, p: decay * a + (1 - decay) * p, average, params
+            )
+        return params, OptimizerState(transform, average)
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    schedule: ScheduleConfig,
+    num_steps: int,
+    infos: Any,
+    compute: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+) -> Optimizer:
+    """Build the optimizer.
+
+    Args:
+        config: which, and its rates.
+        schedule: the factor on the rates.
+        num_steps: the schedule's length.
+        infos: tree of `ParamInfo`.
+        compute: dtype of the operands of Muon's products.
+        mesh: whose devices share Muon's work.
+        specs: tree of the parameters' PartitionSpecs on it.
+    """
+    decayed = jax.tree.map(
+        lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
+    )
+    adamw = optax.chain(
+        optax.scale_by_adam(config.b1, config.b2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, decayed),
+        optax.scale(config.learning_rate),
+    )
+    if config.name is OptimizerName.muon:
+        labels = jax.tree.map(
+            lambda info: "muon" if info.kind is Kind.matrix else "adamw",
+            infos,
+            is_leaf=is_info,
+        )
+        matrices = muon(config, infos, compute, mesh, specs)
+        adamw = optax.partition({"muon": matrices, "adamw": adamw}, labels)
+    return Optimizer(config, adamw, factor(schedule, num_steps))
