@@ -16,6 +16,7 @@ from data.text.documents import read
 from data.text.files import units_of
 from data.text.records import Bad, Reading
 from data.tokenizer import RANK_FILE_PATTERN
+from data.tokenizer_json import byte_names, for_oniguruma
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,12 +25,6 @@ NUM_BYTES = 256
 # Of characters: `tokenizers` takes some 140 bytes for each of those it is handed.
 PIECE_LENGTH = 2**14
 HELD_OUT_EVERY = 20
-
-# Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of digits;
-# tiktoken's engine reads it as possessive, which means nothing at the end of a branch.
-# Its $ is the end of any line, but after \s++ there is none except the text's.
-# Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in ONIG_SYNTAX_JAVA only".
-_PATTERN = RANK_FILE_PATTERN.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -42,7 +37,8 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     Raises:
         DataError: `tokenizers` is not installed, or the texts hold too few pairs.
     """
-    tokenizer, byte_of = learn(texts, vocab_size), _bytes_of_characters()
+    tokenizer = learn(texts, vocab_size)
+    byte_of = {name: byte for byte, name in enumerate(byte_names())}
     ranks = sorted((rank, token) for token, rank in tokenizer.get_vocab().items())
     assert [rank for rank, _ in ranks] == list(range(vocab_size))
     tokens = [bytes(byte_of[character] for character in token) for _, token in ranks]
@@ -62,14 +58,14 @@ def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(for_oniguruma(RANK_FILE_PATTERN)), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        initial_alphabet=list(_bytes_of_characters()),
+        initial_alphabet=byte_names(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces_of(texts), trainer)
@@ -132,17 +128,3 @@ def texts_of(
             left -= len(text)
             if not left:
                 return
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """Map the characters by which `tokenizers` writes bytes to these, in rank order.
-
-    Source: GPT-2's bytes_to_unicode (openai/gpt-2, src/encoder.py): a printable byte
-    is its own character; the others, in order, are those from U+0100 on.
-    """
-    from tokenizers import pre_tokenizers
-
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    printable = [ord(c) for c in characters if ord(c) < NUM_BYTES]
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    return dict(zip(characters, printable + others, strict=True))

@@ -23,8 +23,8 @@ _SCHEMES = {"s3": "s3", "gs": "gcs"}  # and the extra that installs what reads i
 _COMMITTED = "commit_success.txt"
 
 
-def run_folder(directory: str) -> epath.Path:
-    """Return a run's folder, a local one as an absolute path.
+def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
+    """Return a folder, of a run unless `key` says; a local one as an absolute path.
 
     Raises:
         ConfigError: a store that is not known, or whose library is not installed.
@@ -34,7 +34,7 @@ def run_folder(directory: str) -> epath.Path:
         return epath.Path(Path(directory).absolute())
     if scheme not in _SCHEMES:
         rule = "must be a local folder, or one under s3:// or gs://"
-        raise ConfigError([Mistake("run.dir", directory, rule)])
+        raise ConfigError([Mistake(key, directory, rule)])
     # Other processes write here too, and Orbax past fsspec: a listing is soon wrong.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
     # To last through a minute without the server: by default it is some 7 seconds.
@@ -44,7 +44,7 @@ def run_folder(directory: str) -> epath.Path:
         fsspec.filesystem(scheme)
     except ImportError as error:
         rule = f"{error}: pip install 'longhaul[{_SCHEMES[scheme]}]'"
-        raise ConfigError([Mistake("run.dir", directory, rule)]) from None
+        raise ConfigError([Mistake(key, directory, rule)]) from None
     return epath.Path(directory.rstrip("/"))
 
 

@@ -18,6 +18,7 @@ from train.cli.hints import bounds_rule, describe, keys_of, kind_of, meaning, ty
 from train.config import Config
 from train.evaluate import EvaluateConfig
 from train.plan.config import PlanConfig
+from train.export import ExportConfig
 from train.sample import SampleConfig
 from train.status import StatusConfig
 
@@ -38,6 +39,7 @@ def page() -> str:
         "train.plan": PlanConfig,
         "train.evaluate": EvaluateConfig,
         "train.sample": SampleConfig,
+        "train.export": ExportConfig,
         "train.status": StatusConfig,
         "train.checkpoints": CheckpointsConfig,
         "data.prepare": PrepareConfig,

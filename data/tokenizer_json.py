@@ -1,0 +1,156 @@
+"""Our tokenizers as tokenizer.json, which transformers and others load.
+
+All of ours are byte-level BPE: a vocabulary of byte strings by rank, and a pattern that
+cuts text into pieces. The file names bytes by characters, as GPT-2's does, and lists
+merges, which ranks imply.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import tiktoken
+
+from data.errors import DataError
+from data.tokenizer import BYTES, END_OF_TEXT, encode
+
+# In as many scripts as fit in a few lines: what an export must encode as we do.
+SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
+Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία
+נקודה, العربية ١٢٣٤٥, हिन्दी में १२३, ภาษาไทย ๑๒๓, தமிழ்
+中文字符，日本語のテキスト、한국어 문장 １２３
+👩‍👩‍👧‍👦 🏳️‍🌈 é é    indented  \u00a0\u2003\u3000 for(i=0;i<10;++i){a+=i;}   \n   """
+
+
+def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
+    """Return the content of tokenizer.json."""
+    ranks, names = encoding._mergeable_ranks, byte_names()
+
+    def name(token: bytes) -> str:
+        return "".join(names[byte] for byte in token)
+
+    split: list[dict[str, Any]] = []
+    if encoding.name != BYTES:
+        split = [
+            {
+                "type": "Split",
+                "pattern": {"Regex": for_oniguruma(encoding._pat_str)},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ]
+    by_bytes = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    level = {"type": "ByteLevel", **by_bytes}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": rank,
+                "content": special,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for special, rank in sorted(encoding._special_tokens.items())
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, level]},
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            # A piece that is a token as a whole is that token, however ranks lie.
+            "ignore_merges": True,
+            "vocab": {name(token): rank for token, rank in ranks.items()},
+            "merges": [[name(a), name(b)] for a, b in _merges(ranks)],
+        },
+    }
+
+
+def tokenizer_config(length: int) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json; `length` is a training row's."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": length,
+    }
+
+
+def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) -> None:
+    """Check that a tokenizer.json gives our ids.
+
+    Args:
+        encoding: ours.
+        content: of the file.
+        texts: to encode both ways.
+
+    Raises:
+        DataError: naming the first place where ids differ.
+        ImportError: if `tokenizers` is not installed.
+    """
+    import tokenizers
+
+    theirs = tokenizers.Tokenizer.from_str(content)
+    for text in texts:
+        ours, ids = encode(encoding, text.encode()).tolist(), theirs.encode(text).ids
+        if ours != ids:
+            pairs = enumerate(zip(ours, ids, strict=False))
+            place = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(ids)))
+            near = encoding.decode_bytes(ours[max(0, place - 3) : place + 5])
+            raise DataError(
+                f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
+                f"that gives other ids near {near!r}, {ids[place : place + 5]} instead "
+                f"of {ours[place : place + 5]}; tokenizer=false leaves it out"
+            )
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Return the pair that each token is made of by tokens of lower rank, by rank."""
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            pairs = [a + b for a, b in pairwise(parts)]
+            best = min(pairs, key=lambda pair: ranks.get(pair, rank))
+            if ranks.get(best, rank) >= rank:
+                break  # only a piece as a whole is this token
+            i = pairs.index(best)
+            parts[i : i + 2] = [best]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+def for_oniguruma(pattern: str) -> str:
+    """Return a pattern of tiktoken's for the engine of `tokenizers`.
+
+    Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of
+    digits; tiktoken's engine reads it as possessive, which means nothing at the end of
+    a branch. Its $ is the end of any line, but after \\s++ there is none except the
+    text's. Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in
+    ONIG_SYNTAX_JAVA only".
+    """
+    return pattern.replace("}+", "}")
+
+
+def byte_names() -> list[str]:
+    """Return the character that stands for each byte.
+
+    A printable byte of Latin-1 is its own character; the others, in order, are those
+    from U+0100 on. Source: GPT-2, src/encoder.py, bytes_to_unicode.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    code = {byte: 256 + i for i, byte in enumerate(others)}
+    return [chr(code.get(byte, byte)) for byte in range(256)]

@@ -1,0 +1,155 @@
+"""What is exported is, for transformers, the same model with the same tokenizer."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from data.tokenizer import load_tokenizer
+from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
+from model.axes import ANYWHERE
+from model.gpt import GPT, abstract_gpt, bind, params_of
+from model.params import named, param_infos
+from train.cli.command import compose
+from train.errors import ConfigError
+from train.pretrained import weights
+from train.pretrained.families import family_of
+from train.pretrained.folder import settings_of
+from train.pretrained.tensors import Parts
+from train.pretrained.weights import write_json, write_weights
+from train.run.storage import run_folder
+
+BYTES = load_tokenizer("bytes")
+LENGTH = 48
+MODELS = {
+    "llama": ("model=llama_nano",),
+    "llama with biases, tied": (
+        "model=llama_nano",
+        "model.bias=true",
+        "model.tied_head=true",
+    ),
+    "qwen3": ("model=qwen3_nano",),
+    "gpt2": ("model=gpt2_nano", "model.max_sequence_length=48"),
+    "gpt2 without biases, untied": (
+        "model=gpt2_nano",
+        "model.max_sequence_length=48",
+        "model.bias=false",
+        "model.tied_head=false",
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request, programs):
+    """A program of a small model, and parameters of which none is what it was drawn."""
+    program = programs(*MODELS[request.param], "model.num_layers=2", devices=1)
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
+    )
+    return program, params
+
+
+def export(folder, program, params, dtype="float32"):
+    family = family_of(program.config.model)
+    parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)
+    folder.mkdir(exist_ok=True)
+    where = run_folder(str(folder))
+    write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
+    settings = settings_of(family, program.config.model, BYTES, LENGTH, dtype)
+    write_json(where / "config.json", settings)
+    return parts
+
+
+def test_transformers_computes_the_same_logits(model, tmp_path):
+    transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
+    program, params = model
+    export(tmp_path, program, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (2, LENGTH))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    how = program.how._replace(rules=ANYWHERE, compute_dtype=jnp.dtype("float32"))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+    bound = bind(program.model, params)
+    features, _ = bound.features(jnp.asarray(tokens, jnp.int32), positions, None, how)
+    logits = bound.logits(features, how)[..., : BYTES.n_vocab]
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_every_parameter_is_written_once(model, tmp_path):
+    program, params = model
+    parts = export(tmp_path, program, params)
+    arrays = load_file(tmp_path / "model.safetensors")
+    assert {name: a.shape for name, a in arrays.items()} == parts.shapes(
+        dict(named(params))
+    )
+    used = [param for tensor in parts.tensors.values() for param in tensor.params]
+    assert {name for name, _ in named(params)} <= {*used}
+
+
+def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
+    program = programs("model=llama_nano", "model.num_layers=2", devices=1)
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    (tmp_path / "one").mkdir()
+    export(tmp_path / "one", program, params)
+    monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
+    export(tmp_path / "many", program, params)
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted({*index["weight_map"].values()}) == files
+    whole = load_file(tmp_path / "one/model.safetensors")
+    for name, array in whole.items():
+        own = load_file(tmp_path / "many" / index["weight_map"][name])[name]
+        np.testing.assert_array_equal(own, array)
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in whole.values())
+
+
+def test_a_mesh_changes_no_byte(programs, tmp_path):
+    files = []
+    for mesh in ((), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")):
+        program = programs("model=llama_nano", *mesh, devices=8 if mesh else 1)
+        params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+        params = jax.device_put(params, program.shardings.params)
+        folder = tmp_path / str(len(files))
+        with jax.set_mesh(program.mesh):
+            export(folder, program, params, "bfloat16")
+        files.append((folder / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+
+
+def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
+    with pytest.raises(ConfigError) as error:
+        family_of(composed().model)
+    keys = {mistake.key for mistake in error.value.mistakes}
+    assert keys == {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}
+    assert "family that fits best" in error.value.mistakes[0].rule
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"), [("llama3_8b", 8_030_261_248), ("gpt2_124m", 124_439_808)]
+)
+def test_full_size_models_have_their_published_size(preset, count):
+    model = compose([f"model={preset}"]).model
+    abstract = abstract_gpt(model)
+    infos = param_infos(abstract)
+    parts = Parts(family_of(model), model, infos, model.vocab_size)
+    shapes = parts.shapes(dict(named(params_of(abstract))))
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == count
+
+
+def test_the_tokenizer_is_the_same():
+    tokenizers = pytest.importorskip("tokenizers")
+    content = json.dumps(tokenizer_json(BYTES))
+    check_same_ids(BYTES, content, [SAMPLE])
+    theirs = tokenizers.Tokenizer.from_str(content)
+    assert theirs.decode(theirs.encode(SAMPLE).ids) == SAMPLE

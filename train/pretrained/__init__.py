@@ -1,0 +1,1 @@
+"""Weights as others load them: folders of transformers, vLLM, llama.cpp."""

@@ -1,0 +1,151 @@
+"""Write a run's model as a folder that transformers loads.
+
+Weights, settings, tokenizer and a card. Each file is there whole or not at all, and
+config.json, without which nobody takes the folder for a model, comes last.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import tiktoken
+from etils import epath
+
+from data.machine import is_remote
+from data.sources import Sources
+from data.tokenizer_json import (
+    SAMPLE,
+    check_same_ids,
+    tokenizer_config,
+    tokenizer_json,
+)
+from model.config import ModelConfig, Position
+from model.params import named
+from train.config import Config
+from train.errors import ConfigError, Mistake
+from train.pretrained.families import Family, family_of
+from train.pretrained.tensors import Parts
+from train.pretrained.weights import write_json, write_weights
+from train.program import Program
+from train.run.starts import read_results
+from train.run.storage import run_folder, write_whole
+from train.units import format_count
+
+_CHECKED_BYTES = 10_000_000  # of the run's own text, encoded both ways
+
+
+def empty_folder(output: str) -> epath.Path:
+    """Return the folder to write, new or empty.
+
+    Raises:
+        ConfigError: if there is something in it, or it cannot be reached.
+    """
+    folder = run_folder(output, key="output")
+    if folder.exists() and any(folder.iterdir()):
+        rule = "must be a new folder, or an empty one: nothing is overwritten"
+        raise ConfigError([Mistake("output", output, rule)])
+    if not is_remote(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_folder(
+    folder: epath.Path,
+    program: Program,
+    params: Any,
+    sources: Sources,
+    step: int,
+    dtype: str,
+    with_tokenizer: bool,
+) -> str:
+    """Write everything; return a line that says what.
+
+    Args:
+        folder: empty.
+        program: the model and its config.
+        params: its parameters on this process' devices.
+        sources: the run's text and tokenizer.
+        step: of the checkpoint.
+        dtype: of the weights in the files.
+        with_tokenizer: whether to write the tokenizer too.
+
+    Raises:
+        ConfigError: if no family holds the model.
+        DataError: if the tokenizer would give other ids.
+    """
+    config, encoding = program.config, sources.encoding
+    model, length = config.model, config.data.sequence_length
+    family = family_of(model)
+    if with_tokenizer:
+        content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
+        text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
+        check_same_ids(encoding, content, [SAMPLE, text])
+        write_whole(folder / "tokenizer.json", content)
+        write_json(folder / "tokenizer_config.json", tokenizer_config(length))
+    parts = Parts(family, model, program.infos, encoding.n_vocab)
+    count = write_weights(folder, parts, dict(named(params)), jnp.dtype(dtype))
+    results = read_results(run_folder(config.run.dir or ""))
+    write_whole(folder / "README.md", card(config, encoding, count, step, results))
+    settings = settings_of(family, model, encoding, length, dtype)
+    end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
+    write_json(folder / "generation_config.json", end)
+    write_json(folder / "config.json", settings)
+    return (
+        f"{format_count(count)} parameters in {dtype}, a model of family {family.name}"
+    )
+
+
+def settings_of(
+    family: Family,
+    model: ModelConfig,
+    encoding: tiktoken.Encoding,
+    length: int,
+    dtype: str,
+) -> dict[str, Any]:
+    """Return the content of config.json; `length` is a training row's."""
+    if model.position is Position.learned:
+        length = model.max_sequence_length or length
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": encoding.n_vocab,
+        family.length: length,
+        "tie_word_embeddings": model.tied_head,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # before version 5 of transformers
+        "bos_token_id": encoding.eot_token,
+        "eos_token_id": encoding.eot_token,
+        **family.settings(model),
+    }
+
+
+def card(
+    config: Config,
+    encoding: tiktoken.Encoding,
+    count: int,
+    step: int,
+    results: dict[str, Any],
+) -> str:
+    """Return a model card: what it is, what it was trained on, how well it predicts."""
+    tokens = step * config.data.batch_size * config.data.sequence_length
+    lines = [
+        f"# {config.model.name}",
+        "",
+        f"A language model of {count:,} parameters, trained with Longhaul for "
+        f"{step:,} steps of {config.data.batch_size} x {config.data.sequence_length} "
+        f"tokens, {format_count(tokens)} in all.",
+        "",
+        f"- Text: {config.data.name}",
+        f"- Tokenizer: {encoding.name}, {encoding.n_vocab:,} tokens",
+        f"- Optimizer: {config.optimizer.name}, seed {config.seed}",
+    ]
+    if results.get("step") == step:
+        loss, bits = results["eval/loss"], results["eval/bits_per_byte"]
+        lines.append(
+            f"- Validation: {loss:.4f} nats a token, {bits:.3f} bits per byte, on "
+            f"{results['scored_tokens']:,} tokens"
+        )
+    example = "AutoModelForCausalLM.from_pretrained(folder)"
+    lines += ["", f"Load it with transformers: `{example}`.", ""]
+    return "\n".join(lines)

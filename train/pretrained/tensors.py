@@ -1,0 +1,90 @@
+"""The tensors of a folder, and the parameters of ours that they are made of."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.config import ModelConfig
+from model.params import Kind, ParamInfo, is_info, named
+from train.pretrained.families import Family
+
+
+class Tensor(NamedTuple):
+    """A tensor of a folder.
+
+    layer: of the stack; None: it is none of the layers'.
+    params: names of the parameters that lie in it side by side, along their outputs.
+    """
+
+    layer: int | None
+    params: list[str]
+
+
+class Parts:
+    """What the tensors of a model of some family are made of."""
+
+    def __init__(self, family: Family, model: ModelConfig, infos: Any, vocab_size: int):
+        """List them.
+
+        Args:
+            family: of the model.
+            model: its config.
+            infos: tree of `ParamInfo`.
+            vocab_size: rows of tables that stand for a token; the others are left out.
+        """
+        self.family, self.vocab_size = family, vocab_size
+        self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
+        self.tensors = {
+            name.format(layer): Tensor(layer, params)
+            for name, params in family.tensors().items()
+            if all(self._present(param) for param in params)
+            for layer in (range(model.num_layers) if "{}" in name else [None])
+        }
+
+    def _present(self, name: str) -> bool:
+        """Tell whether there is such a parameter, or a bias that is zero."""
+        biased = self.family.biased and name.endswith(".bias")
+        return name in self.infos or biased
+
+    def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
+        """Bring a tensor to this machine's memory."""
+        return np.asarray(jax.device_get(self.make(params, name)))
+
+    def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors, by name; nothing is read."""
+        shapes = jax.eval_shape(
+            lambda p: {n: self.make(p, n) for n in self.tensors}, params
+        )
+        return {name: shapes[name].shape for name in self.tensors}
+
+    def make(self, params: dict[str, jax.Array], name: str) -> jax.Array:
+        """Make a tensor of parameters."""
+        layer, names = self.tensors[name]
+        arrays = [self._flat(params, param, layer) for param in names]
+        whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        head = names == ["head.weight"]
+        turned = head or (self.family.turned and self._is_matrix(names[0]))
+        return whole.T if turned else whole
+
+    def _is_matrix(self, name: str) -> bool:
+        return name in self.infos and self.infos[name].kind is Kind.matrix
+
+    def _flat(
+        self, params: dict[str, jax.Array], name: str, layer: int | None
+    ) -> jax.Array:
+        """Return a parameter as [inputs, outputs], [rows, D] or [size]."""
+        if name not in params:
+            like = name.removesuffix("bias")
+            like += "scale" if like + "scale" in params else "weight"
+            return jnp.zeros(self._flat(params, like, layer).shape[-1:])
+        x, info = params[name], self.infos[name]
+        axes = info.axes[info.stacked :]
+        x = x if layer is None else x[layer]
+        if "vocab" in axes:
+            x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
+        inputs = {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
+        outputs = math.prod(x.shape[inputs:])
+        return x.reshape(-1, outputs) if inputs else x.reshape(outputs)
