@@ -24,12 +24,13 @@ train.generate train.describe
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.memory
     train.plan.compiled | train.plan.estimated
-    train.plan | train.pretrained | train.log_window train.loop train.results train.load_run
+    train.plan | train.pretrained | train.log_window train.loop train.results \
+train.load_run
     train.preflight
     train.start
     launch
-    train.__main__ train.plan.__main__ train.evaluate train.sample train.export train.checkpoints \
-train.status data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
+    train.__main__ train.plan.__main__ train.evaluate train.sample train.export \
+train.checkpoints train.status data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
 """
 RANK = {
     name: (number, side)

@@ -17,8 +17,8 @@ from train.checkpoints import CheckpointsConfig
 from train.cli.hints import bounds_rule, describe, keys_of, kind_of, meaning, type_of
 from train.config import Config
 from train.evaluate import EvaluateConfig
-from train.plan.config import PlanConfig
 from train.export import ExportConfig
+from train.plan.config import PlanConfig
 from train.sample import SampleConfig
 from train.status import StatusConfig
 
