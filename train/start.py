@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Any
 
 import jax
+from etils import epath
 
 from data.batches import Order, batch_number
 from data.errors import DataError
@@ -31,7 +32,7 @@ from train.run.directory import RunDir, open_run
 from train.run.starts import read_results
 from train.run.storage import run_folder
 from train.runtime import set_up
-from train.state import best_params
+from train.state import TrainState, best_params
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def train(config: Config, command: str) -> int:
         with closing(Watchdog(config.watchdog, folder, *place)) as watchdog:
             prepared = Prepared(config, cluster)
             config, sources = prepared.config, prepared.sources
+            _check_weights(prepared, folder, cluster)
             with open_run(config, sources, cluster, preemption) as run:
                 code = 0
                 if not run.continuation.finished:
@@ -145,7 +147,7 @@ def _train(trainer: Trainer) -> int:
     if rewind_to is not None:
         run.rewound()
     with trainer.phase("compile", "prepare"):
-        state = state or program.init()
+        state = state or _first_state(program)
         run.start_at(step, sources)
     print(f"run         {run.path}, from step {step:,}", flush=True)
     code, state = trainer.train(state)
@@ -161,6 +163,31 @@ def _train(trainer: Trainer) -> int:
         params = best_params(state)
         run.write_results(results(program, params, sources, step, score))
     return 0
+
+
+def _first_state(program: Program) -> TrainState:
+    """Return the state of step 0: as drawn, or with the weights of a folder."""
+    if program.config.init_from is None:
+        return program.init()
+    from train.pretrained.read import start_from  # few runs need it
+
+    print(f"weights     {program.config.init_from}", flush=True)
+    return start_from(program.config.init_from, program)
+
+
+def _check_weights(prepared: Prepared, folder: epath.Path, cluster: Cluster) -> None:
+    """Check the folder of weights before a run begins with them.
+
+    Raises:
+        ConfigError: with all in which it differs from the model.
+        DataError: if it is damaged.
+        Exit: if it is not the same for all processes.
+    """
+    path = prepared.config.init_from
+    if path is not None and not (folder / "config.yaml").exists():
+        from train.pretrained.read import check_folder
+
+        cluster.agree(lambda: check_folder(path, prepared.program))
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:

@@ -65,12 +65,17 @@ class Parts:
         layer, names = self.tensors[name]
         arrays = [self._flat(params, param, layer) for param in names]
         whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
-        head = names == ["head.weight"]
-        turned = head or (self.family.turned and self._is_matrix(names[0]))
-        return whole.T if turned else whole
+        return whole.T if self.turned(names[0]) else whole
 
-    def _is_matrix(self, name: str) -> bool:
-        return name in self.infos and self.infos[name].kind is Kind.matrix
+    def turned(self, name: str) -> bool:
+        """Return whether a parameter's outputs are the rows of its tensor."""
+        matrix = name in self.infos and self.infos[name].kind is Kind.matrix
+        return name == "head.weight" or (self.family.turned and matrix)
+
+    def inputs(self, name: str) -> int:
+        """Return how many leading dims of a parameter of one layer are rows."""
+        info = self.infos[name]
+        return {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
 
     def _flat(
         self, params: dict[str, jax.Array], name: str, layer: int | None
@@ -85,6 +90,6 @@ class Parts:
         x = x if layer is None else x[layer]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
-        inputs = {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
+        inputs = self.inputs(name)
         outputs = math.prod(x.shape[inputs:])
         return x.reshape(-1, outputs) if inputs else x.reshape(outputs)

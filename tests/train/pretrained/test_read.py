@@ -1,0 +1,174 @@
+"""What others wrote, or we exported, is what training starts from."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data.errors import DataError
+from model.gpt import GPT, params_of
+from model.params import is_info, named
+from tests.train.pretrained.test_export import BYTES, MODELS, export
+from train.errors import ConfigError
+from train.pretrained.compare import check_folder
+from train.pretrained.read import start_from
+
+CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
+
+
+@pytest.fixture(scope="module")
+def exported(programs, tmp_path_factory):
+    """Return a function from a name in MODELS to a folder and its parameters."""
+
+    def make(name: str):
+        program = programs(*MODELS[name], "model.num_layers=2", VOCABULARY, devices=1)
+        params = params_of(GPT(program.config.model, nnx.Rngs(7)))
+        keys = iter(jax.random.split(jax.random.key(1), 99))
+        params = jax.tree.map(
+            lambda x: x + jax.random.normal(next(keys), x.shape, x.dtype), params
+        )
+        folder = tmp_path_factory.mktemp("exported")
+        export(folder, program, params)
+        return folder, params
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", CUBE),
+        ("qwen3", ()),
+        ("gpt2 without biases, untied", ("mesh.params.head_dim=fsdp", "mesh.fsdp=2")),
+    ],
+)
+def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh):
+    folder, params = exported(name)
+    size = ("model.num_layers=2", "model.vocab_size=264")  # which a mesh divides
+    table = ("mesh.params.embed=null",) * (len(mesh) == 2)
+    devices = 8 if mesh == CUBE else max(1, len(mesh))
+    program = programs(*MODELS[name], *size, *mesh, *table, devices=devices)
+    with jax.set_mesh(program.mesh):
+        state = start_from(str(folder), program)
+    assert int(state.step) == 0
+    infos = dict(named(program.infos, is_info))
+    drawn = dict(named(jax.device_get(program.init().params)))
+    for path, own in named(params):
+        ours = np.asarray(dict(named(state.params))[path])
+        axes = infos[path].axes
+        if "vocab" in axes:
+            dim = axes.index("vocab")
+            ours, rest = np.split(ours, [BYTES.n_vocab], axis=dim)
+            _, expected = np.split(drawn[path], [BYTES.n_vocab], axis=dim)
+            np.testing.assert_array_equal(rest, expected)
+        np.testing.assert_array_equal(ours, own, err_msg=path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_transformers_own_folder_loads(programs, tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    program = programs(*MODELS[family], "model.num_layers=2", VOCABULARY, devices=1)
+    export(
+        tmp_path / "ours", program, params_of(GPT(program.config.model, nnx.Rngs(0)))
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    check_folder(str(tmp_path / "theirs"), program)
+    own, other = (
+        load_file(tmp_path / f / "model.safetensors") for f in ("ours", "theirs")
+    )
+    assert own.keys() == other.keys()
+    for name, array in own.items():
+        np.testing.assert_array_equal(array, other[name])
+
+
+@pytest.fixture
+def llama(programs, exported):
+    size = ("model.num_layers=2", VOCABULARY)
+    return exported("llama")[0], lambda *more: programs(
+        *MODELS["llama"], *size, *more, devices=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.num_layers=3", "num_hidden_layers=2"),
+        ("model.mlp_dim=40", "intermediate_size="),
+        ("model.num_heads=2", "num_attention_heads=4"),
+        ("model.rope_theta=500", "rope_theta=10000.0"),
+        ("model.tied_head=true", "tie_word_embeddings=False"),
+        ("model.vocab_size=200", "set model.vocab_size=257"),
+        ("model.qk_norm=true", "of type llama; model.* makes one of family qwen3"),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_read(llama, override, said):
+    folder, program = llama
+    with pytest.raises(ConfigError) as error:
+        check_folder(str(folder), program(override))
+    assert any(said in mistake.rule for mistake in error.value.mistakes)
+
+
+def test_a_tensor_too_few_or_of_another_shape_is_refused(llama):
+    folder, program = llama
+    file = folder / "model.safetensors"
+    arrays = load_file(file)
+    arrays["model.norm.weight"] = arrays["model.norm.weight"][:5].copy()
+    del arrays["model.layers.1.mlp.up_proj.weight"]
+    save_file(arrays, file)
+    with pytest.raises(ConfigError) as error:
+        check_folder(str(folder), program())
+    rules = " ".join(mistake.rule for mistake in error.value.mistakes)
+    assert "lacks the tensor model.layers.1.mlp.up_proj.weight" in rules
+    assert "has model.norm.weight as [5]" in rules
+
+
+def test_no_folder_is_a_mistake(llama, tmp_path):
+    with pytest.raises(ConfigError, match="must be a folder with config"):
+        check_folder(str(tmp_path), llama[1]())
+
+
+def test_scaled_positions_are_refused(llama):
+    folder, program = llama
+    settings = json.loads((folder / "config.json").read_text())
+    settings["rope_parameters"] |= {"rope_type": "llama3", "factor": 8.0}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="scales rotary positions"):
+        check_folder(str(folder), program())
+
+
+def test_a_damaged_file_is_named(llama):
+    folder, program = llama
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-8], whole[:100], b"\xff" * 16 + whole[16:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match="safetensors: cannot be read"):
+            check_folder(str(folder), program())
+    file.unlink()
+    with pytest.raises(DataError, match="safetensors: cannot be read"):
+        check_folder(str(folder), program())
+
+
+def test_names_of_gpt2_without_prefix_are_the_same(programs, exported):
+    folder, params = exported("gpt2")
+    file = folder / "model.safetensors"
+    arrays = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    arrays["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
+    save_file(arrays, file)
+    program = programs(*MODELS["gpt2"], "model.num_layers=2", VOCABULARY, devices=1)
+    state = start_from(str(folder), program)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+
+
+def test_an_average_starts_at_the_weights(llama):
+    folder, program = llama
+    state = start_from(str(folder), program("optimizer.ema_decay=0.9"))
+    average = state.optimizer.average
+    jax.tree.map(np.testing.assert_array_equal, average, state.params)
+    both = zip(*map(jax.tree.leaves, (average, state.params)), strict=True)
+    assert not any(a is p for a, p in both)  # the step takes both over

@@ -1,0 +1,166 @@
+"""Open a folder of weights that transformers, or `train.export`, wrote, and compare it.
+
+Settings, names and shapes are compared with the model's before anything is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError
+from model.params import named
+from train.errors import ConfigError, Mistake
+from train.pretrained.families import Family, family_of
+from train.pretrained.tensors import Parts
+from train.program import Program
+
+_KEY = "init_from"
+# Of older files: masks and angles, which are no weights.
+_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class Folder:
+    """A folder of weights, opened: what tensors there are, and of which shapes.
+
+    settings: config.json.
+    shapes: of the tensors by name.
+    """
+
+    def __init__(self, path: str, family: Family, stack: ExitStack):
+        """Open all files; they are closed with the stack.
+
+        Raises:
+            ConfigError: if it is no such folder.
+            DataError: naming a file that is missing or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        folder = Path(path)
+        try:
+            self.settings: dict[str, Any] = json.loads(
+                (folder / "config.json").read_text()
+            )
+        except (OSError, ValueError) as error:
+            rule = f"must be a folder with config.json and weights ({error})"
+            raise ConfigError([Mistake(_KEY, path, rule)]) from None
+        index = folder / "model.safetensors.index.json"
+        files = ["model.safetensors"]
+        listed = dict[str, str]()
+        if index.exists():
+            listed = json.loads(index.read_text())["weight_map"]
+            files = sorted({*listed.values()})
+        self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
+        prefix = next(iter(family.names)).split(".")[0] + "."
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(folder / file, "numpy"))
+            except (OSError, SafetensorError) as error:
+                raise DataError(
+                    f"{folder / file}: cannot be read ({error}). Fetch or export the "
+                    f"folder again"
+                ) from error
+            for name in opened.keys():  # noqa: SIM118, it is no mapping
+                # GPT-2's files on the hub lack the prefix.
+                long = name.startswith((prefix, "lm_head"))
+                own = name if long else prefix + name
+                if not own.endswith(_NO_WEIGHTS):
+                    self.shapes[own] = tuple(opened.get_slice(name).get_shape())
+                    self._files[own] = opened, name
+        if missing := {*listed} - {name for _, name in self._files.values()}:
+            raise DataError(
+                f"{index}: lists {min(missing)}, which no file holds. Fetch or export "
+                f"the folder again"
+            )
+
+    def read(
+        self, name: str, rows: slice = slice(None), columns: slice | None = None
+    ) -> np.ndarray:
+        """Read a part of a tensor."""
+        file, own = self._files[name]
+        part = file.get_slice(own)
+        return part[rows] if columns is None else part[rows, columns]
+
+    @property
+    def digest(self) -> str:
+        """The hash of settings, names and shapes."""
+        known = json.dumps([self.settings, sorted(self.shapes.items())], sort_keys=True)
+        return hashlib.sha256(known.encode()).hexdigest()[:12]
+
+
+def check_folder(path: str, program: Program) -> dict[str, str]:
+    """Compare a folder with a model; return what must be the same for all processes.
+
+    Raises:
+        ConfigError: with all that differs.
+        DataError: naming a file that is missing or damaged.
+    """
+    family = family_of(program.config.model)
+    with ExitStack() as stack:
+        folder = Folder(path, family, stack)
+        parts = parts_of_folder(folder, family, program)
+        rules = [*_other_settings(folder, family, program)]
+        rules = rules or [*_other_tensors(folder, parts, program)]
+        if rules:
+            raise ConfigError([Mistake(_KEY, path, rule) for rule in rules])
+        return {"weights to start from": folder.digest}
+
+
+def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
+    """Return what the tensors are made of, with as many tokens as the folder has."""
+    table = next(iter(family.names))
+    rows = folder.shapes.get(table, (0,))[0]
+    return Parts(family, program.config.model, program.infos, rows)
+
+
+def _other_settings(folder: Folder, family: Family, program: Program) -> Iterator[str]:
+    """Yield what the folder's config.json says otherwise, where it says it."""
+    theirs, model = folder.settings, program.config.model
+    if theirs.get("model_type") != family.name:
+        yield (
+            f"holds a model of type {theirs.get('model_type')}; model.* makes one of "
+            f"family {family.name}"
+        )
+        return
+    ours = family.settings(model) | {"tie_word_embeddings": model.tied_head}
+    rope = theirs.get("rope_parameters") or {}
+    scaled = theirs.get("rope_scaling") or rope
+    kind = scaled.get("rope_type", scaled.get("type", "default"))
+    if kind != "default":
+        yield f"scales rotary positions ({kind}), which no model here does"
+    theta = rope.get("rope_theta", theirs.get("rope_theta"))
+    theirs = {**theirs, "rope_theta": theta}
+    for key, value in ours.items():
+        there = theirs.get(key)
+        skipped = key.startswith("rope_") and key != "rope_theta"
+        if not skipped and there is not None and there != value:
+            yield f"has {key}={there} in its config.json, model.* makes it {value}"
+
+
+def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:
+    """Yield tensors that one side lacks, or has in another shape."""
+    model = program.config.model
+    if parts.vocab_size > (model.vocab_size or 0):
+        yield (
+            f"has {parts.vocab_size} tokens, model.vocab_size is {model.vocab_size}; "
+            f"set model.vocab_size={parts.vocab_size}"
+        )
+        return
+    ours = parts.shapes(dict(named(program.state.params)))
+    theirs = dict(folder.shapes)
+    if model.tied_head:
+        theirs.pop("lm_head.weight", None)
+    for name in sorted({*ours} - {*theirs}):
+        yield f"lacks the tensor {name} {list(ours[name])}"
+    for name in sorted({*theirs} - {*ours}):
+        yield f"has a tensor {name} {list(theirs[name])} that the model lacks"
+    for name in sorted({*theirs} & {*ours}):
+        params = parts.tensors[name].params
+        if not {*params} & {*parts.infos} and np.any(folder.read(name)):
+            yield f"has {name}, which is not zero; set model.bias=true"
+        if theirs[name] != ours[name]:
+            yield f"has {name} as {list(theirs[name])}, the model {list(ours[name])}"

@@ -1,0 +1,124 @@
+"""Start from the weights in a folder that transformers, or `train.export`, wrote.
+
+Each process reads of each tensor the rows and columns that its own devices hold.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.params import named
+from train.pretrained.compare import Folder, check_folder, parts_of_folder
+from train.pretrained.families import family_of
+from train.pretrained.tensors import Parts
+from train.program import Program
+from train.state import TrainState
+
+_Span = tuple[int, int]  # first, and behind the last
+
+
+def start_from(path: str, program: Program) -> TrainState:
+    """Return the state of step 0 with the weights of a folder.
+
+    Rows of the vocabulary that it lacks stay as they are drawn.
+
+    Raises:
+        ConfigError, DataError: as `check_folder`.
+    """
+    check_folder(path, program)
+    family = family_of(program.config.model)
+    state = program.init()
+    with ExitStack() as stack:
+        folder = Folder(path, family, stack)
+        parts = parts_of_folder(folder, family, program)
+        reader, drawn = _Reader(folder, parts), dict(named(state.params))
+        leaves = [reader.param(drawn, name) for name in drawn]
+    params = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+    average = state.optimizer.average
+    if average is not None:
+        average = jax.tree.map(jnp.copy, params)
+    optimizer = state.optimizer._replace(average=average)
+    return state._replace(params=params, optimizer=optimizer)
+
+
+class _Reader:
+    """Reads parameters out of a folder's tensors."""
+
+    def __init__(self, folder: Folder, parts: Parts):
+        self.folder, self.parts, self.infos = folder, parts, parts.infos
+        self.tensors = {
+            (param, tensor.layer): (name, tensor.params)
+            for name, tensor in parts.tensors.items()
+            for param in tensor.params
+        }
+
+    def param(self, params: dict[str, jax.Array], name: str) -> jax.Array:
+        """Return a parameter, sharded and of the dtype as it was drawn."""
+        drawn, info = params[name], self.infos[name]
+        stacked = int(info.stacked)
+        # Of rows that the folder lacks the drawn ones stay.
+        shards = {_span(s.index, drawn.shape): s for s in drawn.addressable_shards}
+
+        def read(index: Any) -> np.ndarray:
+            spans = _span(index, drawn.shape)
+            part = np.array(shards[spans].data)
+            inside = list(spans[stacked:])
+            if "vocab" in info.axes:
+                dim = info.axes.index("vocab")
+                first, last = inside[dim]
+                inside[dim] = (first, max(first, min(last, self.parts.vocab_size)))
+            shapes = {key: x.shape for key, x in params.items()}
+            place = tuple(slice(0, last - first) for first, last in inside)
+            for i, layer in enumerate(range(*spans[0]) if stacked else [None]):
+                own = part[i] if stacked else part
+                own[place] = self._read(name, layer, inside, shapes)
+            return part
+
+        return jax.make_array_from_callback(drawn.shape, drawn.sharding, read)
+
+    def _read(
+        self,
+        name: str,
+        layer: int | None,
+        spans: Sequence[_Span],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> np.ndarray:
+        """Read the part of a parameter of one layer that spans cut out."""
+        info, (tensor, beside) = self.infos[name], self.tensors[name, layer]
+        dims = shapes[name][info.stacked :]
+        inputs = self.parts.inputs(name)
+        rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
+        columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
+        before = beside[: beside.index(name)]
+        split = [math.prod(shapes[b][self.infos[b].stacked :][inputs:]) for b in before]
+        columns = slice(columns.start + sum(split), columns.stop + sum(split))
+        if not inputs:
+            x = self.folder.read(tensor, columns, None)
+        elif self.parts.turned(name):
+            x = self.folder.read(tensor, columns, rows).T
+        else:
+            x = self.folder.read(tensor, rows, columns)
+        return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
+
+
+def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]:
+    pairs = zip(index, shape, strict=True)
+    return tuple(part.indices(size)[:2] for part, size in pairs)
+
+
+def _flat(
+    spans: Sequence[_Span], dims: Sequence[int]
+) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
+    """Return what to read of dims laid out as one, its shape, and what to keep."""
+    rest = math.prod(dims[1:])
+    if all(span == (0, dim) for span, dim in zip(spans[1:], dims[1:], strict=True)):
+        first, last = spans[0] if spans else (0, 1)
+        shape = (last - first, *dims[1:]) if spans else ()
+        return slice(first * rest, last * rest), shape, (slice(None),) * len(dims)
+    cut = tuple(slice(*span) for span in spans)
+    return slice(0, math.prod(dims)), tuple(dims), cut
