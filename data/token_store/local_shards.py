@@ -31,6 +31,8 @@ _CHECKED = [
     {"configuration": {"endian": "little"}, "name": "bytes"},
     {"name": "crc32c"},
 ]
+_AT_ONCE = 64  # stretches: each may hold a file open
+_Stretch = tuple[int, int, int]  # chunk, first value in it, where it ends
 
 
 class LocalShards:
@@ -42,7 +44,7 @@ class LocalShards:
         (self._chunk_length,) = array.chunk_layout.read_chunk.shape
         (shard_length,) = array.chunk_layout.write_chunk.shape
         self.chunks_per_shard = shard_length // self._chunk_length
-        self._empty = np.zeros(0, self._dtype)
+        self._none = [np.zeros(0, self._dtype)]
         self._checked = bytearray(-(-array.shape[0] // self._chunk_length))
 
     @classmethod
@@ -60,23 +62,28 @@ class LocalShards:
         return cls(folder, array)
 
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read stretches [start, stop): the disk is asked for all, then each awaited.
+        """Read stretches [start, stop); the disk is asked for many at once.
 
         Raises:
             OSError: a file is not there, or cannot be read.
             ValueError: a file's content is not what was written.
         """
-        parts = [list(self._cut(*span)) for span in spans]
-        if hasattr(os, "posix_fadvise"):
-            for chunk, low, high in itertools.chain.from_iterable(parts):
-                shard, offset, size, _ = self._place(chunk, low, high)
-                os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
-        values = [[self._read(*part) for part in of_span] for of_span in parts]
-        return [
-            v[0] if len(v) == 1 else np.concatenate([self._empty, *v]) for v in values
-        ]
+        values = []
+        for first in range(0, len(spans), _AT_ONCE):
+            some = spans[first : first + _AT_ONCE]
+            parts = [list(itertools.starmap(self._place, self._cut(*s))) for s in some]
+            if hasattr(os, "posix_fadvise"):
+                for shard, offset, size, *_ in itertools.chain.from_iterable(parts):
+                    os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
+            for of_span in parts:
+                read = [self._read(*part) for part in of_span]
+                whole = (
+                    read[0] if len(read) == 1 else np.concatenate(read or self._none)
+                )
+                values.append(whole)
+        return values
 
-    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _cut(self, start: int, stop: int) -> Iterator[_Stretch]:
         """Cut a stretch at the chunks: (chunk, first value in it, where it ends)."""
         length = self._chunk_length
         for chunk in range(start // length, -(-stop // length)):
@@ -85,25 +92,27 @@ class LocalShards:
 
     def _place(
         self, chunk: int, low: int, high: int
-    ) -> tuple["_Shard", int, int, bool]:
-        """Return shard, offset and bytes to read; are they a whole chunk, to check?"""
+    ) -> tuple["_Shard", int, int, _Stretch | None]:
+        """Return shard, offset and bytes to read, and what of a chunk to check."""
         number, nth = divmod(chunk, self.chunks_per_shard)
         shard, width = _open(self, number), self._dtype.itemsize
         offset, size = shard.index[2 * nth], shard.index[2 * nth + 1]
         if size != self._chunk_length * width + _CHECKSUM_BYTES:
             raise ValueError(f"{shard.path}: chunk {nth} is not there")
         if self._checked[chunk]:
-            return shard, offset + low * width, (high - low) * width, False
-        return shard, offset, size, True
+            return shard, offset + low * width, (high - low) * width, None
+        return shard, offset, size, (chunk, low, high)
 
-    def _read(self, chunk: int, low: int, high: int) -> np.ndarray:
-        shard, offset, size, whole = self._place(chunk, low, high)
-        if not whole:
+    def _read(
+        self, shard: "_Shard", offset: int, size: int, unchecked: _Stretch | None
+    ) -> np.ndarray:
+        if unchecked is None:
             return np.frombuffer(shard.read(offset, size), self._dtype)
+        chunk, low, high = unchecked
         content = shard.read_checked(offset, size)
         self._checked[chunk] = True
-        first = low * self._dtype.itemsize
-        return np.frombuffer(content, self._dtype, high - low, first)
+        # A copy, so that the next chunk can be read into the same memory.
+        return np.frombuffer(content, self._dtype, self._chunk_length)[low:high].copy()
 
 
 class _Shard:

@@ -80,17 +80,21 @@ def test_no_damage_to_a_file_is_taken_for_data(store):
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", ["cut", "removed", "without a chunk"])
+@pytest.mark.parametrize("damage", ["cut", "cut while open", "removed", "without a chunk"])
 @pytest.mark.parametrize("known", [False, True])
 def test_what_is_missing_is_named_by_its_file(store, damage, known):
     tokens = store.split("train")
     place = np.array([10, 2 * 256 + 70]), np.array([5, 5])
     if known:
         assert [len(values) for values in tokens.gather(*place)] == [5, 5]
-        data.token_store.local_shards._open.cache_clear()
+        if damage != "cut while open":
+            data.token_store.local_shards._open.cache_clear()
     file = Path(store.path, "train/tokens/c/2")
     content = file.read_bytes()
-    file.unlink()
+    if damage == "cut while open":
+        os.truncate(file, 100)
+    else:
+        file.unlink()
     if damage == "cut":
         file.write_bytes(content[:100])
     elif damage == "without a chunk":
