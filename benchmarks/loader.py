@@ -176,6 +176,7 @@ from data.token_store.reader import TokenArray
 from data.rows import Concatenated
 from data.token_store.storage import Storage
 import data.batches
+import grain.experimental
 def peak():
     lines = open("/proc/self/status").read().splitlines()
     return int(next(s for s in lines if s.startswith("VmRSS")).split()[1]) / 1024

@@ -80,7 +80,9 @@ def test_no_damage_to_a_file_is_taken_for_data(store):
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", ["cut", "cut while open", "removed", "without a chunk"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "cut while open", "removed", "without a chunk"]
+)
 @pytest.mark.parametrize("known", [False, True])
 def test_what_is_missing_is_named_by_its_file(store, damage, known):
     tokens = store.split("train")
