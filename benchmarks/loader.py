@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -101,7 +102,7 @@ def fresh_timer(
     """Return what times `count` batches of stores of which no chunk was read."""
 
     def take() -> float:
-        batches = loaded(config, 0)
+        batches: Any = loaded(config, 0)
         if evicted:
             evict(folder)
         try:

@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import google_crc32c
 import numpy as np
@@ -38,28 +38,30 @@ _Stretch = tuple[int, int, int]  # chunk, first value in it, where it ends
 class LocalShards:
     """One array of a store on a local disk; several threads may read it."""
 
-    def __init__(self, folder: Path, array: ts.TensorStore):
-        """Take the format from the opened array; no shard is opened."""
-        self.folder, self._dtype = folder, array.dtype.numpy_dtype
-        (self._chunk_length,) = array.chunk_layout.read_chunk.shape
-        (shard_length,) = array.chunk_layout.write_chunk.shape
+    def __init__(self, folder: Path, dtype: np.dtype, length: int, metadata: Any):
+        """Take the lengths from the array's metadata; no shard is opened."""
+        self.folder, self._dtype = folder, dtype
+        (shard_length,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        (self._chunk_length,) = metadata["codecs"][0]["configuration"]["chunk_shape"]
         self.chunks_per_shard = shard_length // self._chunk_length
         self._none = [np.zeros(0, self._dtype)]
-        self._checked = bytearray(-(-array.shape[0] // self._chunk_length))
+        self._checked = bytearray(-(-length // self._chunk_length))
 
     @classmethod
     def of(cls, folder: Path | None, array: ts.TensorStore) -> Self | None:
         """Return an array's shards, None if they are remote or compressed."""
+        metadata = array.spec().to_json()["metadata"]
+        codecs = metadata["codecs"]
         plain = {
-            "chunk_shape": list(array.chunk_layout.read_chunk.shape),
+            "chunk_shape": codecs[0].get("configuration", {}).get("chunk_shape"),
             "codecs": _CHECKED,
             "index_codecs": _CHECKED,
             "index_location": "end",
         }
-        codecs = [{"configuration": plain, "name": "sharding_indexed"}]
-        if folder is None or array.codec.to_json()["codecs"] != codecs:
+        known = [{"configuration": plain, "name": "sharding_indexed"}]
+        if folder is None or codecs != known:
             return None
-        return cls(folder, array)
+        return cls(folder, array.dtype.numpy_dtype, array.shape[0], metadata)
 
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read stretches [start, stop); the disk is asked for many at once.

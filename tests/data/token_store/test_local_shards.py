@@ -137,9 +137,18 @@ def test_other_stores_are_left_to_tensorstore(store, tmp_path):
     array = store.split("train")._arrays["tokens"]
     assert LocalShards.of(tmp_path, array)
     assert LocalShards.of(None, array) is None, "not local"
-    spec = array.spec().to_json()
-    codecs = spec["metadata"]["codecs"][0]["configuration"]["codecs"]
-    codecs.insert(1, {"name": "gzip", "configuration": {"level": 1}})
-    kvstore = {"driver": "memory", "path": "compressed/"}
-    compressed = ts.open({**spec, "kvstore": kvstore}, create=True).result()
-    assert LocalShards.of(tmp_path, compressed) is None
+    spec = array.spec().to_json() | {"kvstore": {"driver": "memory", "path": "a/"}}
+    sharding = spec["metadata"]["codecs"][0]["configuration"]
+    compressed = [*sharding["codecs"], {"name": "gzip", "configuration": {"level": 1}}]
+    for codecs in (
+        [
+            {
+                "name": "sharding_indexed",
+                "configuration": sharding | {"codecs": compressed},
+            }
+        ],
+        sharding["codecs"],  # chunk by chunk
+    ):
+        spec["metadata"]["codecs"] = codecs
+        other = ts.open(spec, create=True, delete_existing=True).result()
+        assert LocalShards.of(tmp_path, other) is None
