@@ -64,7 +64,8 @@ def load(folder: Path) -> None:
             packing=Packing.best_fit,
             cache_dir=f"{folder}/cache",
         )
-        count, fresh = max(16, 2**21 // (rows * length)), FRESH_ROWS // rows
+        count = min(2**11, max(16, 2**23 // (rows * length)))
+        fresh = FRESH_ROWS // rows
         loaders = {
             "Longhaul, 3 packed sources, from memory": loaded(config, 2**30),
             "the same from disk": loaded(config, 0),
