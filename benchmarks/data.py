@@ -1,13 +1,9 @@
-"""Time the way from text to batches: python -m benchmarks.data [--part NAME].
+"""Time tokenizing, files in to a store on disk: python -m benchmarks.data.
 
-Parts: `tokenize` (files in to a store on disk, against tiktoken's and Hugging Face's
-own batch encoders on the same text), `load` (batches of a mixture of packed stores,
-against nanoGPT's gather from a memmap and PyTorch's DataLoader), `open` (a reader of a
-store of 100 billion tokens). What is compared takes turns; medians are shown.
-Hugging Face's and PyTorch's parts run where `tokenizers` and `torch` are installed.
+It is compared with tiktoken's and, where `tokenizers` is installed, Hugging Face's own
+batch encoders on the same text, in turn; medians are shown. Loading: benchmarks.loader.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -19,18 +15,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-import data.token_store.reader
 from data import bpe
-from data.batches import Order
-from data.config import DataConfig, MixtureSource, Packing, PrepareConfig, Source
+from data.config import PrepareConfig
 from data.errors import DataError
 from data.machine import usable_cores
-from data.sources import open_sources
 from data.token_store.build import prepare_store
 from data.tokenizer import load_tokenizer
 
@@ -113,161 +104,6 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
     return run
 
 
-def load(folder: Path) -> None:
-    """Compare tokens/s of loaders on warm local stores."""
-    texts = library(90_000_000)
-    sources = {}
-    for number, (name, weight) in enumerate(zip("abc", (0.61, 0.23, 0.16))):  # noqa: B905
-        lines = [json.dumps({"text": text}) for text in texts[number::3]]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        given, output = f"{folder}/{name}.jsonl", f"{folder}/{name}"
-        prepare_store(PrepareConfig(input=given, output=output))
-        sources[name] = MixtureSource(output, weight)
-    flat = np.frombuffer("\0".join(texts).encode(), np.uint8).astype(np.uint16)
-    flat.tofile(folder / "flat.bin")
-    print("\n| M tokens/s | " + " | ".join(f"{b} x {t}" for b, t in SHAPES) + " |")
-    print("| --- |" + " --- |" * len(SHAPES))
-    rates: dict[str, list[str]] = {}
-    for rows, length in SHAPES:
-        config = DataConfig(
-            name="mixture",
-            source=Source.mixture,
-            sources=sources,
-            sequence_length=length,
-            batch_size=rows,
-            packing=Packing.best_fit,
-            cache_dir=f"{folder}/cache",
-        )
-        loaders = {
-            "Longhaul, 3 packed sources": Order(
-                open_sources(config), config, 0
-            ).batches(),
-            "the same, not held in memory": from_disk(config),
-            "nanoGPT's gather, 1 memmap": gathered(folder / "flat.bin", rows, length),
-        }
-        if (pytorch := dataloader(folder / "flat.bin", rows, length)) is not None:
-            loaders["PyTorch DataLoader, 1 memmap"] = pytorch
-        count = max(16, 2**21 // (rows * length))
-        work = {name: timer(batches, count) for name, batches in loaders.items()}
-        for name, seconds in alternate(work, REPEATS).items():
-            rate = count * rows * length / seconds / 1e6
-            rates.setdefault(name, []).append(f"{rate:.1f}")
-    for name, by_shape in rates.items():
-        print(f"| {name} | {' | '.join(by_shape)} |")
-
-
-def from_disk(config: DataConfig) -> Iterator:
-    """Read through TensorStore's cache, as stores of over 1 GiB are."""
-    limit = data.token_store.reader.MEMORY_LIMIT_BYTES
-    data.token_store.reader.MEMORY_LIMIT_BYTES = 0
-    try:
-        opened = open_sources(config)
-        for store in opened.stores.values():
-            store.split("train")
-    finally:
-        data.token_store.reader.MEMORY_LIMIT_BYTES = limit
-    return Order(opened, config, 0).batches()
-
-
-def timer(batches: Iterator, count: int) -> Callable[[], float]:
-    """Return what times `count` batches, after those that were read ahead."""
-
-    def take() -> float:
-        for _ in itertools.islice(batches, 8):
-            pass
-        began = time.perf_counter()
-        for _ in itertools.islice(batches, count):
-            pass
-        return time.perf_counter() - began
-
-    return take
-
-
-def gathered(path: Path, rows: int, length: int) -> Iterator[tuple]:
-    """Gather random rows as nanoGPT's get_batch does, in numpy alone."""
-    random = np.random.default_rng(0)
-    while True:
-        tokens = np.memmap(path, np.uint16, "r")
-        starts = random.integers(0, len(tokens) - length, rows)
-        inputs = np.stack([tokens[i : i + length].astype(np.int64) for i in starts])
-        targets = [tokens[i + 1 : i + 1 + length].astype(np.int64) for i in starts]
-        yield inputs, np.stack(targets)
-
-
-def dataloader(path: Path, rows: int, length: int) -> Iterator | None:
-    """Load with PyTorch's DataLoader and no workers; None without PyTorch."""
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    tokens = torch.from_numpy(np.fromfile(path, np.uint16).astype(np.int32))
-
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(tokens) // length - 1
-
-        def __getitem__(self, index: int):
-            row = tokens[index * length : index * length + length + 1]
-            return row[:-1], row[1:]
-
-    def forever() -> Iterator:
-        loader = torch.utils.data.DataLoader(Rows(), rows, shuffle=True, drop_last=True)
-        while True:
-            yield from loader
-
-    return forever()
-
-
-OPEN = """
-import resource, sys, time
-import numpy as np
-from data.token_store.reader import TokenArray
-from data.rows import Concatenated
-from data.token_store.storage import Storage
-import data.batches
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(s for s in lines if s.startswith("VmRSS")).split()[1]) / 1024
-before, began = peak(), time.perf_counter()
-tokens = TokenArray(Storage(sys.argv[1]), "train", int(sys.argv[2]), int(sys.argv[3]))
-rows = Concatenated(tokens, 1024, (len(tokens) - 1) // 1024, True)
-order = data.batches._shuffled(len(rows), 0, None)
-numbers = np.array([order[i] for i in range(64)])
-_, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
-print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
-      f"{len(starts)} documents start in 64 rows")
-"""
-
-
-def open_large(folder: Path) -> None:
-    """Open 100 billion tokens in 100 million documents; the tokens are not there."""
-    import data.token_store.writer as writer
-    from data.token_store.storage import Storage
-
-    documents, length = 100_000_000, 1000
-    storage = Storage(folder / "large")
-    split = writer._SplitWriter(storage, "train", np.dtype("<u2"))
-    arrays = split._arrays
-    blocks = np.arange(documents * length // writer.CHUNK_LENGTH + 2)
-    starts = -(-blocks * writer.CHUNK_LENGTH // length)
-    arrays["index"].append(np.minimum(starts, documents).astype(np.int64))
-    for first in range(1, documents + 1, 10**7):
-        last = min(first + 10**7, documents + 1)
-        arrays["offsets"].append(np.arange(first, last, dtype=np.int64) * length)
-    for array in arrays.values():
-        array.close()
-    for name, size in (("tokens", documents * length), ("id_offsets", documents + 1)):
-        file = folder / "large/train" / name / "zarr.json"
-        metadata = json.loads(file.read_text())
-        metadata["shape"] = [size]
-        file.write_text(json.dumps(metadata))
-    given = [str(folder / "large"), str(documents), str(documents * length)]
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, *given], check=True, capture_output=True, text=True
-    )
-    print(f"\nopening 100 billion tokens and the first batch's places: {done.stdout}")
-
-
 def alternate(work: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """Return the median seconds of each, turn and turn about, after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -280,16 +116,10 @@ def alternate(work: dict[str, Callable[[], float]], repeats: int) -> dict[str, f
 
 
 def main() -> None:
-    """Run the parts."""
-    parts = {"tokenize": tokenize, "load": load, "open": open_large}
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--part", choices=parts)
-    chosen = parser.parse_args().part
+    """Compare, and print a table."""
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
-    for name, part in parts.items():
-        if chosen in (None, name):
-            with tempfile.TemporaryDirectory() as folder:
-                part(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        tokenize(Path(folder))
 
 
 if __name__ == "__main__":

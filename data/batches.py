@@ -16,7 +16,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Order:
 
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
         """Open the rows of all sources; a DataError says that they are too few."""
-        self._config, self._sources, self._seed = config, sources, seed
+        self._config, self._sources = config, sources
         self.rows, self.in_memory = _open(sources, config, "train")
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if sum(counts.values()) < config.batch_size or 0 in counts.values():
@@ -65,15 +65,8 @@ class Order:
                 f"smaller batch or more text"
             )
         self._mixture = Mixture(list(counts), _stretches(config, list(counts)))
-
-    @functools.cached_property
-    def _shuffled(self) -> list[Any]:
-        """The row numbers of each source in the order of training."""
         several = len(self.rows) > 1
-        return [
-            _shuffled(len(rows), self._seed, name if several else None)
-            for name, rows in self.rows.items()
-        ]
+        self._seeds = [_seed_of(seed, name if several else None) for name in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Compute how often the rows of each source come in the first steps.
@@ -106,16 +99,16 @@ class Order:
         """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
         before = self.batch_number(step) * self._config.batch_size
         which, rank = self._mixture.rows(before + rows)
-        places = zip(which.tolist(), rank.tolist(), strict=True)
-        numbers = [self._shuffled[source][place] for source, place in places]
+        numbers = np.zeros_like(rank)
         for source, (name, own) in enumerate(self.rows.items()):
-            limit = self._limit(name) * len(own)
-            if limit < math.inf and (rank[which == source] >= limit).any():
+            mine, limit = which == source, self._limit(name)
+            if (rank[mine] >= limit * len(own)).any():
                 raise DataError(
-                    f"step {step}: data.sources.{name} is used up after "
-                    f"{self._limit(name)} epochs. Allow more, or give it no weight"
+                    f"step {step}: data.sources.{name} is used up after {limit} "
+                    f"epochs. Allow more, or give it no weight"
                 )
-        return which, np.array(numbers, np.int64)
+            numbers[mine] = shuffled(rank[mine], len(own), self._seeds[source])
+        return which, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
         """Read the chosen rows of a batch; damage is named by step, source and row."""
@@ -217,17 +210,27 @@ def _stretches(
     return [(0, weights), *changes]
 
 
-def _shuffled(count: int, seed: int, name: str | None) -> Any:
-    """Order the row numbers, epoch after epoch without end, each in its own order."""
-    import grain  # a second: not before the train step compiles
+def shuffled(ranks: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Return the rows at some places of a source's training order; both int64 [n].
 
-    # Grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
-    # Source: grain 0.2.18, dataset/transformations/shuffle.py, `_shuffled_index`.
+    Epoch after epoch of `count` rows without end, each in an order of its own.
+    Source: grain 0.2.18, `MapDataset.shuffle`, which takes six times as long a row.
+    """
+    from grain.experimental import index_shuffle  # slow: not before the step compiles
+
+    epochs, places = np.divmod(ranks, count)
+    seeds = ((seed + epochs) % 2**32).tolist()
+    pairs = zip(places.tolist(), seeds, strict=True)
+    numbers = [index_shuffle(place, count - 1, own, 4) for place, own in pairs]
+    return np.array(numbers, np.int64)
+
+
+def _seed_of(seed: int, name: str | None) -> int:
+    """Return the seed of a source's order; of one that is alone, without its name."""
+    # The seed of epoch e is this plus e: neighbouring seeds would share epochs.
     of_source = "" if name is None else f" of {name}"
-    text = f"order of rows{of_source}, seed {seed}"
-    digest = hashlib.sha256(text.encode()).digest()
-    own_seed = int.from_bytes(digest[:4])
-    return grain.MapDataset.range(count).shuffle(seed=own_seed).repeat(None)
+    digest = hashlib.sha256(f"order of rows{of_source}, seed {seed}".encode()).digest()
+    return int.from_bytes(digest[:4])
 
 
 def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:

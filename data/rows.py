@@ -39,6 +39,13 @@ class Batch(NamedTuple):
     positions: Any  # from 0 at each document's first token within the row
 
 
+def padding(num_rows: int, length: int) -> Batch:
+    """Return rows without text."""
+    batch = Batch(*np.zeros((4, num_rows, length), np.int32))
+    batch.targets[:] = -1
+    return batch
+
+
 class Piece(NamedTuple):
     """A stretch of tokens that stands in a row from a column on."""
 
@@ -63,13 +70,10 @@ class Concatenated:
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number, int64 [n]; a damaged chunk raises a DataError."""
         starts = numbers * self.length
-        wanted = np.clip(len(self._tokens) - starts, 0, self.length + 1)
-        tokens = self._tokens.gather(np.minimum(starts, len(self._tokens)), wanted)
-        if (wanted == self.length + 1).all():
-            rows = tokens.reshape(len(numbers), -1)
-        else:
-            rows = np.zeros((len(numbers), self.length + 1), np.int32)
-            rows[np.arange(self.length + 1) < wanted[:, None]] = tokens
+        wanted = np.minimum(len(self._tokens) - starts, self.length + 1)
+        rows = np.zeros((len(numbers), self.length + 1), np.int32)
+        there = np.arange(self.length + 1) < wanted[:, None]
+        rows[there] = np.concatenate(self._tokens.gather(starts, wanted))
         row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._document_mask:
             row, start = self._tokens.starts_within(starts, starts + self.length)
@@ -125,7 +129,7 @@ class Packed:
         """Open the plan in `folder`, without reading it."""
         self._tokens, self.length = tokens, length
         self._starts, self.lengths, self._row_offsets = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _PLAN
+            np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _PLAN
         )
 
     def __len__(self) -> int:
@@ -141,18 +145,15 @@ class Packed:
         starts = self._starts[piece]
         lengths = self.lengths[piece].astype(np.int64)
         tokens = self._tokens.gather(starts, lengths + 1)
-        # Where each piece's first token stands: in the row, and among the tokens read.
-        before = np.cumsum(lengths) - lengths
-        column = before - np.repeat(before[np.cumsum(counts) - counts], counts)
-        within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
-        place = np.repeat(row * self.length + column, lengths) + within
-        read_at = np.repeat(before + np.arange(len(piece)), lengths) + within
-        batch = Batch(*np.zeros((4, len(numbers), self.length), np.int32))
-        batch.targets[:] = -1
-        batch.inputs.reshape(-1)[place] = tokens[read_at]
-        batch.targets.reshape(-1)[place] = tokens[read_at + 1]
-        batch.segment_ids.reshape(-1)[place] = np.repeat(nth + 1, lengths)
-        batch.positions.reshape(-1)[place] = within
+        batch = padding(len(numbers), self.length)
+        filled = np.bincount(row, lengths, len(numbers))
+        there = np.arange(self.length) < filled[:, None]
+        batch.inputs[there] = np.concatenate([piece[:-1] for piece in tokens])
+        batch.targets[there] = np.concatenate([piece[1:] for piece in tokens])
+        batch.segment_ids[there] = np.repeat(nth.astype(np.int32) + 1, lengths)
+        begins = (np.cumsum(lengths) - lengths).astype(np.int32)
+        within = np.arange(lengths.sum(), dtype=np.int32) - np.repeat(begins, lengths)
+        batch.positions[there] = within
         return batch
 
     def pieces(self, number: int) -> list[Piece]:
@@ -229,8 +230,7 @@ def read_rows(
         DataError: a chunk is missing or damaged; source and rows are named.
     """
     length = next(iter(sources.values())).length
-    batch = Batch(*np.zeros((4, len(which), length), np.int32))
-    batch.targets[:] = -1
+    batch = padding(len(which), length)
     for source, (name, rows) in enumerate(sources.items()):
         mine = np.flatnonzero(which == source)
         if not len(mine):

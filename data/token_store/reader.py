@@ -1,11 +1,15 @@
 """One split of a token store, read at random: from memory when it is small.
 
-Every chunk's checksum is checked when the chunk is read, and a chunk that is not
-there is damage too, never zeros. Opening costs the same for any number of tokens, but
-for one int64 a chunk of tokens: which documents start there.
+TensorStore reads, but for stretches at random of a store on a local disk: these are
+read from its files directly, several times as fast (token_store/local_shards.py), and
+what goes wrong there TensorStore reads again, to do without or to name it. A chunk's
+checksum is checked when it is first read, and a chunk that is not there is damage too,
+never zeros. Opening costs the same for any number of tokens, but for one int64 a chunk
+of tokens, which documents start there, and one byte, whether it was checked.
 """
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from data.errors import DataError
+from data.token_store.local_shards import LocalShards
 from data.token_store.storage import Storage
 from data.token_store.writer import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH
 
@@ -21,6 +26,9 @@ from data.token_store.writer import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH
 MEMORY_LIMIT_BYTES = 2**30
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
+
+
+log = logging.getLogger(__name__)
 
 
 class TokenArray:
@@ -64,6 +72,13 @@ class TokenArray:
             self._arrays["tokens"] = self.array("tokens")
         if self._offsets_in_memory:
             self._arrays["offsets"] = self.array("offsets")
+        folder = storage.path and storage.path / split
+        self._local = {
+            name: shards
+            for name, array in self._arrays.items()
+            if isinstance(array, ts.TensorStore)
+            and (shards := LocalShards.of(folder and folder / name, array))
+        }
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -81,7 +96,7 @@ class TokenArray:
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read a stretch of an array by its name."""
         end = int(self._arrays[name].shape[0]) if stop is None else stop
-        return self._wait(name, start, end, self._begin(name, start, end))
+        return self._stored(name, [(start, end)])[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), in the store's dtype."""
@@ -99,20 +114,10 @@ class TokenArray:
                     self.array(name, chunk, min(chunk + CHUNK_LENGTH, stop))
                 raise
 
-    def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Read `lengths` tokens from each of `starts` on, end to end, as int32."""
-        ends = np.cumsum(lengths)
-        if self.in_memory:
-            shift = np.repeat(starts - (ends - lengths), lengths)
-            places = shift + np.arange(len(shift))
-            return self._arrays["tokens"][places].astype(np.int32)
-        # All reads are under way before the first one is awaited.
-        spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
-        reads = [self._begin("tokens", *span) for span in spans]
-        out = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
-        for end, span, read in zip(ends.tolist(), spans, reads, strict=True):
-            out[end - (span[1] - span[0]) : end] = self._wait("tokens", *span, read)
-        return out
+    def gather(self, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        """Read `lengths` tokens from each of `starts` on, in the store's dtype."""
+        spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return self._read("tokens", list(spans))
 
     def starts_within(
         self, lows: np.ndarray, highs: np.ndarray
@@ -136,10 +141,8 @@ class TokenArray:
             (int(a), min(int(b), self.num_documents) + 1)
             for a, b in zip(firsts, lasts, strict=True)
         ]
-        reads = [self._begin("offsets", *span) for span in spans]
         rows, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for row, (span, read) in enumerate(zip(spans, reads, strict=True)):
-            offsets = self._wait("offsets", *span, read)
+        for row, offsets in enumerate(self._read("offsets", spans)):
             inside = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
             rows.append(np.full(len(inside), row))
             starts.append(inside)
@@ -158,15 +161,29 @@ class TokenArray:
         start, stop = self.array("id_offsets", number, number + 2).tolist()
         return self.array("ids", start, stop).tobytes().decode()
 
-    def _begin(self, name: str, start: int, stop: int) -> Any:
-        part = self._arrays[name][start:stop]
-        return part.read() if isinstance(part, ts.TensorStore) else part
+    def _read(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Read stretches [start, stop) that lie anywhere, the fastest way."""
+        if (shards := self._local.get(name)) is not None:
+            try:
+                return shards.read(spans)
+            except (OSError, ValueError) as error:
+                log.warning("%s; reading it again through TensorStore", error)
+        return self._stored(name, spans)
 
-    def _wait(self, name: str, start: int, stop: int, values: Any) -> np.ndarray:
-        try:
-            return values.result() if isinstance(values, ts.Future) else values
-        except (ValueError, OSError) as error:
-            raise self._damaged(name, start, stop, str(error)) from error
+    def _stored(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Read stretches from memory, or through TensorStore."""
+        array = self._arrays[name]
+        if isinstance(array, np.ndarray):
+            return [array[start:stop] for start, stop in spans]
+        # All reads are under way before the first one is awaited.
+        reads = [array[start:stop].read() for start, stop in spans]
+        values = []
+        for (start, stop), read in zip(spans, reads, strict=True):
+            try:
+                values.append(read.result())
+            except (ValueError, OSError) as error:
+                raise self._damaged(name, start, stop, str(error)) from error
+        return values
 
     def _open(self, name: str) -> ts.TensorStore:
         spec = {

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from data.batches import (
     Batch,
     Order,
+    shuffled,
     validation_batches,
 )
 from data.config import DataConfig, Source
@@ -120,6 +122,16 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
 
 def assert_targets_follow(batch: Batch) -> None:
     np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+
+
+@pytest.mark.parametrize("count", [1, 112, 70_000])
+@pytest.mark.parametrize("seed", [7, 2**32 - 2])
+def test_the_order_of_rows_is_grains(count, seed):
+    order = grain.MapDataset.range(count).shuffle(seed=seed).repeat(None)
+    ranks = np.concatenate([np.arange(3 * min(count, 50)), [2 * count, 10**13]])
+    numbers = shuffled(ranks, count, seed)
+    assert numbers.dtype == np.int64
+    assert numbers.tolist() == [order[rank] for rank in ranks.tolist()]
 
 
 def test_batches_straddle_epochs_without_loss(numbers):

@@ -21,7 +21,7 @@ def flat(document_lengths: list[int]) -> TokenArray:
     tokens = object.__new__(TokenArray)
     offsets = np.concatenate([[0], np.cumsum(document_lengths)]).astype(np.int64)
     tokens._num_tokens, tokens.in_memory = int(offsets[-1]), True
-    tokens._offsets_in_memory = True
+    tokens._offsets_in_memory, tokens._local = True, {}
     places = np.arange(1, offsets[-1] + 1)
     tokens._arrays = {"tokens": places, "offsets": offsets}
     tokens.__dict__["offsets"] = offsets
