@@ -21,6 +21,7 @@ from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
 from train.cli.rules import validate
 from train.errors import FINISHED, ConfigError, Mistake
+from train.identity import of_training, run_dir
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,12 @@ def mistakes(config: Any) -> list[Mistake]:
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
         wrong += environment_mistakes(variables, backend.SECRETS_REMEDY)
-        wrong += backend.mistakes(config.cluster, run_directory(config))
+        directory = run_dir(of_training(config))
+        try:
+            directory = run_directory(config)
+        except ConfigError as error:
+            wrong += error.mistakes
+        wrong += backend.mistakes(config.cluster, directory)
     return wrong
 
 
@@ -76,8 +82,8 @@ def _status(submission: Submission) -> int:
         print(line)
     sys.stdout.flush()
     if (submission.folder.parent.parent / "config.yaml").exists():
-        run_dir = hydra_text("run.dir", submission.run_dir)
-        return run_module("train.status", [run_dir]).returncode
+        of_run = hydra_text("run.dir", submission.run_dir)
+        return run_module("train.status", [of_run]).returncode
     print("the run has not begun yet")
     return FINISHED
 

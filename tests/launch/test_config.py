@@ -5,7 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from launch.config import KINDS
+from launch.__main__ import mistakes
+from launch.config import KINDS, schema_of
+from train.cli.command import compose
 from train.cli.schema import convert
 
 TABLE = "must be a table {key: value} .*say cluster.secrets"
@@ -36,3 +38,10 @@ def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):
     assert (mistake.key, mistake.value) == (key, value)
     assert re.search(rule, mistake.rule.replace("\n", " "))
     assert config == KINDS[kind]()  # the default stands in for it
+
+
+def test_an_unknown_store_hides_no_other_mistake():
+    keys = ["cluster=gke_tpu", "run.dir=ftp://b/r", "cluster.target=v5e-7"]
+    config = compose(keys, "launch", schema_of("gke_tpu"))
+    found = {mistake.key for mistake in mistakes(config)}
+    assert found == {"run.dir", "cluster.target", "cluster.image"}
