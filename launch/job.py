@@ -15,6 +15,7 @@ from typing import Any
 from launch.config import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
+from train.run.storage import is_remote
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the submission
 
@@ -73,8 +74,8 @@ class Job:
         if code is not Code.archive:
             return words
         # An object store holds no program that could be run from there.
-        remote = "://" in self.folder
-        unpack = ["-m", "launch.unpack"] if remote else [f"{self.folder}/{UNPACK}"]
+        there = is_remote(self.folder)
+        unpack = ["-m", "launch.unpack"] if there else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
@@ -121,7 +122,7 @@ def job_name(run_name: str, run_dir: str) -> str:
 
 def local_folder(name: str, folder: str) -> Path:
     """Return a submission's folder, or, for a remote one, a local one of its own."""
-    if "://" not in folder:
+    if not is_remote(folder):
         return Path(folder)
     return Path.home() / f".local/state/longhaul/{name}/{folder.rpartition('/')[2]}"
 

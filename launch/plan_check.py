@@ -15,6 +15,7 @@ from typing import NamedTuple
 from launch.job import Job
 from launch.subprocesses import run_module
 from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
+from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:
     """List what is wrong with a run's directory that must be seen from anywhere."""
-    if "://" in run_dir:
+    if is_remote(run_dir):
         return []
     rule = f"must lie where the hosts of cluster={kind} and this machine both see it: "
     rule += "give run.dir=gs://bucket/runs/name, or s3://"

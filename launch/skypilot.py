@@ -32,6 +32,7 @@ from launch.policy import AGAIN
 from launch.submissions import Submission
 from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
+from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def submit(
     folder = submission.local_folder()
     for name in (ARCHIVE, UNPACK, FILE):
         source = submission.folder / name
-        if "://" in submission.run_dir and source.exists():
+        if is_remote(submission.run_dir) and source.exists():
             source.copy(epath.Path(folder) / name, overwrite=True)
     submission.with_handle(name=job.name)
     sources = cluster.secrets.values()

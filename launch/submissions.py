@@ -22,6 +22,7 @@ from etils import epath
 
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Mistake
+from train.run.storage import is_remote
 
 _FOLDER, RECORD = "launch", "record.json"
 
@@ -79,7 +80,7 @@ def folder_to_render(run_dir: str) -> epath.Path:
 
     The next one that `submit` would use; no object store is asked for its number.
     """
-    number = "by-hand" if "://" in run_dir else str(next_number(run_dir))
+    number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
 
 

@@ -17,6 +17,7 @@ from launch.submissions import RECORD, Submission
 from launch.subprocesses import run_captured
 from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
+from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class SshHosts(Hosts):
         Raises:
             Exit: a host has no such folder: its processes would be a run of their own.
         """
-        if "://" in self._submission.run_dir:
+        if is_remote(self._submission.run_dir):
             return True
         record = shlex.quote(str(self._submission.folder / RECORD))
         answers = self._on_all(lambda _: f"test -e {record} && echo yes || echo no")

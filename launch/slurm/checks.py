@@ -11,6 +11,7 @@ from typing import Any
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from train.errors import Mistake
+from train.run.storage import is_remote
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
 _VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"
@@ -85,6 +86,6 @@ def _code(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:
     if image is None and cluster.container_mounts:
         rule = "needs cluster.container_image"
         yield Mistake("cluster.container_mounts", cluster.container_mounts, rule)
-    if image is not None and "://" not in run_dir and re.search("[,:]", run_dir):
+    if image is not None and not is_remote(run_dir) and re.search("[,:]", run_dir):
         rule = "must hold no , and no : to be mounted into a container"
         yield Mistake("run.dir", run_dir, rule)

@@ -29,6 +29,7 @@ from launch.policy import (
 )
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
+from train.run.storage import is_remote
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
 _PAUSES = 32  # the last one holds for all later crashes
@@ -159,7 +160,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
     seen = [workdir, folder_of(job)]
-    seen += [] if "://" in job.run_dir else [job.run_dir]
+    seen += [] if is_remote(job.run_dir) else [job.run_dir]
     seen += [job.root] if cluster.code is Code.shared else []
     paths = [Path(path) for path in dict.fromkeys(seen)]
     outer = [path for path in paths if not {*paths} & {*path.parents}]
