@@ -79,7 +79,7 @@ def make_program_here(config: Config) -> Program:
         try:
             if batch_size % count == 0:
                 program = make_program(here, devices[:count])
-                log.info("the run's mesh is not for these devices: fsdp %d", count)
+                log.info("the run's mesh does not fit these devices: fsdp %d", count)
                 return program
         except ConfigError as error:
             wrong = error
