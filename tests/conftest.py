@@ -44,8 +44,8 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.SIG_DFL)
 
-# Spare what LLVM does for speed: half of the tests' time was compiling. Processes that
-# tests start compile as users do.
+# Spare what LLVM does for speed: half of the tests' time was compiling. The default run
+# of `.ci/run` compiles as users do.
 jax.config.update("jax_disable_most_optimizations", True)
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.

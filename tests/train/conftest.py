@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from data.sources import Sources, open_sources
+from tests.forks import Forks
 from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
 from train.hardware.devices import prepare
@@ -38,6 +39,16 @@ def planning() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     jax.config.update("jax_enable_compilation_cache", cache)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """What starts commands; they compile as tests do, on as many devices as asked."""
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    forks = Forks(environment)
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,10 @@
 
 import inspect
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.fleet import REPOSITORY
+from tests.forks import Forks
 from train.program import make_program
 from train.run.goodput import account
 from train.run.metrics import read_events
@@ -62,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def door(folder: Path) -> Door:
+def door(folder: Path, forks: Forks) -> Door:
     """Run a door in a process of its own, given the run and overrides."""
     tiny = (
         *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
@@ -73,8 +71,6 @@ def door(folder: Path) -> Door:
         *("checkpoint.save_interval_steps=5", "log.interval_steps=1"),
         "schedule.final_fraction=0.1",
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)  # runtime.cpu_devices must do
 
     def run(
         path: Path,
@@ -85,14 +81,9 @@ def door(folder: Path) -> Door:
         config: tuple[str, ...] = tiny,
     ) -> Result:
         door = [str(folder / "stopped.py")] if number else ["-m", module]
-        return subprocess.run(
-            [sys.executable, *door, f"run.dir={path}", *config, *overrides],
-            cwd=folder,
-            env={**environment, "AT_STEP": str(at_step), "SIGNAL": str(number)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        signalled = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
+        words = [*door, f"run.dir={path}", *config, *overrides]
+        return forks.run(words, folder, signalled)
 
     return run
 

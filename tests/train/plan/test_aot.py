@@ -1,11 +1,12 @@
 """Training steps compiled for machines that are not there, through the door."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
 from tests.train.pages import data_of, drawn
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
@@ -109,16 +110,17 @@ def test_too_large_a_step_is_a_verdict_with_figures(configure, planning, overrid
     assert error.value.needed_bytes > parts["parameters"].bytes * 3
 
 
-def plan(*overrides: str, code: int = 0) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "train.plan", *SMALL, *overrides],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == code, done.stderr[-4000:]
-    assert "Traceback" not in done.stderr
-    return done.stdout, done.stderr
+@pytest.fixture
+def plan(forks: Forks, tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Run `python -m train.plan`; give what it said, on both streams."""
+
+    def plan(*overrides: str, code: int = 0) -> tuple[str, str]:
+        done = forks.run(["-m", "train.plan", *SMALL, *overrides], tmp_path)
+        assert done.returncode == code, done.stderr[-4000:]
+        assert "Traceback" not in done.stderr
+        return done.stdout, done.stderr
+
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def plan(*overrides: str, code: int = 0) -> tuple[str, str]:
         pytest.param("h100-4x2", "cudnn", 0, marks=cuda),
     ],
 )
-def test_the_door_prints_one_json_object(target, attention, code):
+def test_the_door_prints_one_json_object(plan, target, attention, code):
     small = ["mesh=ddp", "data.batch_size=8", "runtime.cpu_devices=2"]
     margin = "margin=0.99999999" if code else "margin=0.05"
     out, _ = plan(f"target={target}", *small, margin, "json=true", code=code)
@@ -143,13 +145,13 @@ def test_the_door_prints_one_json_object(target, attention, code):
     assert said["compile"]["peak_rss_bytes"] > 2**20
 
 
-def test_a_wrong_target_is_listed_with_all_that_is_wrong():
+def test_a_wrong_target_is_listed_with_all_that_is_wrong(plan):
     _, err = plan("target=v5e-7", "margin=2", code=78)
     assert "v5e-4 and v5e-8" in err
     assert "margin = 2" in err
 
 
-def test_what_does_not_fit_data_devices_and_model_is_listed_at_once():
+def test_what_does_not_fit_data_devices_and_model_is_listed_at_once(plan):
     sizes = "runtime.cpu_devices=8", "mesh.fsdp=3", "data.batch_size=8"
     wrong = "model.vocab_size=100", "plan.array=norm"
     _, err = plan(*sizes, *wrong, code=78)
@@ -159,7 +161,7 @@ def test_what_does_not_fit_data_devices_and_model_is_listed_at_once():
         assert f"\n  {key} = " in err
 
 
-def test_the_array_asked_for_is_in_the_json():
+def test_the_array_asked_for_is_in_the_json(plan):
     out, _ = plan("json=true", "runtime.cpu_devices=4", "plan.array=norm.scale")
     array = json.loads(out)["array"]
     assert array["name"] == "norm.scale"
@@ -167,7 +169,7 @@ def test_the_array_asked_for_is_in_the_json():
 
 
 @pytest.mark.skipif(NO_PLUGIN is None, reason="it is there")
-def test_without_the_compiler_it_is_estimated(tmp_path):
+def test_without_the_compiler_it_is_estimated(plan, tmp_path):
     small = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
     out, err = plan("target=h100-8", *small, code=0)
     assert "pip install -e '.[plan-gpu]'" in err

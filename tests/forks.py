@@ -1,0 +1,88 @@
+"""Starts of `python -m <command>` that begin behind its imports.
+
+Importing is two thirds of a short start. Here one process imports what commands need,
+asks for no device, and forks for each start: a process with its own arguments, folder,
+environment, output, signals and exit code. What a command imports, and when, is not
+seen so.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_IMPORTED = ("train.start", "train.plan.plan", "train.generate", "train.run.tracker")
+
+
+class Forks:
+    """The process that forks.
+
+    environment: of all starts; JAX reads it when it is imported.
+    """
+
+    def __init__(self, environment: Mapping[str, str]):
+        root = Path(__file__).parents[1]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        env = {**environment, "PYTHONPATH": str(root)}
+        command = [sys.executable, "-P", __file__]
+        self._server = subprocess.Popen(command, text=True, env=env, **pipes)
+
+    def run(
+        self, words: Sequence[str], folder: Path, more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python <words>` in a folder to its end, with more of an environment.
+
+        words: `-m <module>` or a file, and arguments.
+        """
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        out, err = folder / "forked.out", folder / "forked.err"
+        start = [list(words), str(folder), dict(more or {}), str(out), str(err)]
+        self._server.stdin.write(json.dumps(start) + "\n")
+        self._server.stdin.flush()
+        code = int(self._server.stdout.readline())
+        said = (file.read_text(errors="replace") for file in (out, err))
+        return subprocess.CompletedProcess(words, code, *said)
+
+    def close(self) -> None:
+        """End it."""
+        self._server.communicate()
+
+
+def _serve() -> None:
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        if (process := os.fork()) == 0:
+            sys.modules["train.run.metrics"]._IMPORTED = time.monotonic()  # type: ignore
+            return _become(*json.loads(line))
+        _, status = os.waitpid(process, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _become(
+    words: list[str], folder: str, more: dict[str, str], out: str, err: str
+) -> None:
+    """Be the start; the end of this function is that of the process."""
+    os.chdir(folder)
+    os.environ.update(more)
+    for number, file in enumerate((os.devnull, out, err)):
+        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _serve()
