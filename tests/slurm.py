@@ -1,6 +1,7 @@
 """A Slurm of two nodes on this machine, on the loopback network."""
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -51,6 +52,9 @@ def loopback() -> Iterator[dict[str, str]]:
     if os.geteuid() or not all(map(shutil.which, PROGRAMS)):
         pytest.skip("needs Slurm, MUNGE (Debian: slurm-wlm, munge) and to be root")
     with contextlib.ExitStack() as stack:
+        # One at a time: when one of two on a host ends, the other's jobs are lost.
+        lock = stack.enter_context(Path("/run/longhaul-slurm.lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
         # Not below /tmp/pytest-*: MUNGE trusts only folders that others may not write.
         folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/run"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
