@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OUT, ERR = "forked.out", "forked.err"
 _IMPORTED = ("train.start", "train.plan.plan", "train.generate", "train.run.tracker")
 
 
@@ -40,15 +41,31 @@ class Forks:
 
         words: `-m <module>` or a file, and arguments.
         """
+        self.start(words, folder, more)
+        code = self.wait()
+        said = ((folder / name).read_text(errors="replace") for name in (OUT, ERR))
+        return subprocess.CompletedProcess(words, code, *said)
+
+    def start(
+        self, words: Sequence[str], folder: Path, more: Mapping[str, str] | None = None
+    ) -> int:
+        """Start one, after the end of the one before; return its number.
+
+        What it says is in the files OUT and ERR of the folder.
+        """
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        out, err = folder / "forked.out", folder / "forked.err"
-        start = [list(words), str(folder), dict(more or {}), str(out), str(err)]
+        start = [list(words), str(folder), dict(more or {})]
         self._server.stdin.write(json.dumps(start) + "\n")
         self._server.stdin.flush()
-        code = int(self._server.stdout.readline())
-        said = (file.read_text(errors="replace") for file in (out, err))
-        return subprocess.CompletedProcess(words, code, *said)
+        return self._read()
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code, negative for a signal."""
+        return self._read()
+
+    def _read(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
 
     def close(self) -> None:
         """End it."""
@@ -62,17 +79,16 @@ def _serve() -> None:
         if (process := os.fork()) == 0:
             sys.modules["train.run.metrics"]._IMPORTED = time.monotonic()  # type: ignore
             return _become(*json.loads(line))
+        print(process, flush=True)
         _, status = os.waitpid(process, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _become(
-    words: list[str], folder: str, more: dict[str, str], out: str, err: str
-) -> None:
+def _become(words: list[str], folder: str, more: dict[str, str]) -> None:
     """Be the start; the end of this function is that of the process."""
     os.chdir(folder)
     os.environ.update(more)
-    for number, file in enumerate((os.devnull, out, err)):
+    for number, file in enumerate((os.devnull, OUT, ERR)):
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(opened, number)
         os.close(opened)

@@ -2,15 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fleet import REPOSITORY
+from tests.forks import OUT, Forks
 from train.distributed.preemption import _AFTER, _BEFORE, _LEAVE, _due_step
 
 # A process in one of its phases, that takes preemption.
@@ -44,23 +44,25 @@ with contextlib.closing(Preemption()) as preemption:
 """
 
 
-def run(phase: str, *signals: int) -> tuple[int, str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, phase],
-        cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    for number in signals:
-        process.send_signal(number)
+@pytest.fixture
+def run(forks: Forks, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Send signals to the program, once it is ready; give its code and its words."""
+
+    def run(phase: str, *signals: int) -> tuple[int, str]:
+        program, said = tmp_path / "program.py", tmp_path / OUT
+        program.write_text(PROGRAM)
+        process = forks.start([str(program), phase], tmp_path)
+        while not (said.exists() and said.read_text().startswith("ready\n")):
+            os.kill(process, 0)  # it lives
+            time.sleep(0.01)
         time.sleep(0.3)
-    said, _ = process.communicate(timeout=60)
-    return process.returncode, said
+        for number in signals:
+            os.kill(process, number)
+            time.sleep(0.3)
+        code = forks.wait()
+        return code, said.read_text().removeprefix("ready\n")
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -70,29 +72,29 @@ def run(phase: str, *signals: int) -> tuple[int, str]:
         (signal.SIGINT, 130),
     ],
 )
-def test_a_signal_ends_the_loop_after_a_step(number, code):
+def test_a_signal_ends_the_loop_after_a_step(run, number, code):
     found, said = run("loop", number)
     assert found == code
     assert said.startswith("stopped")
     assert "left" not in said
 
 
-def test_a_signal_after_the_last_save_leaves_at_once():
+def test_a_signal_after_the_last_save_leaves_at_once(run):
     found, said = run("after", signal.SIGTERM)
     assert (found, said) == (42, "left with 42\n")
 
 
-def test_a_signal_while_the_main_thread_compiles_leaves_at_once():
+def test_a_signal_while_the_main_thread_compiles_leaves_at_once(run):
     found, said = run("before", signal.SIGTERM)
     assert (found, said) == (42, "left with 42\n")
 
 
-def test_ctrl_c_twice_leaves_in_the_midst_of_a_step():
+def test_ctrl_c_twice_leaves_in_the_midst_of_a_step(run):
     found, said = run("long", signal.SIGINT, signal.SIGINT)
     assert (found, said) == (130, "")
 
 
-def test_a_save_is_due_after_the_next_step():
+def test_a_save_is_due_after_the_next_step(run):
     _, said = run("save", signal.SIGTERM)
     assert said.startswith("saved 4\n")
     assert said.count("saved") == 1
