@@ -296,7 +296,9 @@ def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
 
 
 @pytest.mark.parametrize(
-    ("before", "machines"), [("nobody", "one"), ("a dead owner", "eight")]
+    ("folder", "before", "machines"),
+    [("local", "nobody", "one"), ("s3", "a dead owner", "eight")],
+    indirect=["folder"],
 )
 def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
     dead = dataclasses.replace(Owner.current(), machine="elsewhere")
