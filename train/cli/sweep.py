@@ -55,7 +55,8 @@ def run_sweep(
         if outcome and code != WRONG_DATA:
             words = [*_presets(flags), *overrides]
             directory, loss = outcome(check_command_line(words, config_name, schema))
-        shown = "-" if loss is None else f"{loss:.4f}"
+        # A job that was refused has the directory of another run, and its loss.
+        shown = "-" if code or loss is None else f"{loss:.4f}"
         rows.append([str(number), own, str(code), shown, directory])
     headers = ["job", "overrides", "exit code", "eval loss", "run.dir"]
     print_table(rows, headers, "sweep")
