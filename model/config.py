@@ -78,6 +78,23 @@ class Attention(StrEnum):
     splash = "splash"
 
 
+class Intermediate(StrEnum):
+    """What a layer makes that its backward pass keeps, or else computes again.
+
+    `attention` is the kernel's output and log-sum-exp: with it the kernel's forward
+    pass runs once (of `xla`, which has none, it is the output). The others are results
+    of products with a weight; that of mlp_down is not among them: nothing needs it.
+    """
+
+    query = "query"
+    key = "key"
+    value = "value"
+    attention = "attention"
+    attention_output = "attention_output"
+    mlp_gate = "mlp_gate"
+    mlp_up = "mlp_up"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and choices of a GPT. Sizes are of the whole model, not of a device."""

@@ -45,6 +45,8 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
     "llama": LLAMA,
+    "gpt2_full": [*GPT2, "train.remat=full"],
+    "gpt2_kept": [*GPT2, "train.remat=[attention]"],
 }
 PLAIN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
@@ -84,6 +86,15 @@ def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
     for call in cudnn_calls(result.text):
         # Causal inside the kernel, which then skips what lies above the diagonal.
         assert '"mask_type": "CAUSAL"' in call
+
+
+@pytest.mark.parametrize(("name", "forward"), [("gpt2_full", 2), ("gpt2_kept", 1)])
+def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forward):
+    assert compiled[name].error is None
+    calls = [
+        call for call in cudnn_calls(compiled[name].text) if "Backward" not in call
+    ]
+    assert len(calls) == forward  # in the text: a layer's, of a loop
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

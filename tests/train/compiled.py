@@ -55,6 +55,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp_tied": ("v5e-8", ("mesh=ddp", "model.tied_head=true")),
     "ddp_dots": ("v5e-4", ("mesh=ddp", "train.remat=dots")),
     "ddp_full": ("v5e-4", ("mesh=ddp", "train.remat=full")),
+    "ddp_attention": ("v5e-4", ("mesh=ddp", "train.remat=[attention]")),
     "shared_heads": ("v5e-4", ("mesh=ddp", "model.num_kv_heads=2")),
     "gpt2_full": ("v5e-4", (*GPT2, "mesh=ddp", "train.remat=full")),
     "fsdp": ("v5e-8", ("mesh=fsdp",)),
