@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from model.axes import ANYWHERE, AxisRules
-from model.config import Attention, Intermediate
+from model.config import Attention
 from model.linear import product
 from model.remat import named
 
@@ -107,7 +107,7 @@ def attention(
     if implementation is Attention.xla:
         mask_BTS = _mask(q_BTNH.shape[1], segment_ids_BT)
         o_BTNH = _xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
-        return named(o_BTNH, Intermediate.attention)
+        return named(o_BTNH, "attention")
     dtype = q_BTNH.dtype
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kernel = _cudnn if implementation is Attention.cudnn else _splash
@@ -204,7 +204,7 @@ def _splash(
         head_shards=1,
         q_seq_shards=1,
         block_sizes=_block_sizes(T),
-        residual_checkpoint_name=Intermediate.attention.value,
+        residual_checkpoint_name="attention",
     )
 
     def row(q_NTH, k_KSH, v_KSH, segments_T):

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues, attention, cached_attention
-from model.config import Activation, Init, Intermediate, ModelConfig, Norm
+from model.config import Activation, Init, ModelConfig, Norm
 from model.execution import Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
@@ -126,9 +126,9 @@ class SelfAttention(nnx.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Attend; with a cache, also to what came before x, and give the longer one."""
-        q_BTNH = named(self.query(x_BTD, how), Intermediate.query)
-        k_BTKH = named(self.key(x_BTD, how), Intermediate.key)
-        v_BTKH = named(self.value(x_BTD, how), Intermediate.value)
+        q_BTNH = named(self.query(x_BTD, how), "query")
+        k_BTKH = named(self.key(x_BTD, how), "key")
+        v_BTKH = named(self.value(x_BTD, how), "value")
         q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -147,7 +147,7 @@ class SelfAttention(nnx.Module):
         else:
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype, how.window)
-        a_BTD = named(self.output(o_BTNH, how), Intermediate.attention_output)
+        a_BTD = named(self.output(o_BTNH, how), "attention_output")
         return a_BTD, cache
 
 
@@ -177,9 +177,9 @@ class MLP(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], how: Execution
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
-        h_BTF = named(self.up(x_BTD, how), Intermediate.mlp_up)
+        h_BTF = named(self.up(x_BTD, how), "mlp_up")
         if self.gate is not None:
-            g_BTF = named(self.gate(x_BTD, how), Intermediate.mlp_gate)
+            g_BTF = named(self.gate(x_BTD, how), "mlp_gate")
             h_BTF = jax.nn.silu(g_BTF) * h_BTF
         elif self.activation is Activation.gelu:
             h_BTF = jax.nn.gelu(h_BTF, approximate=True)

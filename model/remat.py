@@ -21,7 +21,7 @@ _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
     """Name an intermediate result, so that a policy can keep it."""
-    return checkpoint_name(x, what.value)
+    return checkpoint_name(x, what)
 
 
 def rematerialized(layer: Callable, policy: Policy, looped: bool) -> Callable:
@@ -47,7 +47,7 @@ def _keep(policy: Policy) -> Callable[..., Any]:
         assert policy == "full"
         return save.nothing_saveable
     names = save.save_only_these_names(*policy)
-    if Intermediate.attention not in policy:
+    if "attention" not in policy:
         return names
     return save.save_from_both_policies(names, _is_cudnn_forward)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from model.attention import attention
-from model.config import Attention, Intermediate
+from model.config import INTERMEDIATES, Attention
 from model.remat import rematerialized
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -49,25 +49,25 @@ def kept_bytes(tiny, policy) -> int:
 
 def test_each_policy_keeps_less_than_the_next(tiny):
     some = ("attention", "query", "key", "value")
-    policies = ["full", ("attention",), some, tuple(Intermediate), "none"]
+    policies = ["full", ("attention",), some, INTERMEDIATES, "none"]
     sizes = [kept_bytes(tiny, policy) for policy in policies]
     assert sizes == sorted(set(sizes))
     assert sizes[0] < kept_bytes(tiny, "dots") < sizes[-1]
     assert kept_bytes(tiny, ()) == sizes[0]
 
 
-@pytest.mark.parametrize("name", Intermediate)
+@pytest.mark.parametrize("name", INTERMEDIATES)
 def test_what_is_kept_is_not_computed_again(llama, name):
     """One product of a layer each; of attention that of weights and values."""
     assert products(llama, (name,)) == products(llama, "full") - 1
 
 
 def test_with_all_products_kept_only_scores_are_computed_again(llama):
-    assert products(llama, tuple(Intermediate)) == products(llama, "none") + 1
+    assert products(llama, INTERMEDIATES) == products(llama, "none") + 1
 
 
 @pytest.mark.parametrize(
-    "policy", ["dots", "full", ("attention", "query", "mlp_up"), tuple(Intermediate)]
+    "policy", ["dots", "full", ("attention", "query", "mlp_up"), INTERMEDIATES]
 )
 def test_recomputing_changes_no_gradient(llama, policy):
     tokens = llama.tokens(2, 9)

@@ -82,6 +82,7 @@ def in_one(instruction: str) -> str:
 class Compiled(NamedTuple):
     """memory: bytes of a device, by kind; None of a CPU's."""
 
+    text: str
     program: Program
     module: Module
     collectives: list[Collective]
@@ -126,7 +127,7 @@ def read_step(
 ) -> Compiled:
     module = read(text)
     assert module.unread == []
-    return Compiled(program, module, ledger(module, program.mesh), memory)
+    return Compiled(text, program, module, ledger(module, program.mesh), memory)
 
 
 def compile_ahead(cases: dict[str, Any], folder: Path) -> dict[str, Any]:

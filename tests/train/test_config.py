@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.config import Activation, Attention, Intermediate, ModelConfig, Position
+from model.config import Activation, Attention, ModelConfig, Position
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
 from train.cli.schema import convert, read_yaml, to_yaml
@@ -147,7 +147,7 @@ def test_without_a_tracker_only_what_one_would_read_is_idle():
 
 
 def test_to_keep_what_a_model_does_not_make_is_named():
-    config = Config(train=TrainConfig(remat=(Intermediate.mlp_gate,)))
+    config = Config(train=TrainConfig(remat=("mlp_gate",)))
     assert without_effect(config) == []
     plain = replace(config.model, activation=Activation.gelu)
     (warning,) = without_effect(replace(config, model=plain))

@@ -132,7 +132,7 @@ def describe(hint: Any) -> str:
         words = [describe(m) for m in own if typing.get_origin(m) is not typing.Literal]
         return ", or ".join([*words, *["null"] * (len(own) < len(members))])
     if origin is tuple:
-        return "a list of " + ", ".join(arguments[0].__members__)
+        return "a list of " + ", ".join(typing.get_args(arguments[0]))
     if origin is list:
         return "a list such as [a,b]" + (", of whole numbers" * (arguments == (int,)))
     if origin is dict:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.config import Source
-from model.config import LOGICAL_AXES, Activation, Intermediate, Position
+from model.config import LOGICAL_AXES, Activation, Position
 from train.config import (
     MESH_AXES,
     Config,
@@ -134,7 +134,7 @@ def without_effect(config: Config) -> list[str]:
         if unused and key.startswith(prefix)
     ]
     gated, remat = model.activation is Activation.swiglu, config.train.remat
-    if Intermediate.mlp_gate in remat and not gated:
+    if "mlp_gate" in remat and not gated:
         warnings.append(
             f"train.remat keeps mlp_gate in vain: model.activation={model.activation} "
             "makes none"

@@ -6,26 +6,22 @@ and a FLOP of its kernel takes longer than one of a product. So it is kept first
 what lies around it, and last what the MLP makes, which is the most.
 """
 
-from model.config import Intermediate
+from typing import cast
+
+from model.config import INTERMEDIATES, Intermediate
 from train.config import Remat
 
 Policy = Remat | tuple[Intermediate, ...]
 
-_AROUND = ("query", "key", "value", "attention_output")
-_MLP = ("mlp_gate", "mlp_up")
-
-
-def _keep(*names: str) -> tuple[Intermediate, ...]:
-    return tuple(map(Intermediate, names))
-
-
+_AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
+_MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
 # The least is kept by the first, the most by the last.
 WAYS: tuple[Policy, ...] = (
     Remat.full,
-    _keep("attention"),
-    _keep("attention", *_AROUND),
+    ("attention",),
+    ("attention", *_AROUND),
     Remat.dots,
-    _keep("attention", *_AROUND, *_MLP),
+    ("attention", *_AROUND, *_MLP),
     Remat.none,
 )
 
@@ -34,14 +30,15 @@ def typed(policy: Policy) -> str:
     """Return what to type for a policy: `full`, or `[attention,query]`."""
     if isinstance(policy, Remat):
         return policy.value
-    return f"[{','.join(name.value for name in policy)}]"
+    return f"[{','.join(policy)}]"
 
 
 def parsed(text: str) -> Policy:
     """Return the policy that `typed` wrote."""
     if not text.startswith("["):
         return Remat(text)
-    return _keep(*filter(None, text.strip("[]").split(",")))
+    names = tuple(filter(None, text.strip("[]").split(",")))
+    return cast(tuple[Intermediate, ...], names)
 
 
 def keeping_less(policy: Policy) -> list[Policy]:
@@ -62,6 +59,6 @@ def _kept(policy: Policy) -> frozenset[str]:
         {
             Remat.full: (),
             Remat.dots: (*_AROUND, *_MLP),
-            Remat.none: (*Intermediate, *elementwise),
+            Remat.none: (*INTERMEDIATES, *elementwise),
         }[policy]
     )

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from model.config import Intermediate
 from train.cli.command import compose
 from train.config import Remat
 from train.plan.estimated.local_step import local_step
@@ -20,7 +19,7 @@ def test_what_is_typed_is_the_policy(way):
 
 
 def test_less_and_more_go_from_what_is_next():
-    attention = (Intermediate.attention,)
+    attention = ("attention",)
     assert keeping_more(Remat.full) == [*WAYS[1:]]
     assert keeping_less(Remat.none) == [*reversed(WAYS[:-1])]
     assert keeping_less(attention) == [Remat.full]
@@ -28,7 +27,7 @@ def test_less_and_more_go_from_what_is_next():
     # What keeps attention keeps neither more nor less than the products alone.
     assert keeping_less(Remat.dots) == [Remat.full]
     assert {*keeping_more(attention)} == {*WAYS[2:]} - {Remat.dots}
-    assert keeping_more((Intermediate.mlp_up,)) == [Remat.dots, *WAYS[-2:]]
+    assert keeping_more(("mlp_up",)) == [Remat.dots, *WAYS[-2:]]
 
 
 def test_what_keeps_more_computes_less(programs):
