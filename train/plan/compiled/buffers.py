@@ -26,7 +26,7 @@ from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = ("bitcast", "opt-barrier", "while")
 _NO_USE = ("tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier")
-_FILLED = re.compile(r"broadcast|constant|AllocateBuffer")  # before anything is in it
+_ZEROS = re.compile(r"broadcast|AllocateBuffer")  # before anything else is in it
 
 
 class Key(NamedTuple):
@@ -108,7 +108,7 @@ class _Lives:
         self._collect()
 
     def _collect(self) -> None:
-        entry, filled = self.module.entry, defaultdict(bool)
+        entry, filled = self.module.entry, defaultdict[Key, bool](bool)
         for executed in self.module.executed:
             instruction, computation = executed.instruction, executed.computation
             for number, array in enumerate(instruction.arrays):
@@ -120,15 +120,15 @@ class _Lives:
                     self.arrays[key] = array
                 if not filled[key]:  # zeros do not count, what is put there does
                     self.makers[key] = executed
-                    filled[key] = not _FILLED.search(
-                        instruction.opcode + instruction.name + instruction.attributes
-                    )
+                    target = instruction.find(r'custom_call_target="([^"]*)"')
+                    filled[key] = not _ZEROS.search(f"{instruction.name} {target}")
             if instruction.opcode not in _NO_USE:
                 for key in self._used(computation, instruction):
                     self.last[key] = executed
         for number in range(len(entry.root.arrays)):  # of results, and what aliases
             key = self._holder(self._of(entry, entry.root, number))
-            self.arrays.pop(key, None) if key else None
+            if key:
+                self.arrays.pop(key, None)
 
     def _used(self, computation: Computation, user: Instruction) -> Iterator[Key]:
         for operand in computation.operands(user):

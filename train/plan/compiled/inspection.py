@@ -13,7 +13,7 @@ from train.plan.compiled.attribution import part_of, producers, scope
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import kernel_flops, parts
 from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
-from train.plan.compiled.hlo import Instruction, Module
+from train.plan.compiled.hlo import Computation, Instruction, Module
 from train.plan.compiled.in_place import InPlace, updated_in_place
 from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read
@@ -27,6 +27,7 @@ _MARKS = (
     *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
+_FLOATS = ("f", "bf")
 _TARGET = r'custom_call_target="([^"]*)"'
 
 
@@ -122,14 +123,15 @@ def _operand_bytes(module: Module) -> dict[str, int]:
     for executed in module.executed:
         for inner, within in parts(module, executed):
             multiplies = inner.opcode in ("dot", "convolution")
-            if multiplies or _is_attention(inner, within):
-                for operand in within.operands(inner):
-                    for array in operand.arrays:
-                        if array.dtype.startswith(("f", "bf")) or multiplies:
-                            sizes[array.dtype] += executed.times * array.num_bytes
+            if not multiplies and not _is_attention(inner, within):
+                continue
+            for operand in within.operands(inner):
+                for array in operand.arrays:
+                    if array.dtype.startswith(_FLOATS):  # a mask is no operand
+                        sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())
 
 
-def _is_attention(instruction: Instruction, within) -> bool:
+def _is_attention(instruction: Instruction, within: Computation) -> bool:
     called = instruction.opcode == "custom-call"
     return called and kernel_flops(instruction, within)[0] > 0
