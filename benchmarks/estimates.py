@@ -8,9 +8,9 @@ About a minute each on TPU targets, twenty seconds on GPU ones, on two idle core
 `temporaries`, `FLOPs`, `memory`, `speed`, `sent in layers`: estimated over compiled,
 the last with the payloads of the layers' collectives.
 
-`tpu-remat` and `gpu-remat` take each of their cases with the three policies of
-recomputation, and say whether the estimate puts those in the compiled plan's order
-wherever that sees more than 5 % between them.
+`tpu-remat` and `gpu-remat` take each of their cases with the ways to recompute a layer
+that a search weighs, and say whether the estimate puts those in the compiled plan's
+order wherever that sees more than 5 % between them.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import jax
 
 from train.cli.command import compose
-from train.config import Remat
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.plan.config import PlanConfig
 from train.plan.plan import Plan, compile_and_read, estimate
+from train.plan.recomputing import WAYS, typed
 from train.program import Program, make_program, settle
 from train.units import format_bytes
 
@@ -153,9 +153,7 @@ def _in_layers(plan: Plan) -> float:
 
 def compare_policies(case: str) -> list[Compared]:
     """Compare a case with each policy of recomputation, and their order."""
-    rows = {
-        remat.value: compare(f"{case} train.remat={remat.value}") for remat in Remat
-    }
+    rows = {typed(way): compare(f"{case} train.remat={typed(way)}") for way in WAYS}
     found = {remat: row for remat, row in rows.items() if row}
     for (a, one), (b, two) in itertools.combinations(found.items(), 2):
         apart = one.compiled / two.compiled

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from model.axes import ANYWHERE, AxisRules
 from model.config import Attention
 from model.linear import product
+from model.remat import named
 
 _SPLASH_LANES = 128  # splash works on blocks of 128 positions
 
@@ -105,7 +106,8 @@ def attention(
     """
     if implementation is Attention.xla:
         mask_BTS = _mask(q_BTNH.shape[1], segment_ids_BT)
-        return _xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
+        o_BTNH = _xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
+        return named(o_BTNH, "attention")
     dtype = q_BTNH.dtype
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kernel = _cudnn if implementation is Attention.cudnn else _splash
@@ -198,7 +200,11 @@ def _splash(
         segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
     heads = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
     kernel = splash.make_splash_mha(
-        heads, head_shards=1, q_seq_shards=1, block_sizes=_block_sizes(T)
+        heads,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(T),
+        residual_checkpoint_name="attention",
     )
 
     def row(q_NTH, k_KSH, v_KSH, segments_T):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
@@ -24,6 +24,21 @@ LOGICAL_AXES = (
     "experts",
     "layers",
 )
+
+# What a layer makes that its backward pass keeps, or else computes again. `attention`
+# is the kernel's output and log-sum-exp: with it the kernel's forward pass runs once
+# (of `xla`, which has none, it is the output). The others are results of products with
+# a weight; that of mlp_down is not among them, since nothing needs it.
+Intermediate = Literal[
+    "query",
+    "key",
+    "value",
+    "attention",
+    "attention_output",
+    "mlp_gate",
+    "mlp_up",
+]
+INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
 
 class Norm(StrEnum):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
 from model.config import Attention
+from model.remat import Policy
 
 
 class Execution(NamedTuple):
@@ -20,7 +21,7 @@ class Execution(NamedTuple):
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
-    remat: what the backward pass recomputes.
+    remat: what the backward pass recomputes, or names of what it keeps.
     rules: where arrays lie.
     window: with a cache, how many of the newest keys are seen; None: all.
     """
@@ -32,6 +33,6 @@ class Execution(NamedTuple):
     gather_by_rows: bool = False
     reduces_copies: bool = False
     attention: Attention = Attention.xla
-    remat: str = "none"
+    remat: Policy = "none"
     rules: AxisRules = ANYWHERE
     window: int | None = None

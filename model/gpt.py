@@ -7,7 +7,7 @@ Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value
 H head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from model.layers import Block, Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.parts import part
+from model.remat import rematerialized
 
 _HEAD = "btd,dv->btv"
 
@@ -222,26 +223,6 @@ def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
         kind=Kind.table,
         padding=config.vocab_rows - config.vocab_size,
     )
-
-
-def rematerialized(layer: Callable, policy: str, looped: bool) -> Callable:
-    """Return the layer, its results recomputed in the backward pass as a policy says.
-
-    Args:
-        layer: a function of arrays.
-        policy: which of its intermediate results are kept: all, those of products
-            with a weight, or no one.
-        looped: whether a loop of more than one iteration runs over it.
-    """
-    if policy == "none":
-        return layer
-    save = jax.checkpoint_policies
-    keep = {
-        "dots": save.dots_with_no_batch_dims_saveable,
-        "full": save.nothing_saveable,
-    }
-    # A loop keeps XLA from undoing the recomputation; without one it has to be told.
-    return jax.checkpoint(layer, policy=keep[policy], prevent_cse=not looped)
 
 
 def abstract_gpt(config: ModelConfig) -> GPT:

@@ -18,6 +18,7 @@ from model.execution import Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
 from model.parts import part
+from model.remat import named
 
 
 class Normalize(nnx.Module):
@@ -125,9 +126,9 @@ class SelfAttention(nnx.Module):
         cache: KeysValues | None,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Attend; with a cache, also to what came before x, and give the longer one."""
-        q_BTNH = self.query(x_BTD, how)
-        k_BTKH = self.key(x_BTD, how)
-        v_BTKH = self.value(x_BTD, how)
+        q_BTNH = named(self.query(x_BTD, how), "query")
+        k_BTKH = named(self.key(x_BTD, how), "key")
+        v_BTKH = named(self.value(x_BTD, how), "value")
         q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -146,7 +147,8 @@ class SelfAttention(nnx.Module):
         else:
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype, how.window)
-        return self.output(o_BTNH, how), cache
+        a_BTD = named(self.output(o_BTNH, how), "attention_output")
+        return a_BTD, cache
 
 
 class MLP(nnx.Module):
@@ -175,9 +177,10 @@ class MLP(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], how: Execution
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
-        h_BTF = self.up(x_BTD, how)
+        h_BTF = named(self.up(x_BTD, how), "mlp_up")
         if self.gate is not None:
-            h_BTF = jax.nn.silu(self.gate(x_BTD, how)) * h_BTF
+            g_BTF = named(self.gate(x_BTD, how), "mlp_gate")
+            h_BTF = jax.nn.silu(g_BTF) * h_BTF
         elif self.activation is Activation.gelu:
             h_BTF = jax.nn.gelu(h_BTF, approximate=True)
         else:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
-from model.config import Dtype, ModelConfig
+from model.config import Dtype, Intermediate, ModelConfig
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
@@ -196,7 +196,8 @@ class TrainConfig:
     skip_window: Annotated[int, Ge(4)] = 128  # steps that count as recent
     # Steps between comparisons of the state's copies; null: never.
     replica_check_interval_steps: Count | None = 500
-    remat: Remat = Remat.none  # what the backward pass recomputes
+    # What the backward pass recomputes of a layer, or a list of what is kept of it.
+    remat: Remat | tuple[Intermediate, ...] = Remat.none
     # In which the gradients of matrices and tables travel between devices; auto: in
     # model.compute_dtype, but in float32 between the devices of a CPU.
     reduce_dtype: Dtype = Dtype.auto

@@ -120,4 +120,6 @@ def covered(key: str, prefixes: Iterable[str]) -> bool:
 
 
 def _shown(value: object) -> object:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
     return "null" if value is None else value

@@ -15,6 +15,7 @@ import pytest
 
 from train.plan.compiled.collectives import ledger
 from train.plan.compiled.flops import count_flops
+from train.plan.compiled.inspection import inspect
 from train.plan.compiled.trip_counts import read
 
 pytestmark = [
@@ -45,6 +46,8 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
     "llama": LLAMA,
+    "gpt2_full": [*GPT2, "train.remat=full"],
+    "gpt2_kept": [*GPT2, "train.remat=[attention]"],
 }
 PLAIN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
@@ -84,6 +87,15 @@ def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
     for call in cudnn_calls(result.text):
         # Causal inside the kernel, which then skips what lies above the diagonal.
         assert '"mask_type": "CAUSAL"' in call
+
+
+@pytest.mark.parametrize(("name", "forward"), [("gpt2_full", 2), ("gpt2_kept", 1)])
+def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forward):
+    layers = 2
+    assert inspect(compiled[name].text, []).kernels == {
+        "__cudnn$fmhaScaleBiasSoftmax": forward * layers,
+        "__cudnn$fmhaScaleBiasSoftmaxBackward": layers,
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -301,21 +301,6 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
     assert lines(48) <= 1.05 * lines(6)
 
 
-def recomputing(tiny, policy: str):
-    """The loss of a model that recomputes by this policy."""
-    how = tiny.how._replace(remat=policy)
-    return lambda params, tokens: tiny.loss(params, tokens, how)
-
-
-def test_recomputing_keeps_less_for_the_backward_pass(tiny):
-    def kept(policy: str) -> int:
-        loss, tokens = recomputing(tiny, policy), tiny.tokens(2, 17)
-        back = jax.eval_shape(lambda p: jax.vjp(loss, p, tokens)[1], tiny.params)
-        return sum(x.size for x in jax.tree.leaves(back))
-
-    assert kept("full") < kept("dots") < kept("none")
-
-
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (-1, True)])
 def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
     """It merges what is computed twice, unless a loop or a barrier is between."""
@@ -345,18 +330,6 @@ def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     small = num_params(replace(config, vocab_size=1000))
     tables = 1 if tied else 2
     assert num_params(config) - small == tables * 30 * config.embed_dim
-
-
-@pytest.mark.parametrize("policy", ["dots", "full"])
-def test_recomputing_changes_no_gradient(llama, policy):
-    tokens = llama.tokens(2, 9)
-    expected = llama.value_and_grad(llama.params, tokens)
-    found = jax.jit(jax.value_and_grad(recomputing(llama, policy)))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5),
-        found(llama.params, tokens),
-        expected,
-    )
 
 
 def test_a_soft_cap_bounds_the_logits(tiny):

@@ -55,6 +55,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp_tied": ("v5e-8", ("mesh=ddp", "model.tied_head=true")),
     "ddp_dots": ("v5e-4", ("mesh=ddp", "train.remat=dots")),
     "ddp_full": ("v5e-4", ("mesh=ddp", "train.remat=full")),
+    "ddp_attention": ("v5e-4", ("mesh=ddp", "train.remat=[attention]")),
     "shared_heads": ("v5e-4", ("mesh=ddp", "model.num_kv_heads=2")),
     "gpt2_full": ("v5e-4", (*GPT2, "mesh=ddp", "train.remat=full")),
     "fsdp": ("v5e-8", ("mesh=fsdp",)),
@@ -81,6 +82,7 @@ def in_one(instruction: str) -> str:
 class Compiled(NamedTuple):
     """memory: bytes of a device, by kind; None of a CPU's."""
 
+    text: str
     program: Program
     module: Module
     collectives: list[Collective]
@@ -125,7 +127,7 @@ def read_step(
 ) -> Compiled:
     module = read(text)
     assert module.unread == []
-    return Compiled(program, module, ledger(module, program.mesh), memory)
+    return Compiled(text, program, module, ledger(module, program.mesh), memory)
 
 
 def compile_ahead(cases: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.config import Attention, ModelConfig, Position
+from model.config import Activation, Attention, ModelConfig, Position
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
 from train.cli.schema import convert, read_yaml, to_yaml
@@ -144,6 +144,14 @@ def test_without_a_tracker_only_what_one_would_read_is_idle():
     assert without_effect(Config(tracker=config)) == []
     (warning,) = without_effect(Config(tracker=replace(config, project="mine")))
     assert warning == "tracker.project has no effect: tracker.name is none"
+
+
+def test_to_keep_what_a_model_does_not_make_is_named():
+    config = Config(train=TrainConfig(remat=("mlp_gate",)))
+    assert without_effect(config) == []
+    plain = replace(config.model, activation=Activation.gelu)
+    (warning,) = without_effect(replace(config, model=plain))
+    assert "keeps mlp_gate in vain: model.activation=gelu" in warning
 
 
 def test_a_rank_file_needs_its_hash():

@@ -128,7 +128,11 @@ def describe(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     if len(members) > 1:
-        return describe(members[0]) + ", or null" * (types.NoneType in members)
+        own = [m for m in members if m is not types.NoneType]
+        words = [describe(m) for m in own if typing.get_origin(m) is not typing.Literal]
+        return ", or ".join([*words, *["null"] * (len(own) < len(members))])
+    if origin is tuple:
+        return "a list of " + ", ".join(typing.get_args(arguments[0]))
     if origin is list:
         return "a list such as [a,b]" + (", of whole numbers" * (arguments == (int,)))
     if origin is dict:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.config import Source
-from model.config import LOGICAL_AXES, Position
+from model.config import LOGICAL_AXES, Activation, Position
 from train.config import (
     MESH_AXES,
     Config,
@@ -109,7 +109,8 @@ def without_effect(config: Config) -> list[str]:
     changed = sorted(diff.key for diff in differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
-    learned = config.model.position is Position.learned
+    model = config.model
+    learned = model.position is Position.learned
     adamw = config.optimizer.name is OptimizerName.adamw
     untracked = config.tracker.name is TrackerName.none
     unread = [
@@ -132,6 +133,12 @@ def without_effect(config: Config) -> list[str]:
         for key in changed
         if unused and key.startswith(prefix)
     ]
+    gated, remat = model.activation is Activation.swiglu, config.train.remat
+    if "mlp_gate" in remat and not gated:
+        warnings.append(
+            f"train.remat keeps mlp_gate in vain: model.activation={model.activation} "
+            "makes none"
+        )
     steps, warmup = config.train.num_steps, config.schedule.warmup_steps
     if warmup >= steps:
         warnings.append(

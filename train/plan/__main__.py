@@ -22,6 +22,7 @@ from train.plan.config import PlanConfig
 
 if TYPE_CHECKING:
     from train.mesh import Device
+    from train.plan.compiled.inspection import Inspection
     from train.plan.plan import Plan
     from train.program import Program
 
@@ -35,6 +36,7 @@ def main(config: PlanConfig) -> int:
     from train.plan.memory import memory_budget
     from train.plan.plan import compile_and_read, estimate
     from train.plan.search import choose, search
+    from train.plan.show import print_inspection
 
     named = config.target not in (None, CPU)
     target = parse_target(config.target) if named and config.target else None
@@ -44,7 +46,7 @@ def main(config: PlanConfig) -> int:
     missing = target and missing_compiler(target)
     if missing:
         print(f"estimated, not compiled: {missing}", file=sys.stderr)
-    compiler = not missing and config.target is not None
+    compiler = not missing and (config.target is not None or config.show)
     compiles = config.search_compiles if compiler else 0
     if config.search or config.mesh.planned:
         check_vocab()  # no layout is worth looking for
@@ -64,17 +66,18 @@ def main(config: PlanConfig) -> int:
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
     plan = (compile_and_read if compiler else estimate)(program, budget)
-    values = _as_json(config, target, plan)
-    if config.target is not None:
-        values |= _for_page(plan)
+    values, found = _as_json(config, target, plan), _inspect(config, plan)
+    if config.target is not None or config.show:
+        values |= _for_page(plan, found)
     if config.json:
         print(json.dumps(values))
     else:
         _print(plan, config.target is not None)
-    if config.target is None:
-        return FINISHED
-    _write(config, values)
-    return FINISHED if plan.fits else DOES_NOT_FIT
+        if found:
+            print_inspection(found)
+    if config.target is not None or config.show:
+        _write(config, values, plan)
+    return DOES_NOT_FIT if config.target is not None and not plan.fits else FINISHED
 
 
 def _prepare(
@@ -151,30 +154,49 @@ def _as_json(config: PlanConfig, target: Target | None, plan: "Plan") -> dict[st
     }
 
 
-def _for_page(plan: "Plan") -> dict[str, Any]:
+def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
+    """Look into the compiled step, if asked to."""
+    from model.params import named
+    from train.plan.compiled.inspection import inspect
+
+    if not config.show:
+        return None
+    if plan.text is None:
+        print("nothing to show: there is no compiled step", file=sys.stderr)
+        return None
+    return inspect(plan.text, [name for name, _ in named(plan.program.state)])
+
+
+def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
     """Return what the page shows beside the figures."""
     from train.plan.advice import summary
     from train.plan.compiled.trip_counts import read
     from train.plan.page import page_data
+    from train.plan.show import as_json
 
     prediction, advice = plan.prediction, plan.advice
     texts = summary(prediction, advice) if prediction and advice else []
     module = read(plan.text) if plan.text else None
-    return page_data(plan.program, module, texts, sys.argv[1:])
+    shown = {"inspection": found and as_json(found)}
+    return page_data(plan.program, module, texts, sys.argv[1:]) | shown
 
 
-def _write(config: PlanConfig, values: dict[str, Any]) -> None:
-    """Leave plan.json and plan.html in a folder."""
+def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
+    """Leave plan.json and plan.html in a folder, and the step's texts if asked to."""
     from train.identity import of_training, run_name
     from train.plan.page import TEMPLATE
+    from train.plan.show import write_texts
     from train.run.page import write_page
     from train.run.storage import run_folder, write_whole
 
     name = run_name(of_training(config))
-    folder = run_folder(config.output or f"plans/{name}-{config.target}")
+    folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
     write_whole(folder / "plan.json", json.dumps(values, indent=1) + "\n")
     write_page(folder / "plan.html", TEMPLATE, values)
     print(f"picture     {folder}/plan.html", file=sys.stderr)
+    if config.show and plan.text:
+        files = ", ".join(write_texts(plan.program, plan.text, folder))
+        print(f"texts       {folder}: {files}", file=sys.stderr)
 
 
 def mistakes(config: PlanConfig) -> list[Mistake]:
@@ -188,6 +210,9 @@ def mistakes(config: PlanConfig) -> list[Mistake]:
     elif config.search:
         rule = "needs a machine to search for, say target=v5e-256"
         found.append(Mistake("search", True, rule))
+    if config.search and config.show:
+        rule = "shows one layout: leave out search=true, or take mesh=planned"
+        found.append(Mistake("show", True, rule))
     return found
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.config import Config, Remat
+from train.config import Config
 from train.console import print_table
+from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
@@ -61,8 +62,8 @@ def advise(
 def _for_products(
     prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
 ) -> Advice:
-    remat, step = config.train.remat, prediction.step_s
-    again = remat is not Remat.none and prediction.recomputed > _MUCH_RECOMPUTED
+    less, step = keeping_more(config.train.remat), prediction.step_s
+    again = less and prediction.recomputed > _MUCH_RECOMPUTED
     what = (
         "bound by computing: matrix products take "
         f"{_of(prediction.products, step)} of the step"
@@ -80,11 +81,10 @@ def _for_products(
             f"{_of(exposed, step)}, most of them {link.name}"
         )
     if again:
-        less = Remat.dots if remat is Remat.full else Remat.none
         room = "if its activations fit"
         if spare is not None:
             room += f" into the {format_bytes(max(0, spare))} that are left"
-        return Advice(what, f"recompute less, {room}", f"train.remat={less.value}")
+        return Advice(what, f"recompute less, {room}", f"train.remat={typed(less[0])}")
     if link and waits:
         return Advice(what, *_less_traffic(link, config, mesh))
     if prediction.fill < _NARROW:

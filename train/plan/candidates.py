@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import Config, DcnConfig, Remat
+from train.config import Config, DcnConfig
 from train.console import print_table
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes
+from train.plan.recomputing import WAYS, parsed, typed
 from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16
@@ -18,7 +19,7 @@ _SHOWN = 10  # layouts
 @dataclass(frozen=True)
 class Layout:
     """A layout: sizes of the mesh axes, which of them cross slices or nodes, and how
-    a step is cut and recomputed."""
+    a step is cut and recomputed (as train/plan/recomputing.py types it)."""
 
     data: int
     fsdp: int
@@ -52,7 +53,7 @@ class Layout:
         )
         train = replace(
             config.train,
-            remat=Remat(self.remat),
+            remat=parsed(self.remat),
             accumulation_steps=self.accumulation_steps,
         )
         return replace(config, mesh=mesh, train=train)
@@ -61,27 +62,23 @@ class Layout:
 def layouts(num_devices: int, parts: int) -> list[Layout]:
     """List the meshes: parts are slices or nodes; tensor stays inside of one."""
     inside = num_devices // parts
-    found = []
+    found, cut = [], ("none", 1)  # in one piece
     for tensor in _divisors(inside):
         for fsdp in _divisors(inside // tensor):
             data = inside // tensor // fsdp
             if tensor > _MOST_TENSOR:
                 continue
-            found.append(
-                Layout(data * parts, fsdp, tensor, parts, 1, Remat.none.value, 1)
-            )
+            found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut))
             if parts > 1:
-                found.append(
-                    Layout(data, fsdp * parts, tensor, 1, parts, Remat.none.value, 1)
-                )
+                found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut))
     return found
 
 
 def variants(layout: Layout, batch_size: int) -> Iterator[Layout]:
     """Return a mesh with each way to recompute, and each number of microbatches."""
     rows = batch_size // (layout.data * layout.fsdp)
-    for remat, steps in itertools.product(Remat, _powers_of_two(rows)):
-        yield replace(layout, remat=remat.value, accumulation_steps=steps)
+    for way, steps in itertools.product(WAYS, _powers_of_two(rows)):
+        yield replace(layout, remat=typed(way), accumulation_steps=steps)
 
 
 def layout_of(config: Config, num_devices: int) -> Layout | None:
@@ -96,7 +93,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
         **{axis: sizes[axis] for axis in ("data", "fsdp", "tensor")},
         dcn_data=config.mesh.dcn.data,
         dcn_fsdp=config.mesh.dcn.fsdp,
-        remat=config.train.remat.value,
+        remat=typed(config.train.remat),
         accumulation_steps=config.train.accumulation_steps,
     )
 

@@ -19,6 +19,8 @@ class PlanConfig(Config):
     margin: Annotated[float, Ge(0), Lt(1)] = MARGIN
     json: bool = False  # print one JSON object, for programs
     output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
+    # Write the step as traced, lowered and optimized; say what XLA made of it.
+    show: bool = False
     search: bool = False  # for the fastest layout that fits
     search_compiles: Number = 4  # how many of the best to compile, at least; 0: none
     # After which no more are compiled.

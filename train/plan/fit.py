@@ -7,11 +7,11 @@ More chips, or cutting layers over `tensor`, is left to the search.
 from dataclasses import replace
 from typing import NamedTuple
 
-from train.config import Remat
 from train.errors import ConfigError
 from train.plan.advice import Advice
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory, MemoryBudget
+from train.plan.recomputing import keeping_less, typed
 from train.program import Program, make_program
 from train.units import format_bytes
 
@@ -82,11 +82,16 @@ def _shard(program: Program) -> list[_Change]:
 
 
 def _recompute(program: Program) -> list[_Change]:
-    train = program.config.train
-    if train.remat is Remat.full:
-        return []
-    changed = program.trained(replace(train, remat=Remat.full))
-    return [_Change("recompute all of a layer", "train.remat=full", changed)]
+    """Keep less of each layer, down to nothing."""
+    train, found = program.config.train, list[_Change]()
+    for way in keeping_less(train.remat):
+        changed = program.trained(replace(train, remat=way))
+        found.append(
+            _Change(
+                "recompute more of each layer", f"train.remat={typed(way)}", changed
+            )
+        )
+    return found
 
 
 def _cut_batch(program: Program) -> list[_Change]:

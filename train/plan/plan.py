@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from train.config import Remat
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import NotStated
 from train.mesh import Device
@@ -23,6 +22,7 @@ from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_items, estimate_memory, estimate_step
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
+from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, num_slices, weak_scaling
 from train.program import Program
@@ -84,18 +84,22 @@ class Plan:
             return make_fit(self.program, self.memory, self.budget)
         config, mesh = self.program.config, self.program.mesh
         advice = advise(self.prediction, config, mesh, spare)
-        key, _, remat = advice.override.partition("=")
-        if key != "train.remat":
+        if not advice.override.startswith("train.remat="):
             return advice
-        train = replace(config.train, remat=Remat(remat))
-        other = estimate(self.program.trained(train), self.budget)
-        if not other.fits:
+        speeds = dict[str, float]()
+        for way in keeping_more(config.train.remat):
+            train = replace(config.train, remat=way)
+            other = estimate(self.program.trained(train), self.budget)
+            if other.fits:
+                speeds[f"train.remat={typed(way)}"] = _step_s(other)
+        if not speeds:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")
-        if _step_s(other) >= _step_s(estimate(self.program, self.budget)):
+        best = min(speeds, key=speeds.__getitem__)
+        if speeds[best] >= _step_s(estimate(self.program, self.budget)):
             change = "recomputing less fits, but by the estimate is no faster"
             return replace(advice, change=change, override="")
-        return advice
+        return replace(advice, override=best)
 
     @cached_property
     def scaling(self) -> list[Scaled]:

@@ -38,6 +38,7 @@ from train.plan.candidates import (
 from train.plan.config import MARGIN
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, compile_and_read, estimate
+from train.plan.recomputing import typed
 from train.plan.scaling import num_slices
 from train.program import make_program
 from train.run.storage import write_whole
@@ -132,7 +133,7 @@ def choose(
     if chip is None or chip.hbm_bandwidth is None:
         log.info("mesh=planned: nobody says how fast these devices are: all on fsdp")
         parts = num_slices(devices)
-        train = config.train.remat.value, config.train.accumulation_steps
+        train = typed(config.train.remat), config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
     budget = memory_budget(chip, margin)
     result = search(config, devices, budget, compiles, minutes)

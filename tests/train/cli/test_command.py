@@ -329,7 +329,10 @@ def test_habits_of_other_programs_are_answered(run):
 
 
 def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
-    result = run("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=some")
+    result = run("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=[mlp_upp]")
+    assert "or a list of query, key, value, " in entry(
+        result, "train.remat = ['mlp_upp']"
+    )
     assert "(Updates of the whole run" in entry(result, "train.num_steps = 0")
     assert "must be pairs" in entry(result, "data.skip_batches = [3, 1]")
     shown = run("data.skip_steps=[1,3]", "--cfg", "job")

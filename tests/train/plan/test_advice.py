@@ -8,6 +8,7 @@ import pytest
 from tests.train.machines import execution, machine, total
 from train.plan.advice import advise, print_prediction
 from train.plan.cost import Flops
+from train.plan.recomputing import WAYS, typed
 from train.plan.roofline import predict
 
 SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -37,14 +38,14 @@ CASES = [
         ("mesh=fsdp", BATCH, "train.remat=full"),
         step(again=1.33),
         "bound by computing: .* 1.33 x what the model needs",
-        "train.remat=dots",
+        "train.remat=[attention]",
     ),
     (
         "v5e-256",
         ("mesh=fsdp", BATCH, "train.remat=dots"),
         step(again=1.2, ici=0.5),
         "nothing is scheduled beside .* fsdp over ICI",
-        "train.remat=none",
+        f"train.remat={typed(WAYS[-2])}",
     ),
     ("v5e-256", ("mesh=fsdp", BATCH), step(), "bound by computing", ""),
     (

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.cli.command import compose
-from train.config import Remat
 from train.plan.candidates import Layout, layout_of, layouts, variants
+from train.plan.recomputing import WAYS, typed
 
 
 @given(st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5))
@@ -27,8 +27,8 @@ def test_microbatches_are_whole_rows_of_each_device():
     mesh = Layout(2, 4, 1, 1, 1, "none", 1)
     found = [*variants(mesh, 96)]  # 12 rows a device
     assert {one.accumulation_steps for one in found} == {1, 2, 4}
-    assert {one.remat for one in found} == {remat.value for remat in Remat}
-    assert len(found) == 9
+    assert {one.remat for one in found} == set(map(typed, WAYS))
+    assert len(found) == 3 * len(WAYS)
     assert [*variants(mesh, 4)] == []  # less than a row
 
 
@@ -38,6 +38,7 @@ def test_microbatches_are_whole_rows_of_each_device():
         Layout(1, 4, 2, 1, 1, "full", 4),
         Layout(6, 4, 1, 3, 1, "dots", 1),
         Layout(1, 8, 1, 1, 2, "none", 2),
+        Layout(1, 8, 1, 1, 1, "[attention,mlp_up]", 1),
     ],
 )
 def test_what_is_to_be_typed_gives_the_layout(layout):

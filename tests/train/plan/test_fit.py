@@ -9,6 +9,7 @@ from train.hardware.targets import parse_target
 from train.plan.estimated.step import estimate_memory
 from train.plan.fit import make_fit
 from train.plan.memory import Figure, MemoryBudget
+from train.plan.recomputing import keeping_less, typed
 from train.program import make_program
 
 MIB = 2**20
@@ -40,11 +41,15 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "mib", "typed"),
+    ("overrides", "mib", "override"),
     [
-        (("mesh=ddp", "data.batch_size=64"), 4000, REMAT),
+        (("mesh=ddp", "data.batch_size=64"), 4000, "train.remat=dots"),
         (("mesh=ddp", "data.batch_size=8"), 2000, SHARD),
-        (("mesh=ddp", "data.batch_size=64"), 1500, f"{SHARD} {REMAT}"),
+        (
+            ("mesh=ddp", "data.batch_size=64"),
+            1500,
+            f"{SHARD} train.remat=[attention]",
+        ),
         (
             ("mesh=ddp", "data.batch_size=512"),
             1300,
@@ -59,14 +64,14 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
         (("mesh=ddp", "data.batch_size=64"), 100, "search=true"),
     ],
 )
-def test_what_is_advised_fits(laid_out, overrides, mib, typed):
+def test_what_is_advised_fits(laid_out, overrides, mib, override):
     program, room = laid_out(*overrides), MemoryBudget(*[mib * MIB] * 3)
     memory = estimate_memory(program)
     assert memory.fits(room) is False
     advice = make_fit(program, memory, room)
-    assert advice.override == typed
-    if typed != "search=true":
-        assert needs(laid_out(*overrides, *typed.split())) <= room.available
+    assert advice.override == override
+    if override != "search=true":
+        assert needs(laid_out(*overrides, *override.split())) <= room.available
         assert "that fits, estimated" in advice.change
 
 
@@ -74,7 +79,8 @@ def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory = estimate_memory(program)
     room = MemoryBudget(*[needs(program) - MIB] * 3)
-    assert make_fit(program, memory, room).override == REMAT
+    most = typed(keeping_less(program.config.train.remat)[0])
+    assert make_fit(program, memory, room).override == f"train.remat={most}"
     saved = needs(program) - needs(laid_out("mesh=ddp", "data.batch_size=64", REMAT))
     large = Figure(room.available + saved + MIB, "compiled")
     advice = make_fit(program, dataclasses.replace(memory, needed=large), room)

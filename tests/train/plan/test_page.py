@@ -156,6 +156,15 @@ def test_a_layer_is_drawn_on_the_clock(draw):
     assert "197 TFLOP/s" in page.text
 
 
+def test_what_xla_made_of_it_is_shown_if_asked_for(draw):
+    assert "What XLA made of it" not in draw().text
+    buffer = {"bytes": 2048, "array": "f32[512]", "made": "a <b>", "dies": "c"}
+    found = {"sentences": [("in place", "all 3 arrays")], "buffers": [buffer]}
+    text = draw(inspection=found).text
+    assert "\nWhat XLA made of it\nin place\nall 3 arrays\n" in text
+    assert "\nf32[512]\n2.00 KiB\na <b>\nc\n" in text
+
+
 def test_why_there_is_no_clock_is_said(programs):
     program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
     module = read(measure_compile(program)[0].as_text())

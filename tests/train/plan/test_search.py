@@ -19,6 +19,7 @@ from train.plan.candidates import (
 )
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, estimate
+from train.plan.recomputing import WAYS, typed
 from train.plan.search import choose, search
 from train.program import make_program
 from train.units import format_bytes
@@ -128,7 +129,7 @@ def test_of_each_way_to_recompute_the_best_is_compiled_first(config, devices, ro
     found = search(config, devices, room)
     queue = [one.layout for one in searching._queue(found.weighed, found.given)]
     assert queue[0] == found.given
-    assert {layout.remat for layout in queue[1:4]} == {"none", "dots", "full"}
+    assert {layout.remat for layout in queue[1 : 1 + len(WAYS)]} == {*map(typed, WAYS)}
     fitting = [one.layout for one in found.weighed if one.fits]
     assert len(queue) == len(set(queue)) == len({*fitting, found.given})
 

@@ -81,8 +81,9 @@ def serves(
         # The name of several operands is that of one of them.
         exact = own if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        made = _producer_names(module, _Value(operand, within, callers))
-        candidates = (exact, *made, own, *_user_names(executed))
+        made = _producers(module, _Value(operand, within, callers))
+        before = (instruction.op_name for instruction in made)
+        candidates = (exact, *before, own, *_user_names(executed))
         part = next(filter(None, map(part_of, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
@@ -125,14 +126,20 @@ class _Value(NamedTuple):
     callers: tuple[tuple[Instruction, Computation], ...] = ()
 
 
-def _producer_names(module: Module, value: _Value) -> Iterator[str]:
-    """Return the names of the instructions that make a value, the nearest first."""
+def producers(
+    module: Module, instruction: Instruction, within: Computation
+) -> Iterator[Instruction]:
+    """Return an instruction and those that make its operands, the nearest first."""
+    return _producers(module, _Value(instruction, within))
+
+
+def _producers(module: Module, value: _Value) -> Iterator[Instruction]:
     queue, seen = deque([value]), set[str]()
     while queue and len(seen) < _NEIGHBOURS:
         value = queue.popleft()
         if value.instruction.name not in seen:
             seen.add(value.instruction.name)
-            yield value.instruction.op_name
+            yield value.instruction
             queue += _made_from(module, value)
 
 

@@ -18,7 +18,7 @@ _FREE = {
 # a collective gives that runs beside several fusions (TPU), each of which names it.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 # TPU: a buffer without content, and slices that lie behind each other already.
-_NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
+NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 
 def count_hbm_bytes(module: Module) -> HbmBytes:
@@ -44,7 +44,7 @@ def memory_bytes(
     """
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
-    if instruction.find(r'custom_call_target="([^"]*)"') in _NOTHING_MOVES:
+    if instruction.find(r'custom_call_target="([^"]*)"') in NOTHING_MOVES:
         return 0
     operands = computation.operands(instruction)
     if instruction.opcode in ("fusion", "fusion-start"):

@@ -71,6 +71,8 @@ class Walk:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
+            if not equation.outvars:  # left behind where a kernel's results are kept
+                continue
             before, own = self._scope, str(equation.source_info.name_stack)
             self._scope = f"{before}/{own}" if own else before
             results = self._equation(equation, [read(v) for v in equation.invars])
@@ -80,6 +82,8 @@ class Walk:
 
     def _equation(self, equation: Any, operands: list[Array]) -> list[Array]:
         name, params = equation.primitive.name, equation.params
+        if name == "name":  # of what a policy keeps
+            return operands
         if name == "scan":
             return self._scan(equation, operands)
         if name == "shard_map":

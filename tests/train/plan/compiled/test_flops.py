@@ -7,6 +7,7 @@ from train.plan.compiled.flops import count_flops, product_flops
 from train.plan.compiled.hlo import parse
 
 TOKENS = B * T
+ALL = ("full", "attention")  # products of a layer are recomputed
 FORWARD, BACKWARD = 2, 7  # products over [T, S] that splash makes
 ATTENTION = 2 * L * T * D * TOKENS  # FLOPs of one of them
 
@@ -20,6 +21,7 @@ KEYS = D * D  # of a layer: half as many heads leave half of keys and values
         ("ddp", MATRICES, "none", 1.079),
         ("ddp_dots", MATRICES, "dots", 1.132),
         ("ddp_full", MATRICES, "full", 1.342),
+        ("ddp_attention", MATRICES, "attention", 1.289),
         ("shared_heads", MATRICES - KEYS, "none", 1.086),
         ("gpt2_full", 4 * D * D + 2 * D * F, "full", 1.344),
     ],
@@ -30,14 +32,15 @@ def test_executed_flops_are_those_derived_by_hand(
     """The embedding is looked up, for nothing; the head multiplies, tied or not.
 
     Recomputed: attention, and with `full` all of a layer but its last product, whose
-    result is only added: the backward pass does not need it.
+    result is only added: the backward pass does not need it. Attention that is kept
+    leaves the other products of `full`.
     """
     step = stored_step(name)
     done, chips = count_flops(step.module), step.program.mesh.size
     products = 6 * (L * matrices + V * D) * TOKENS
-    products += 2 * L * (matrices - DOWN) * TOKENS if remat == "full" else 0
+    products += 2 * L * (matrices - DOWN) * TOKENS if remat in ALL else 0
     assert done.products * chips == products
-    kernels = BACKWARD + FORWARD * (1 if remat == "none" else 2)
+    kernels = BACKWARD + FORWARD * (2 if remat in ("dots", "full") else 1)
     assert done.whole_attention * chips == kernels * ATTENTION
     assert done.attention == done.whole_attention  # a single block has no other above
     model_flops = 6 * (L * matrices + V * D) * TOKENS + 6 * ATTENTION

@@ -1,0 +1,56 @@
+"""What a layer's backward pass has of its forward pass: kept, or computed again.
+
+Recomputation is the same mathematics in the same order: losses and gradients stay what
+they are to rounding, memory and time change.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from model.config import Intermediate
+
+Policy = str | tuple[str, ...]  # none, dots, full; or names of Intermediate
+# cuDNN's forward pass gives its output and log-sum-exp no names: the primitive of
+# jax.nn.dot_product_attention stands for both.
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
+    """Name an intermediate result, so that a policy can keep it."""
+    return checkpoint_name(x, what)
+
+
+def rematerialized(layer: Callable, policy: Policy, looped: bool) -> Callable:
+    """Return the layer, its results recomputed in the backward pass as a policy says.
+
+    Args:
+        layer: a function of arrays.
+        policy: which of its intermediate results are kept: all (none is recomputed),
+            those of products with a weight (dots), no one (full), or those named.
+        looped: whether a loop of more than one iteration runs over it.
+    """
+    if policy == "none":
+        return layer
+    # A loop keeps XLA from undoing the recomputation; without one it has to be told.
+    return jax.checkpoint(layer, policy=_keep(policy), prevent_cse=not looped)
+
+
+def _keep(policy: Policy) -> Callable[..., Any]:
+    save = jax.checkpoint_policies
+    if policy == "dots":
+        return save.dots_with_no_batch_dims_saveable
+    if isinstance(policy, str):
+        assert policy == "full"
+        return save.nothing_saveable
+    names = save.save_only_these_names(*policy)
+    if "attention" not in policy:
+        return names
+    return save.save_from_both_policies(names, _is_cudnn_forward)
+
+
+def _is_cudnn_forward(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name == _CUDNN_FORWARD

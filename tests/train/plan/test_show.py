@@ -1,0 +1,69 @@
+"""Texts beside the plan, and what matters in them, in a few lines."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from etils import epath
+
+from train.plan.__main__ import mistakes
+from train.plan.compiled.buffers import Buffer
+from train.plan.compiled.in_place import InPlace
+from train.plan.compiled.inspection import Copied, Inspection
+from train.plan.config import PlanConfig
+from train.plan.show import as_json, print_inspection, sentences, write_texts
+
+FOUND = Inspection(
+    in_place=InPlace(["a", "b"], []),
+    kernels={"splash_mha_fwd": 32},
+    buffers=[Buffer(3 * 2**30, "bf16[32,8]", "layers forward mlp.up", "the loss")],
+    copies=[Copied("copy.1", 2, 100, 0.025, "layers backward, model/gpt.py:7")],
+    operand_bytes={"bf16": 99, "f32": 1},
+)
+
+
+def test_what_matters_is_said_in_a_few_lines(capsys):
+    print_inspection(FOUND)
+    printed = capsys.readouterr().out
+    for text in (
+        *("all 2 arrays of the state", "splash_mha_fwd 32 x"),
+        *("of products: bf16 99.0%, f32 1.0%", "3.00 GiB", "the loss"),
+        "2.5% of all bytes: copy.1 (layers backward, model/gpt.py:7)",
+    ):
+        assert text in printed
+    assert len(printed.splitlines()) == 8  # with the table of one buffer
+    assert json.loads(json.dumps(as_json(FOUND)))["in_place"]["updated"] == ["a", "b"]
+
+
+def test_what_is_copied_is_named_and_no_list_grows_long():
+    lost = InPlace(["a"], ["b", "c", "d", "e"])
+    said = dict(sentences(FOUND.__class__(lost, {}, [], [], {})))
+    assert said["in place"] == "1 of 5 arrays of the state; not b, c, d, ..."
+    assert said["copies"] == "none above 1 % of all bytes"
+    assert said["operands"] == "of products: none"
+
+
+def test_a_step_is_written_as_traced_lowered_and_optimized(programs, tmp_path):
+    names = write_texts(programs("mesh=fsdp", devices=4), "text", epath.Path(tmp_path))
+    assert names == ["step.jaxpr", "step.stablehlo", "step.hlo"]
+    assert "dot_general[" in (tmp_path / "step.jaxpr").read_text()
+    assert "stablehlo.dot_general" in (tmp_path / "step.stablehlo").read_text()
+    assert (tmp_path / "step.hlo").read_text() == "text\n"
+
+
+def test_a_search_shows_nothing():
+    (mistake,) = mistakes(PlanConfig(search=True, show=True, target="v5e-8"))
+    assert mistake.key == "show"
+
+
+@pytest.mark.slow
+def test_this_machines_step_is_shown_through_the_door(tmp_path):
+    command = [sys.executable, "-m", "train.plan", "show=true", f"output={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "in place    all 35 arrays of the state" in done.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())["inspection"]
+    assert found["in_place"]["others"] == []
+    assert len(found["buffers"]) == 10
+    assert (tmp_path / "step.hlo").read_text().startswith("HloModule")

@@ -1,0 +1,137 @@
+"""What the compiler made of a step, in a few figures that people ask for.
+
+Whether the state is updated in place, which kernels run, what the largest buffers are,
+which copies are worth a look, and in which dtypes products are taken.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.buffers import Buffer, largest_buffers
+from train.plan.compiled.flops import kernel_flops, parts
+from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
+from train.plan.compiled.hlo import Computation, Instruction, Module
+from train.plan.compiled.in_place import InPlace, updated_in_place
+from train.plan.compiled.source_lines import SourceLines
+from train.plan.compiled.trip_counts import read
+
+_BUFFERS = 10
+_MUCH = 0.01  # of all bytes to and from memory
+_MOVES = {"copy", "transpose"}
+_FREE = {"parameter", "bitcast", "reshape", "tuple", "constant"}
+# How XLA marks things, not kernels.
+_MARKS = (
+    *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
+    *("AsyncCollectiveStart", "AsyncCollectiveDone"),
+)
+_FLOATS = ("f", "bf")
+_TARGET = r'custom_call_target="([^"]*)"'
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A copy or transpose: its bytes to and from memory, `share` of all."""
+
+    name: str
+    times: int
+    bytes: int
+    share: float
+    what: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Of one device.
+
+    in_place: the arrays of the state by whether the step updates them in place.
+    kernels: how often each custom call runs, by its name.
+    buffers: the largest.
+    copies: those above one percent of the bytes to and from memory.
+    operand_bytes: of products and attention kernels, by dtype.
+    """
+
+    in_place: InPlace
+    kernels: dict[str, int]
+    buffers: list[Buffer]
+    copies: list[Copied]
+    operand_bytes: dict[str, int]
+
+
+def inspect(text: str, state: Sequence[str]) -> Inspection:
+    """Look into a compiled step.
+
+    Args:
+        text: `compiled.as_text()` of it.
+        state: names of the arrays of the state, which are its first results.
+    """
+    module, lines = read(text), SourceLines(text)
+    return Inspection(
+        in_place=updated_in_place(text, state),
+        kernels=_kernels(module),
+        buffers=largest_buffers(module, lines, _BUFFERS),
+        copies=_copies(module, lines),
+        operand_bytes=_operand_bytes(module),
+    )
+
+
+def _kernels(module: Module) -> dict[str, int]:
+    counts = Counter[str]()
+    for executed in module.executed:
+        for inner, _ in parts(module, executed):
+            if inner.opcode == "custom-call":
+                counts[_kernel_name(inner)] += executed.times
+    return {name: n for name, n in counts.most_common() if name not in _MARKS}
+
+
+def _kernel_name(call: Instruction) -> str:
+    """Return the target; of Pallas' kernels, which share one, their own name."""
+    target = call.find(_TARGET)
+    own = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
+    return own if target == "tpu_custom_call" else target
+
+
+def _copies(module: Module, lines: SourceLines) -> list[Copied]:
+    total, found = count_hbm_bytes(module).total, list[Copied]()
+    for executed in module.executed:
+        own, within = executed.instruction, executed.computation
+        if not _only_moves(module, own):
+            continue
+        moved = executed.times * memory_bytes(module, own, within)
+        if moved > _MUCH * total:
+            names = (made.op_name for made in producers(module, own, within))
+            part = next(filter(None, map(part_of, names)), "")
+            words = f"{scope(executed, own)} {part}".strip(), lines.line_of(own)
+            what = ", ".join(filter(None, words))
+            share = moved / total
+            found.append(Copied(own.name, executed.times, moved, share, what))
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Tell whether an instruction, or all that a fusion holds, copies or transposes."""
+    if instruction.opcode != "fusion":
+        return instruction.opcode in _MOVES
+    opcodes = {inner.opcode for inner, _ in module.inside(instruction)} - _FREE
+    return bool(opcodes) and opcodes <= _MOVES
+
+
+def _operand_bytes(module: Module) -> dict[str, int]:
+    sizes = Counter[str]()
+    for executed in module.executed:
+        for inner, within in parts(module, executed):
+            multiplies = inner.opcode in ("dot", "convolution")
+            if not multiplies and not _is_attention(inner, within):
+                continue
+            for operand in within.operands(inner):
+                for array in operand.arrays:
+                    if array.dtype.startswith(_FLOATS):  # a mask is no operand
+                        sizes[array.dtype] += executed.times * array.num_bytes
+    return dict(sizes.most_common())
+
+
+def _is_attention(instruction: Instruction, within: Computation) -> bool:
+    called = instruction.opcode == "custom-call"
+    return called and kernel_flops(instruction, within)[0] > 0
