@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
-from model.config import Attention
+from model.config import Attention, Grouped
 
 
 class Execution(NamedTuple):
@@ -20,6 +20,7 @@ class Execution(NamedTuple):
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
+    grouped: body of products of rows grouped by expert.
     remat: what the backward pass recomputes.
     rules: where arrays lie.
     window: with a cache, how many of the newest keys are seen; None: all.
@@ -32,6 +33,7 @@ class Execution(NamedTuple):
     gather_by_rows: bool = False
     reduces_copies: bool = False
     attention: Attention = Attention.xla
+    grouped: Grouped = Grouped.scan
     remat: str = "none"
     rules: AxisRules = ANYWHERE
     window: int | None = None

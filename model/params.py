@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-STACKED = "layers"  # the subtree whose parameters carry a leading `layers` dim
+# The subtrees whose parameters carry a leading `layers` dim.
+STACKED = ("layers", "dense_layers")
 
 
 class Kind(StrEnum):
@@ -33,7 +34,7 @@ class ParamInfo(NamedTuple):
 
     axes: the logical axis of each dim.
     kind: how optimizers see it.
-    inputs: of a matrix, how many leading dims are contracted.
+    inputs: of a matrix, how many dims are contracted, the first of its own.
     padding: how many of the last entries along `vocab` stand for no token.
     """
 
@@ -46,6 +47,14 @@ class ParamInfo(NamedTuple):
     def stacked(self) -> bool:
         """Whether the first dim counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def stacks(self) -> int:
+        """How many leading dims count matrices: layers, and of a matrix experts."""
+        experts = (
+            self.kind is Kind.matrix and "experts" in self.axes[self.stacked :][:1]
+        )
+        return self.stacked + experts
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Count the parameters in an array of this shape, without its padding."""
@@ -63,7 +72,7 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
 
     def info(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
         own: ParamInfo = param.get_metadata("info")
-        if path[0] != STACKED:
+        if path[0] not in STACKED:
             return own
         return own._replace(axes=("layers", *own.axes))
 

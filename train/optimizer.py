@@ -118,7 +118,7 @@ def _muon(
     """
 
     def direction(update: jax.Array, info: ParamInfo) -> jax.Array:
-        first = int(info.stacked)
+        first = info.stacks
         split = first + info.inputs
         shape = update.shape
         fan_in, fan_out = math.prod(shape[first:split]), math.prod(shape[split:])

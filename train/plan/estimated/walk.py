@@ -24,7 +24,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import Sending
 from train.plan.estimated.operation import Operation
-from train.plan.estimated.products import kernel_flops, multiply
+from train.plan.estimated.products import grouped, kernel_flops, multiply
 
 # Same values in another dtype or shape.
 SHAPES = {
@@ -166,6 +166,9 @@ class Walk:
             pairs = params["dimension_numbers"]
             left, right = operands
             *operands, layout, flops = multiply(left, right, pairs, self.sending, place)
+            layouts = [layout]
+        elif name == "ragged_dot_general":
+            layout, flops = grouped(params, operands, self._scope)
             layouts = [layout]
         else:
             layouts = self._lay_out(equation, operands)
