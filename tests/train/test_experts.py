@@ -9,6 +9,7 @@ from flax import nnx
 from data.batches import Order
 from model.gpt import GPT, params_of
 from tests.train.test_program import train
+from train.errors import ConfigError
 from train.step import balanced, make_gradients
 
 MOE = (
@@ -62,7 +63,7 @@ def distance(found, expected):
         ("mesh.expert=8",),
         pytest.param(("mesh.expert=2", "mesh.data=4"), marks=pytest.mark.slow),
         pytest.param(("mesh.expert=4", "mesh.data=2"), marks=pytest.mark.slow),
-        pytest.param(("mesh.tensor=8",), marks=pytest.mark.slow),
+        pytest.param(("mesh.data=2", "mesh.tensor=4"), marks=pytest.mark.slow),
         ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2"),
         pytest.param(
             ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full"),
@@ -104,6 +105,18 @@ def test_twenty_steps_are_those_of_one_device(programs, store, mesh):
     assert expected[-1] < expected[0] - 0.1  # it learns
     found = train(programs(*MOE, *mesh, devices=8), store, state)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        (("mesh.expert=4", "mesh.data=2", "model.num_experts=6"), "experts"),
+        (("mesh.expert=8", "data.batch_size=12"), "data.batch_size"),
+    ],
+)
+def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
+    with pytest.raises(ConfigError, match=key):
+        programs(*MOE, *changed, devices=8)
 
 
 def test_microbatches_add_up(gradients):

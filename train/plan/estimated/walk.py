@@ -56,10 +56,9 @@ class Walk:
 
     def each(self) -> Iterator[Operation]:
         """Return all operations, loops' too; `place` says how often they run."""
-        queue = list(self.operations)
-        for operation in queue:
-            queue += operation.body
-        return iter(queue)
+        for operation in self.operations:
+            yield operation
+            yield from operation.each()
 
     def run(self, jaxpr: Any, arguments: Sequence[Array]) -> list[Array]:
         """Walk a jaxpr, open or closed, and return its results."""
