@@ -93,6 +93,32 @@ class Attention(StrEnum):
     splash = "splash"
 
 
+class Grouped(StrEnum):
+    """Body of products of rows grouped by expert; each platform has its own.
+
+    `ragged` is XLA's, to trace and to compare: it is slow (model/grouped.py).
+    """
+
+    ragged = "ragged"
+    scan = "scan"
+    megablox = "megablox"
+    triton = "triton"
+
+
+class Mlp(StrEnum):
+    """`moe`: each token takes a few of many experts, each an MLP."""
+
+    dense = "dense"
+    moe = "moe"
+
+
+class Scores(StrEnum):
+    """How logits become the scores of experts: of all together, or one by one."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and choices of a GPT. Sizes are of the whole model, not of a device."""
@@ -121,6 +147,20 @@ class ModelConfig:
     bias: bool = False  # in linear layers and LayerNorm
     # The cap c of c tanh(logits / c); null: none.
     logit_soft_cap: Annotated[float, Gt(0)] | None = None
+    mlp: Mlp = Mlp.dense  # moe: experts, of which each token takes a few
+    num_experts: Count = 8  # in each layer that has experts
+    experts_per_token: Count = 2  # that the router chooses
+    expert_dim: Count | None = None  # hidden dim of an expert; null: mlp_dim
+    shared_experts: Annotated[int, Ge(0)] = 0  # that every token takes besides
+    dense_layers: Annotated[int, Ge(0)] = 0  # the first ones, with an MLP instead
+    router: Scores = Scores.softmax  # scores of all experts together, or one by one
+    router_normalized: bool = True  # the weights of a token's experts add up to 1
+    # Weight of the loss E sum(load x mean score), 1 where all experts get as much.
+    router_aux_weight: Annotated[float, Ge(0)] = 0.0
+    # Added after each step to the bias of an expert that got less than the mean, and
+    # taken off where it got more; it only chooses, outside of the gradient; 0: none.
+    router_bias_rate: Annotated[float, Ge(0)] = 0.0
+    router_z_weight: Annotated[float, Ge(0)] = 0.0  # of the squared log of the sum
     init: Init = Init.scaled  # standard deviations of the matrices
     embedding_std: Annotated[float, Gt(0)] = 0.02  # of the embedding at the start
 
@@ -158,6 +198,16 @@ class ModelConfig:
         return self.mlp_dim or 4 * self.embed_dim
 
     @property
+    def expert_size(self) -> int:
+        """Hidden dim of an expert."""
+        return self.expert_dim or self.mlp_size
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have experts: the last ones."""
+        return self.num_layers - self.dense_layers if self.mlp is Mlp.moe else 0
+
+    @property
     def rotary_dim(self) -> int:
         """How many of a head's dims rotary positions rotate; even."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
@@ -193,4 +243,21 @@ class ModelConfig:
             "param_dtype",
             "must be float32 or bfloat16",
         )
+        if self.mlp is Mlp.moe:
+            check(
+                self.experts_per_token <= self.num_experts,
+                "experts_per_token",
+                f"must be at most model.num_experts={self.num_experts}",
+            )
+            check(
+                self.dense_layers < self.num_layers,
+                "dense_layers",
+                f"must be below model.num_layers={self.num_layers}, or no layer has "
+                "experts; lower it, or choose model.mlp=dense",
+            )
+            check(
+                not self.bias,
+                "bias",
+                "must be false with model.mlp=moe: experts have no biases",
+            )
         return found

@@ -9,6 +9,7 @@ bytes, changes with the number of devices (docs/log.md).
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -107,6 +108,27 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()
     return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *by_rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gathered(part: jax.Array, parts: Parts, compute: DTypeLike) -> jax.Array:
+    """Bring a weight together, rounded on its way; its gradient is scattered.
+
+    `model.linear.product` does so itself; this is for a weight that is used more than
+    once. The result has the part's dtype, so that gradients add up in that.
+    """
+    return parts.gather(part.astype(compute)).astype(part.dtype)
+
+
+def _gathered_forward(part: jax.Array, parts: Parts, compute: DTypeLike):
+    return gathered(part, parts, compute), None
+
+
+def _gathered_backward(parts: Parts, compute: DTypeLike, _, dwhole: jax.Array):
+    return (parts.scatter(dwhole),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def on_shards(

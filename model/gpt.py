@@ -16,16 +16,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention import KeysValues
+from model.block import Block, make_stack, run_stack
 from model.config import Init, ModelConfig, Position
 from model.execution import Execution
 from model.gather import Parts, parts_of
-from model.layers import Block, Normalize, rotation, stds
+from model.layers import Normalize, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.parts import part
-from model.remat import rematerialized
+from model.router import Routing
 
 _HEAD = "btd,dv->btv"
+Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of each stack of layers
 
 
 class Table(nnx.Module):
@@ -81,12 +83,13 @@ class GPT(nnx.Module):
         assert length or not learned, "settled by train/config"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs)
-
-        self.layers = stack(rngs)
+        experts = config.expert_layers
+        dense = config.num_layers - experts
+        # The first layers, where those behind them differ: a stack of their own.
+        apart = dense if experts else 0
+        self.dense_layers = make_stack(config, apart, False, rngs) if apart else None
+        rest = config.num_layers - apart
+        self.layers = make_stack(config, rest, experts > 0, rngs)
         self.norm = Normalize(config, config.embed_dim, "embed", config.norm)
         self.head = None if config.tied_head else make_head(config, rngs)
 
@@ -96,8 +99,8 @@ class GPT(nnx.Module):
         positions_BT: Int[Array, "B T"],
         segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
-        cache: KeysValues | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
+        cache: Cache | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
         """Run all layers.
 
         Args:
@@ -105,10 +108,11 @@ class GPT(nnx.Module):
             positions_BT: int32, from 0 in each document.
             segment_ids_BT: int32 document of each position; None: one a row.
             how: dtypes, kernel, recomputation and placement.
-            cache: keys and values [L, B, S, K, H] that came before, for generation.
+            cache: what came before, for generation.
 
         Returns:
-            x_BTD in the activation dtype, and the longer cache if one was given.
+            x_BTD in the activation dtype, the longer cache if one was given, and what
+            the routers of those layers did that have experts.
         """
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
@@ -118,25 +122,21 @@ class GPT(nnx.Module):
         if self.config.position is Position.rotary:
             by = rotation(positions_BT, self.config)
 
-        block, params = nnx.split(self.layers)
-
-        def layer(x_BTD: Float[Array, "B T D"], params_and_cache):
-            params, cache = params_and_cache
-            run = nnx.merge(block, params)
-            return run(x_BTD, by, segment_ids_BT, how, cache)
-
-        depth, unroll = self.config.num_layers, self.config.layer_unroll
-        unroll = depth if unroll == -1 else min(unroll, depth)
-        with jax.named_scope("layers"):
-            x_BTD, cache = jax.lax.scan(
-                rematerialized(layer, how.remat, looped=unroll < depth),
-                x_BTD,
-                (params, cache),
-                unroll=True if unroll == depth else unroll,
+        caches, routing = list[KeysValues](), None
+        for i, stack in enumerate(self._stacks):
+            own = None if cache is None else cache[i]
+            x_BTD, own, routing = run_stack(
+                stack, x_BTD, by, segment_ids_BT, how, own, self.config.layer_unroll
             )
+            caches += [] if own is None else [own]
         # Else XLA may lay the norm out as its scale lies.
         x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
-        return x_BTD, cache
+        return x_BTD, tuple(caches) if caches else None, routing
+
+    @property
+    def _stacks(self) -> list[Block]:
+        stacks = [self.dense_layers, self.layers]
+        return [stack for stack in stacks if stack is not None]
 
     @property
     def head_weight(self) -> Float[Array, "in out"]:
@@ -162,12 +162,15 @@ class GPT(nnx.Module):
         logits_BTV = project(x_BTD, self.head_weight, self.config, how)
         return logits_BTV[..., : self.config.vocab_size]
 
-    def empty_cache(self, batch: int, length: int, how: Execution) -> KeysValues:
+    def empty_cache(self, batch: int, length: int, how: Execution) -> Cache:
         """Return a cache with room for `length` positions of `batch` rows."""
-        config = self.config
-        shape = (config.num_layers, batch, length, config.kv_heads, config.head_size)
-        zeros = jnp.zeros(shape, how.activation_dtype)
-        return KeysValues(zeros, zeros, jnp.zeros((config.num_layers,), jnp.int32))
+        config, caches = self.config, list[KeysValues]()
+        for stack in self._stacks:
+            depth = stack.attention_norm.scale.shape[0]
+            shape = (depth, batch, length, config.kv_heads, config.head_size)
+            zeros = jnp.zeros(shape, how.activation_dtype)
+            caches.append(KeysValues(zeros, zeros, jnp.zeros((depth,), jnp.int32)))
+        return tuple(caches)
 
 
 def look_up(
@@ -244,7 +247,23 @@ def bind(model: GPT, params: dict[str, Any]) -> GPT:
 
 def num_params(config: ModelConfig) -> int:
     """Count parameters, without memory; those that only pad do not count."""
+    return sum(info.size(shape) for info, shape in _shapes(config))
+
+
+def num_active_params(config: ModelConfig) -> int:
+    """Count the parameters that a token meets: of experts, those it takes."""
+    sizes = ((info, info.size(shape)) for info, shape in _shapes(config))
+    return sum(size * taken(info, config) // config.num_experts for info, size in sizes)
+
+
+def taken(info: ParamInfo, config: ModelConfig) -> int:
+    """Return how many of `num_experts` parts of a parameter a token meets."""
+    apart = info.stack > info.stacked
+    return config.experts_per_token if apart else config.num_experts
+
+
+def _shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:
     model = abstract_gpt(config)
     infos = jax.tree.leaves(param_infos(model), is_leaf=is_info)
     params = jax.tree.leaves(params_of(model))
-    return sum(i.size(p.shape) for i, p in zip(infos, params, strict=True))
+    return [(i, p.shape) for i, p in zip(infos, params, strict=True)]

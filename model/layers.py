@@ -1,4 +1,4 @@
-"""The parts of a block: norms, rotary positions, attention, MLP.
+"""The parts of a layer: norms, rotary positions, attention, MLP.
 
 Shapes: B batch, T query time, S key time, D embed, N query heads, K key/value heads,
 G = N/K, H head dim, F mlp, L layers, V vocab.
@@ -151,12 +151,25 @@ class SelfAttention(nnx.Module):
         return a_BTD, cache
 
 
+def activate(
+    kind: Activation,
+    h: Float[Array, "*dims F"],
+    gate: Float[Array, "*dims F"] | None,
+) -> Float[Array, "*dims F"]:
+    """Apply the non-linearity of an MLP; swiglu's is the gate's."""
+    if gate is not None:
+        return jax.nn.silu(gate) * h
+    if kind is Activation.gelu:
+        return jax.nn.gelu(h, approximate=True)
+    return jnp.square(jax.nn.relu(h))
+
+
 class MLP(nnx.Module):
     """Project D to F, apply the activation (with a gate, for SwiGLU), project back."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, F: int, rngs: nnx.Rngs):
         """Make the projections."""
-        D, F = config.embed_dim, config.mlp_size
+        D = config.embed_dim
         std, _ = stds(config, D)
         _, residual_std = stds(config, F)
         common = {
@@ -178,41 +191,9 @@ class MLP(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
         h_BTF = named(self.up(x_BTD, how), "mlp_up")
+        gate_BTF = None
         if self.gate is not None:
-            g_BTF = named(self.gate(x_BTD, how), "mlp_gate")
-            h_BTF = jax.nn.silu(g_BTF) * h_BTF
-        elif self.activation is Activation.gelu:
-            h_BTF = jax.nn.gelu(h_BTF, approximate=True)
-        else:
-            h_BTF = jnp.square(jax.nn.relu(h_BTF))
+            gate_BTF = named(self.gate(x_BTD, how), "mlp_gate")
+        h_BTF = activate(self.activation, h_BTF, gate_BTF)
         h_BTF = how.rules.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, how)
-
-
-class Block(nnx.Module):
-    """Pre-norm residual block: x + attention(norm x), then x + mlp(norm x)."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Make one layer."""
-        self.attention_norm = Normalize(config, config.embed_dim, "embed", config.norm)
-        self.attention = SelfAttention(config, rngs)
-        self.mlp_norm = Normalize(config, config.embed_dim, "embed", config.norm)
-        self.mlp = MLP(config, rngs)
-
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        by: Rotation | None,
-        segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
-        cache: KeysValues | None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Run one layer."""
-        a_BTD = self.attention_norm(x_BTD)
-        with part("attention"):
-            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache)
-        x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
-        h_BTD = self.mlp_norm(x_BTD)
-        with part("mlp"):
-            x_BTD = x_BTD + self.mlp(h_BTD, how)
-        return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache

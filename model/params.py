@@ -8,13 +8,13 @@ one checkpoint layout.
 import math
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-STACKED = "layers"  # the subtree whose parameters carry a leading `layers` dim
+# The subtrees whose parameters carry a leading `layers` dim.
+STACKED = ("layers", "dense_layers")
 
 
 class Kind(StrEnum):
@@ -34,7 +34,7 @@ class ParamInfo(NamedTuple):
 
     axes: the logical axis of each dim.
     kind: how optimizers see it.
-    inputs: of a matrix, how many leading dims are contracted.
+    inputs: of a matrix, how many dims are contracted, the first of its own.
     padding: how many of the last entries along `vocab` stand for no token.
     """
 
@@ -50,8 +50,9 @@ class ParamInfo(NamedTuple):
 
     @property
     def stack(self) -> int:
-        """How many leading dims count matrices: layers, and experts in each."""
-        return sum(1 for _ in takewhile(("layers", "experts").__contains__, self.axes))
+        """How many leading dims count matrices: layers, and of a matrix experts."""
+        own = self.axes[self.stacked :]
+        return self.stacked + (self.kind is Kind.matrix and own[0] == "experts")
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Count the parameters in an array of this shape, without its padding."""
@@ -69,7 +70,7 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
 
     def info(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
         own: ParamInfo = param.get_metadata("info")
-        if path[0] != STACKED:
+        if path[0] not in STACKED:
             return own
         return own._replace(axes=("layers", *own.axes))
 

@@ -13,3 +13,8 @@ import jax
 def part(name: str) -> AbstractContextManager:
     """Name the part of the model that what is traced inside belongs to."""
     return jax.named_scope(f"part.{name}")
+
+
+def expected(rows: int, of: int) -> AbstractContextManager:
+    """Say how many rows of an array are in use where experts get as much as another."""
+    return jax.named_scope(f"expected.{rows}.{of}")

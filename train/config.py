@@ -131,8 +131,8 @@ class DcnConfig:
     tensor: Count = 1  # slices or hosts that share each layer
 
 
-# data: copies of the model; fsdp: parameter shards; context, expert: to come; tensor:
-# parts of each layer. Slowest network first.
+# data: copies of the model; fsdp: parameter shards; context: to come; expert: groups of
+# experts; tensor: parts of each layer. Slowest network first.
 MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 
 
@@ -146,7 +146,7 @@ class MeshConfig:
     data: AxisSize = 1  # copies of the model; -1: what is left
     fsdp: AxisSize = 1  # parameter shards; -1: what is left
     context: AxisSize = 1  # parts of a sequence; must be 1 so far
-    expert: AxisSize = 1  # groups of experts; must be 1 so far
+    expert: AxisSize = 1  # groups of experts; -1: what is left
     tensor: AxisSize = 1  # parts of each layer; -1: what is left
     planned: bool = False  # take sizes, remat and microbatches from a search
     dcn: DcnConfig = field(default_factory=DcnConfig)

@@ -31,7 +31,10 @@ def describe(program: Program) -> None:
         "parameters",
     )
     state = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(program.state))
-    print(f"parameters  {program.num_params:,}")
+    active = ""
+    if program.num_active_params < program.num_params:
+        active = f", {program.num_active_params:,} of them active in a token"
+    print(f"parameters  {program.num_params:,}{active}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
     print(f"attention   {how.attention}, products in {how.compute_dtype}")
     rows, length = config.data.batch_size, config.data.sequence_length

@@ -55,7 +55,7 @@ def generate(
     def draw(cache, tokens_BT, start, step):
         T = tokens_BT.shape[1]
         positions_BT = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-        x_BTD, cache = model.features(tokens_BT, positions_BT, None, how, cache)
+        x_BTD, cache, _ = model.features(tokens_BT, positions_BT, None, how, cache)
         logits_BV = model.logits(x_BTD[:, -1:], how)[:, 0]
         logits_BV = jnp.where(
             jnp.arange(logits_BV.shape[-1]) < vocab_size, logits_BV, -jnp.inf

@@ -107,7 +107,7 @@ class LogWindow:
                 "step_seconds": seconds / len(steps),
                 "mfu": math.nan if mfu is None else mfu,
             }
-            self._run.log(step, values)
+            self._run.log(step, values | _loads(last))
         self._open()
         return seconds
 
@@ -141,6 +141,13 @@ class LogWindow:
                 f"={self._program.config.data.prefetch}, or bring the store nearer"
             )
         self._warned = self._warned or False
+
+
+def _loads(metrics: Metrics) -> dict[str, float]:
+    """Return the load of the most loaded expert over the mean, worst and by layer."""
+    loads = [float(load) for load in metrics.get("expert_load", ())]
+    by_layer = {f"expert_load/{i}": load for i, load in enumerate(loads)}
+    return {"expert_load": max(loads), **by_layer} if loads else {}
 
 
 class Profiler:

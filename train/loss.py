@@ -18,6 +18,7 @@ from model.execution import Execution
 from model.gather import Parts, parts_of
 from model.gpt import GPT, project
 from model.parts import part
+from model.router import Routing
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
@@ -29,7 +30,7 @@ def loss_sum(
     how: Execution,
     z_loss: float,
     chunk: int | None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
     Args:
@@ -42,13 +43,18 @@ def loss_sum(
 
     Returns:
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
-        has no gradient.
+        has no gradient; and what routers did, whose own loss is not in these.
     """
-    x_BTD, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
+    x_BTD, _, routing = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, how
+    )
     C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
     tiled = _Tiled(C, model.config, how, z_loss, model.head_axes)
     with jax.named_scope("loss"), part("head"):
-        return _sums(tiled, x_BTD, model.head_weight, batch.targets)
+        sums: tuple[jax.Array, jax.Array] = _sums(
+            tiled, x_BTD, model.head_weight, batch.targets
+        )
+        return *sums, routing
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:

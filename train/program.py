@@ -16,7 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.batches import Batch
 from model.config import Position
 from model.execution import Execution
-from model.gpt import GPT, abstract_gpt, num_params, params_of
+from model.gpt import (
+    GPT,
+    abstract_gpt,
+    num_active_params,
+    num_params,
+    params_of,
+    taken,
+)
 from model.params import Kind, is_info, named, param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
@@ -103,19 +110,25 @@ class Program:
         """The number of parameters, without those that only pad the vocabulary."""
         return num_params(self.config.model)
 
+    @functools.cached_property
+    def num_active_params(self) -> int:
+        """The number of those that a token meets."""
+        return num_active_params(self.config.model)
+
     @property
     def flops_per_step(self) -> float:
         """Model FLOPs of a step.
 
         Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply
-        (matrices and the head, tied or not; no embedding look-ups, no vectors) and C =
-        heads x head dim; causal attention is not halved. Source: PaLM,
+        (matrices and the head, tied or not; no embedding look-ups, no vectors; of
+        experts those that a token takes) and C = heads x head dim; causal attention
+        is not halved. Source: PaLM,
         arXiv:2204.02311, appendix B.
         """
         model, infos = self.config.model, dict(named(self.infos, is_info))
         head = "embedding.weight" if model.tied_head else "head.weight"
         multiplying = sum(
-            infos[name].size(param.shape)
+            infos[name].size(param.shape) * taken(infos[name], model)
             for name, param in named(self.state.params)
             if infos[name].kind is Kind.matrix or name == head
         )
@@ -123,6 +136,7 @@ class Program:
             self.config.data.sequence_length,
             model.num_heads * model.head_size,
         )
+        multiplying //= model.num_experts
         per_token = 6 * multiplying + 12 * model.num_layers * width * length
         return per_token * self.tokens_per_step
 

@@ -13,6 +13,7 @@ from model.attention import choose
 from model.axes import AxisRules
 from model.config import Dtype, ModelConfig
 from model.execution import Execution
+from model.grouped import choose_grouped
 from train.config import Platform, RuntimeConfig, TrainConfig
 from train.errors import ConfigError, Mistake
 from train.hardware.chips import chip_of
@@ -99,6 +100,7 @@ def execution(
         on_tpu=platform == "tpu",
         reduces_copies=train.accumulation_steps == 1,
         attention=kernel,
+        grouped=choose_grouped(platform),
         remat=train.remat,
         rules=rules,
     )

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
@@ -19,7 +20,8 @@ from train.rows import REPLICATED, by_rows, over_copies, over_rows
 from train.spikes import is_spike, remember
 from train.state import TrainState
 
-Metrics = dict[str, Float[Array, ""]]
+Load = Float[Array, "L E"] | None
+Metrics = dict[str, Float[Array, "..."]]
 
 
 def make_train_step(
@@ -32,17 +34,20 @@ def make_train_step(
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
-    left out, because one of the first two was not finite or a spike).
+    left out, because one of the first two was not finite or a spike). With experts
+    also expert_load, of each layer that has them: the tokens of the expert that got
+    most over the mean.
     """
     gradients = make_gradients(model, how, config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, grads = gradients(state.params, batch)
+        loss, grads, load = gradients(state.params, batch)
         norm = optax.tree.norm(grads)
         with jax.named_scope("optimizer"):
             params, opt = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step
             )
+        params = balanced(params, load, model.config)
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         if recent is not None and config.skip_sigma is not None:
             now = jnp.stack([loss, norm])
@@ -59,6 +64,8 @@ def make_train_step(
             "learning_rate": optimizer.learning_rate(state.step),
             "skipped": jnp.where(accepted, 0.0, 1.0),
         }
+        if load is not None:
+            metrics["expert_load"] = jnp.max(load, axis=1) / jnp.mean(load, axis=1)
         return TrainState(state.step + 1, params, opt, recent), metrics
 
     return train_step
@@ -66,8 +73,10 @@ def make_train_step(
 
 def make_gradients(
     model: GPT, how: Execution, config: TrainConfig
-) -> Callable[[Any, Batch], tuple[Float[Array, ""], Any]]:
-    """Build `gradients(params, batch) -> (loss, gradients)`, over all microbatches.
+) -> Callable[[Any, Batch], tuple[Float[Array, ""], Any, Load]]:
+    """Build `gradients(params, batch) -> (loss, gradients, load)`, of all microbatches.
+
+    The load is how many tokens each expert got, [L, E]; None without experts.
 
     Each device takes its own rows: weights are gathered and their gradients scattered
     where they are used (model/gather.py). Copies along other axes (data) add up once a
@@ -78,31 +87,58 @@ def make_gradients(
 
     def gradients(how: Execution, params: Any, batch: Batch):
         num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
+        num_tokens = over_rows(batch.inputs.size, how)
 
         def mean_loss(
             params: Any, part: Batch
-        ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
-            loss, nats = loss_sum(bound, part, how, config.z_loss, chunk)
-            return loss / num_targets, nats / num_targets
+            loss, nats, routing = loss_sum(bound, part, how, config.z_loss, chunk)
+            loss, load = loss / num_targets, None
+            if routing is not None:
+                loss, load = loss + jnp.mean(routing.loss) / num_tokens, routing.load_E
+            return loss, (nats / num_targets, load)
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
         if microbatches == 1:
-            grads, loss = value_and_grad(params, batch)
+            grads, (loss, load) = value_and_grad(params, batch)
         else:
 
             def add(total, part: Batch):
-                grads, loss = value_and_grad(params, part)
-                return jax.tree.map(jnp.add, total, (loss, grads)), None
+                grads, measured = value_and_grad(params, part)
+                return jax.tree.map(jnp.add, total, (measured, grads)), None
 
             zeros = jax.tree.map(jnp.zeros_like, params)
-            start = (jnp.zeros((), jnp.float32), zeros)
+            no_load = jnp.zeros(shape, jnp.float32) if shape[0] else None
+            start = (jnp.zeros((), jnp.float32), no_load), zeros
             with jax.named_scope("microbatches"):
-                loss, grads = jax.lax.scan(add, start, split(batch, microbatches))[0]
-        return over_rows(loss, how), over_copies(grads, infos, how)
+                (loss, load), grads = jax.lax.scan(
+                    add, start, split(batch, microbatches)
+                )[0]
+        return over_rows(loss, how), over_copies(grads, infos, how), load
 
     infos = param_infos(model)
-    return by_rows(gradients, how, infos, results=lambda specs: (REPLICATED, specs))
+    shape = model.config.expert_layers, model.config.num_experts
+
+    def results(specs: Any) -> Any:
+        return REPLICATED, specs, REPLICATED
+
+    return by_rows(gradients, how, infos, results)
+
+
+def balanced(params: Any, load_LE: Load, config: ModelConfig) -> Any:
+    """Return parameters in which experts with too few tokens are likelier chosen.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    if load_LE is None or not config.router_bias_rate:
+        return params
+    missing_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
+    layers = params["layers"]
+    mlp, router = layers["mlp"], layers["mlp"]["router"]
+    moved = router["balance"] + config.router_bias_rate * missing_LE
+    layers = layers | {"mlp": mlp | {"router": router | {"balance": moved}}}
+    return params | {"layers": layers}
 
 
 def split(batch: Batch, parts: int) -> Batch:
@@ -123,7 +159,7 @@ def make_eval_step(
 
     def eval_step(how: Execution, params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens
-        _, nats = loss_sum(bind(model, params), batch, how, 0.0, chunk)
+        _, nats, _ = loss_sum(bind(model, params), batch, how, 0.0, chunk)
         return over_rows((nats, jnp.sum(batch.targets >= 0)), how)
 
     return by_rows(eval_step, how, param_infos(model), lambda specs: REPLICATED)

@@ -4,8 +4,8 @@
 
 The JSON maps a name to what is to be compiled: {"target": a name of
 hardware/targets.py, and either "step": overrides of `python -m train` (the real
-training step on all devices) or "attention": [T, H] (the kernel and its
-gradient on one)}.
+training step on all devices), "attention": [T, H] or "grouped": [M, E, D, F] (the
+kernel and its gradient on one)}.
 For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
 {"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}, to stdout.
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from model.attention import attention
 from model.config import Attention
+from model.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
@@ -67,6 +68,20 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
     return traced.lower(lowering_platforms=(platform,)).compile(options)
 
 
+def grouped(chips: list[Device], platform: str, M: int, E: int, D: int, F: int):
+    place = jax.sharding.SingleDeviceSharding(chips[0])
+
+    def loss(x, w, sizes):
+        y = grouped_product(x, w, sizes, jnp.bfloat16, choose_grouped(platform))
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    shapes = ((M, D), jnp.bfloat16), ((E, D, F), jnp.float32), ((E,), jnp.int32)
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays)
+    options = {"xla_gpu_autotune_level": 0} if platform == "cuda" else None
+    return traced.lower(lowering_platforms=(platform,)).compile(options)
+
+
 def main(folder: Path, cases: dict) -> None:
     prepare()
     for name, case in cases.items():
@@ -75,6 +90,8 @@ def main(folder: Path, cases: dict) -> None:
             chips = fake_devices(target)
             if "step" in case:
                 compiled = step(chips, case["step"])
+            elif "grouped" in case:
+                compiled = grouped(chips, target.platform, *case["grouped"])
             else:
                 compiled = kernel(chips, target.platform, *case["attention"])
         except Exception as error:

@@ -55,12 +55,12 @@ MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"
 
 @pytest.fixture(scope="module")
 def compiled(compile_cases):
-    return compile_cases(
-        {
-            name: {"target": "h100-8", "step": [*COMMON, *step]}
-            for name, step in STEPS.items()
-        }
-    )
+    steps = {
+        name: {"target": "h100-8", "step": [*COMMON, *step]}
+        for name, step in STEPS.items()
+    }
+    grouped = {"target": "h100-8", "grouped": [8192, 8, 1024, 2048]}
+    return compile_cases({**steps, "grouped": grouped})
 
 
 def cudnn_calls(text: str) -> list[str]:
@@ -105,6 +105,16 @@ def test_documents_cost_a_mask_of_one_head_and_no_scores(compiled, name):
     assert max(len(shape) for shape in buffers) <= 4
     for shape in buffers:
         assert shape[:-2] in ((ROWS,), (1, ROWS), (ROWS, 1), (), (1,), (1, 1))
+
+
+def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled):
+    """Three kernels: forward, and both gradients; XLA's own would expand the rows."""
+    result = compiled["grouped"]
+    assert result.error is None
+    assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert result.products() == []
+    rounded = 2 * (8192 * 2048 + 8 * 1024 * 2048)  # cotangent and weight in bfloat16
+    assert result.memory["temp"] < 1.1 * rounded
 
 
 def test_rows_of_one_document_pay_no_mask(compiled):

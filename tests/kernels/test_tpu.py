@@ -54,7 +54,11 @@ def compiled(compile_cases):
         }
         for chip, length, head_dim in KERNELS
     }
-    return compile_cases(steps | kernels)
+    grouped = {
+        f"{chip}_grouped": {"target": target, "grouped": [8192, 8, 2048, 768]}
+        for chip, target in CHIPS.items()
+    }
+    return compile_cases(steps | kernels | grouped)
 
 
 def splash_calls(text: str) -> set[str]:
@@ -91,3 +95,12 @@ def test_splash_fits_into_vector_memory(compiled, chip, length, head_dim):
     result = compiled[f"{chip}_{length}_{head_dim}"]
     assert result.error is None
     assert splash_calls(result.text) == PARTS
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled, chip):
+    """Three kernels: forward, and both gradients; none is XLA's, over all experts."""
+    result = compiled[f"{chip}_grouped"]
+    assert result.error is None
+    assert result.text.count('custom_call_target="tpu_custom_call"') == 3
+    assert result.products() == []

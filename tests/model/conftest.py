@@ -1,4 +1,4 @@
-"""Three tiny models that together use every choice a model has."""
+"""Four tiny models that together use every choice a model has."""
 
 from functools import cached_property
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.config import Activation, Init, ModelConfig, Norm, Position
+from model.config import Activation, Init, Mlp, ModelConfig, Norm, Position, Scores
 from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
 
@@ -47,6 +47,19 @@ TINY = {
         logit_soft_cap=2.0,
         layer_unroll=-1,
     ),
+    "moe": ModelConfig(
+        num_layers=2,
+        num_heads=2,
+        embed_dim=16,
+        vocab_size=32,
+        mlp=Mlp.moe,
+        num_experts=4,
+        expert_dim=12,
+        shared_experts=1,
+        dense_layers=1,
+        router=Scores.sigmoid,
+        router_bias_rate=0.1,
+    ),
 }
 
 
@@ -79,7 +92,7 @@ class Tiny:
 
         def logits(params, tokens, positions, segment_ids):
             model = bind(self.model, params)
-            x, _ = model.features(tokens, positions, segment_ids, self.how)
+            x, *_ = model.features(tokens, positions, segment_ids, self.how)
             return model.logits(x, self.how)
 
         return jax.jit(logits)
@@ -94,7 +107,7 @@ class Tiny:
         how = how or self.how
         model, inputs = bind(self.model, params), tokens[:, :-1]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        x, _ = model.features(inputs, positions, None, how)
+        x, *_ = model.features(inputs, positions, None, how)
         logp = jax.nn.log_softmax(model.logits(x, how))
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 

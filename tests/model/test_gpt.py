@@ -12,7 +12,14 @@ from jax.extend.core import jaxprs_in_params
 
 from model.config import Init, ModelConfig
 from model.execution import Execution
-from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
+from model.gpt import (
+    GPT,
+    abstract_gpt,
+    bind,
+    num_active_params,
+    num_params,
+    params_of,
+)
 from model.params import named
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -27,10 +34,31 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("gpt2_1558m", 1_557_611_200),
         ("llama3_1b", 1_235_814_400),
         ("llama3_8b", 8_030_261_248),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_122_624),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(composed, preset, count):
     assert num_params(composed(f"model={preset}").model) == count
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("llama3_1b", 1_235_814_400),
+        ("mixtral_8x7b", 12_879_925_248),
+        ("qwen3_30b_a3b", 3_353_032_704),
+    ],
+)
+def test_a_token_meets_as_many_as_were_published(composed, preset, count):
+    assert num_active_params(composed(f"model={preset}").model) == count
+
+
+def test_with_experts_a_token_meets_what_the_default_has(composed):
+    """But for routers."""
+    config = composed("model=moe_nano").model
+    routers = 3 * (config.embed_dim + 1) * config.num_experts  # and their biases
+    assert num_active_params(config) - num_params(composed().model) == routers
 
 
 def test_the_default_is_as_small_as_its_file_says(composed):
@@ -70,11 +98,24 @@ def reference_loss(params, config: ModelConfig, tokens):
             return jnp.maximum(x, 0) ** 2
         return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
+    def routed(x, mlp):
+        scores = 1 / (1 + jnp.exp(-x @ mlp["router"]["weight"]))
+        ranked = scores + mlp["router"]["balance"]
+        least = jnp.sort(ranked)[..., -config.experts_per_token]
+        weights = jnp.where(ranked >= least[..., None], scores, 0)
+        weights = weights / weights.sum(-1, keepdims=True)
+        for e in range(config.num_experts):
+            own = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
+            yield weights[..., e : e + 1] * linear(bent(x, own), own["down"])
+        yield linear(bent(x, mlp["shared"]), mlp["shared"]["down"])
+
     x = p["embedding"]["weight"][tokens[:, :-1]]
     if config.position == "learned":
         x = x + p["positions"]["weight"][:T]
     for index in range(config.num_layers):
-        layer = jax.tree.map(lambda a, index=index: a[index], p["layers"])
+        at, stack = index - config.dense_layers, "layers"
+        at, stack = (index, "dense_layers") if at < 0 else (at, stack)
+        layer = jax.tree.map(lambda a, at=at: a[at], p[stack])
         part, h = layer["attention"], norm(x, **layer["attention_norm"])
         q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
         if config.qk_norm:
@@ -88,9 +129,11 @@ def reference_loss(params, config: ModelConfig, tokens):
         weights = weights / weights.sum(-1, keepdims=True)
         heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
         x = x + linear(heads, part["output"], 2)
-        x = x + linear(
-            bent(norm(x, **layer["mlp_norm"]), layer["mlp"]), layer["mlp"]["down"]
-        )
+        h, mlp = norm(x, **layer["mlp_norm"]), layer["mlp"]
+        if "router" in mlp:
+            x = x + sum(routed(h, mlp))
+        else:
+            x = x + linear(bent(h, mlp), mlp["down"])
     x = norm(x, **p["norm"])
     logits = x @ (
         p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
@@ -123,6 +166,9 @@ def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
         if name.endswith("key.bias"):  # adds the same to all scores of a query
             assert scale < 1e-12
             scale = 1.0
+        if name.endswith("balance"):  # it only chooses
+            assert not grad.any()
+            continue
         assert scale > 1e-6, f"{name} does not matter"
         error = np.abs(grad - expected[name]).max() / scale
         assert error < 2e-5, f"{name}: {error}"
@@ -144,6 +190,10 @@ def test_every_product_of_a_step_has_bfloat16_operands(tiny):
     step = jax.grad(lambda p: tiny.loss(p, tiny.tokens(1, 9), how))
     found = dots(jax.make_jaxpr(step)(tiny.params).jaxpr)
     assert len(found) > 20
+    if tiny.config.mlp == "moe":  # its router is exact
+        routers = [pair for pair in found if pair == ("float32", "float32")]
+        assert len(routers) == 3
+        found = [pair for pair in found if pair not in routers]
     assert set(found) == {("bfloat16", "bfloat16")}
 
 
@@ -162,7 +212,7 @@ def input_gradients(tiny, segment_ids, positions):
 
     def logits(table):
         params = {**tiny.params, "embedding": {"weight": table}}
-        x, _ = bind(tiny.model, params).features(
+        x, *_ = bind(tiny.model, params).features(
             tokens, positions, segment_ids, tiny.how
         )
         return bind(tiny.model, tiny.params).logits(x, tiny.how)[0] @ pick
@@ -213,7 +263,7 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
     @jax.jit
     def extend(cache, tokens, positions):
         model = bind(tiny.model, tiny.params)
-        x, cache = model.features(tokens, positions, None, tiny.how, cache)
+        x, cache, _ = model.features(tokens, positions, None, tiny.how, cache)
         return model.logits(x, tiny.how), cache
 
     cache = abstract_gpt(tiny.config).empty_cache(rows, length + 3, tiny.how)
@@ -222,7 +272,8 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
     for t in range(prompt, length):
         logits, cache = extend(cache, tokens[:, t : t + 1], positions[:, t : t + 1])
         pieces.append(logits)
-    assert cache.length.tolist() == [length] * tiny.config.num_layers
+    lengths = [n for stack in cache for n in stack.length.tolist()]
+    assert lengths == [length] * tiny.config.num_layers
     np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=5e-6, rtol=1e-5)
 
 
@@ -266,7 +317,7 @@ def test_gpt2_starts_at_the_loss_of_a_guess(gpt2):
     @jax.jit
     def loss(params, tokens):
         bound = bind(model, params)
-        x, _ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, how)
+        x, *_ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, how)
         logp = jax.nn.log_softmax(bound.logits(x, how))
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 
@@ -292,7 +343,7 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
 
         def loss(params, tokens):
             positions = jnp.arange(tokens.shape[1])[None]
-            x, _ = bind(model, params).features(tokens, positions, None, llama.how)
+            x, *_ = bind(model, params).features(tokens, positions, None, llama.how)
             return x.sum()
 
         lowered = jax.jit(jax.grad(loss)).lower(params_of(model), llama.tokens(1, 8))
@@ -308,7 +359,7 @@ def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
     how, positions = llama.how._replace(remat="full"), jnp.arange(8)[None]
 
     def loss(params):
-        x, _ = bind(model, params).features(positions, positions, None, how)
+        x, *_ = bind(model, params).features(positions, positions, None, how)
         return x.sum()
 
     text = jax.jit(jax.grad(loss)).lower(params_of(model)).as_text()

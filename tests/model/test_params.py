@@ -23,26 +23,32 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         "heads": config.num_heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "mlp": config.mlp_size,
-        "layers": config.num_layers,
+        "experts": config.num_experts,
         "seq": config.max_sequence_length,
     }
-    assert sizes.keys() <= set(LOGICAL_AXES)
+    assert {*sizes, "layers", "mlp"} == set(LOGICAL_AXES) - {"batch"}
     for name, param in params.items():
-        assert param.shape == tuple(sizes[axis] for axis in found[name].axes), name
+        own, info = dict(sizes), found[name]
+        own["layers"] = config.expert_layers or config.num_layers
+        if name.startswith("dense_layers."):
+            own["layers"] = config.dense_layers
+        own["mlp"] = config.mlp_size
+        if config.expert_layers and name.startswith("layers.mlp."):
+            own["mlp"] = config.expert_size  # the shared expert's too: it is one
+        assert param.shape == tuple(own[axis] for axis in info.axes), name
 
 
 def test_layers_are_stacked_and_nothing_else_is(tiny):
     for name, info in infos(tiny).items():
-        assert info.stacked == name.startswith("layers."), name
+        assert info.stacked == name.startswith(("layers.", "dense_layers.")), name
         assert "layers" not in info.axes[1:], name
 
 
 def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
-        if name.endswith(("bias", "scale")):
+        if name.endswith(("bias", "scale", "balance")):
             assert info.kind is Kind.vector, name
-        elif name.startswith("layers."):
+        elif name.startswith(("layers.", "dense_layers.")):
             assert info.kind is Kind.matrix, name
             assert info.inputs == (2 if name.endswith("output.weight") else 1), name
         else:
@@ -52,5 +58,16 @@ def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
 def test_names_are_dotted_paths(tiny):
     names = [name for name, _ in named(tiny.params)]
     assert len(names) == len(set(names)) == len(jax.tree.leaves(tiny.params))
-    assert "layers.mlp.up.weight" in names
+    assert "layers.attention.query.weight" in names
     assert "embedding.weight" in names
+
+
+def test_each_experts_matrix_is_one():
+    for axes, stacks in (
+        (("layers", "embed", "mlp"), 1),
+        (("layers", "experts", "embed", "mlp"), 2),
+        (("layers", "embed", "experts"), 1),
+        (("embed", "vocab"), 0),
+    ):
+        assert ParamInfo(axes, Kind.matrix, 1).stack == stacks
+    assert ParamInfo(("layers", "experts"), Kind.vector).stack == 1

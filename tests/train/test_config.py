@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.config import Activation, Attention, ModelConfig, Position
+from model.config import Activation, Attention, Mlp, ModelConfig, Position
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
 from train.cli.schema import convert, read_yaml, to_yaml
@@ -32,6 +32,8 @@ from train.evaluate import EvaluateConfig
 from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
 from train.sample import SampleConfig
 from train.status import StatusConfig
+
+MOE = ModelConfig(mlp=Mlp.moe)
 
 
 def keys(config: Any) -> list[str]:
@@ -77,6 +79,13 @@ def test_the_defaults_are_right():
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
         (Config(mesh=MeshConfig(context=2)), "mesh.context"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
+        (
+            Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
+            "mesh.params.experts",
+        ),
+        (Config(model=replace(MOE, bias=True)), "model.bias"),
+        (Config(model=replace(MOE, dense_layers=4)), "model.dense_layers"),
+        (Config(model=replace(MOE, experts_per_token=9)), "model.experts_per_token"),
         (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "mesh.fsdp"),
         (Config(mesh=MeshConfig(tensor=0)), "mesh.tensor"),
         (Config(mesh=MeshConfig(data=4, dcn=DcnConfig(data=3))), "mesh.dcn.data"),

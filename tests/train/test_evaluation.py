@@ -47,7 +47,7 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
 
     @jax.jit
     def logits(batch):
-        x, _ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
+        x, *_ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
         return model.logits(x, how)
 
     nats = count = 0

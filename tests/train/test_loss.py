@@ -42,7 +42,7 @@ JITTED = {}
 def value_and_grads(program, params, batch, chunk):
     def on_a_device(how, params, batch):
         def loss(params):
-            return loss_sum(bind(program.model, params), batch, how, 0.1, chunk)
+            return loss_sum(bind(program.model, params), batch, how, 0.1, chunk)[:2]
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(params)
         return over_rows(sums, how), over_copies(grads, program.infos, how)
@@ -150,7 +150,7 @@ def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
 
     @jax.jit
     def logits(batch):
-        x_BTD, _ = model.features(
+        x_BTD, *_ = model.features(
             batch.inputs, batch.positions, batch.segment_ids, program.how
         )
         return model.logits(x_BTD, program.how)

@@ -38,9 +38,9 @@ def test_bytes_per_device_are_those_of_a_shard(programs):
         assert bytes_per_device(leaf) == shard.size * leaf.dtype.itemsize
 
 
-def test_a_batch_is_spread_over_its_two_axes(programs):
+def test_a_batch_is_spread_over_its_axes(programs):
     spec = programs(*CUBE, devices=8).batch.inputs.sharding.spec
-    assert spec == PartitionSpec(("data", "fsdp"), "context")
+    assert spec == PartitionSpec(("data", "fsdp", "expert"), "context")
 
 
 def test_all_that_does_not_divide_is_listed_at_once(programs):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.config import Source
-from model.config import LOGICAL_AXES, Activation, Position
+from model.config import LOGICAL_AXES, Activation, Mlp, Position
 from train.config import (
     MESH_AXES,
     Config,
@@ -21,7 +21,7 @@ from train.config import (
 from train.errors import Mistake, nearest
 from train.identity import differences
 
-NOT_YET = ("context", "expert")
+NOT_YET = ("context",)
 
 
 def validate(config: Config) -> list[Mistake]:
@@ -31,6 +31,7 @@ def validate(config: Config) -> list[Mistake]:
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
         *_across(config),
         *_mesh(config.mesh),
+        *_experts(config),
     ]
 
 
@@ -104,6 +105,25 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
             yield Mistake(key, axes, "must name each mesh axis once")
 
 
+def _experts(config: Config) -> Iterator[Mistake]:
+    """Yield what does not let devices share experts."""
+    mesh, dense = config.mesh, config.model.mlp is Mlp.dense
+    if dense and mesh.expert != 1:
+        rule = "must be 1 with model.mlp=dense, which has no experts; take mesh.data "
+        yield Mistake("mesh.expert", mesh.expert, rule + "or mesh.fsdp instead")
+    axes = {*_listed(mesh.params.get("experts"))}
+    rows = {*_listed(mesh.activations.get("batch"))}
+    if not dense and not axes <= rows:
+        rule = "must be mesh axes that mesh.activations.batch has too: devices with "
+        rule += "other experts bring each other tokens; add them there, or say null"
+        yield Mistake("mesh.params.experts", mesh.params.get("experts"), rule)
+
+
+def _listed(axes: Any) -> list[Any]:
+    """Return an entry of a rule table as a list."""
+    return axes if isinstance(axes, list) else [axes] if axes is not None else []
+
+
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
     changed = sorted(diff.key for diff in differences(Config(), config))
@@ -123,6 +143,12 @@ def without_effect(config: Config) -> list[str]:
         (untracked, "tracker.project", "tracker.name is none"),
     ]
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
+    experts = (
+        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
+        *("dense_layers", "router"),
+    )
+    dense = config.model.mlp is Mlp.dense
+    unread += [(dense, f"model.{key}", "model.mlp is dense") for key in experts]
     unread += [
         (stored, f"data.{key}", f"data.source is {source}")
         for key in ("validation", "tokenizer", "pattern")

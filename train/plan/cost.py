@@ -15,6 +15,7 @@ a permute.
 """
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,12 @@ class Flops:
     def total(self) -> float:
         """All that are executed."""
         return self.products + self.attention
+
+
+def expected_part(scope: str) -> float:
+    """Return the part of an array's rows that is in use, by model/parts.py's scope."""
+    found = re.findall(r"expected\.(\d+)\.(\d+)", scope)
+    return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ those of transformers, so no dim is permuted.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.config import Activation, ModelConfig, Norm, Position
+from model.config import Activation, Mlp, ModelConfig, Norm, Position
 from train.errors import ConfigError, Mistake
 
 _ROTARY = {
@@ -16,12 +16,14 @@ _ROTARY = {
     "position": Position.rotary,
     "rotary_fraction": 1.0,
     "activation": Activation.swiglu,
+    "mlp": Mlp.dense,
     "logit_soft_cap": None,
 }
 _LEARNED = {
     "norm": Norm.layernorm,
     "position": Position.learned,
     "activation": Activation.gelu,
+    "mlp": Mlp.dense,
     "qk_norm": False,
     "logit_soft_cap": None,
 }

@@ -43,6 +43,8 @@ class Parts:
             if all(self._present(param) for param in params)
             for layer in (range(model.num_layers) if "{}" in name else [None])
         }
+        written = {param for tensor in self.tensors.values() for param in tensor.params}
+        assert written >= self.infos.keys(), self.infos.keys() - written
 
     def _present(self, name: str) -> bool:
         """Tell whether there is such a parameter, or a bias that is zero."""

@@ -24,13 +24,14 @@ Point = tuple[float, float | None]  # step and value; None if it is not finite
 _TEMPLATE = Path(__file__).with_name("report.html")
 _METRICS = (
     *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
-    *("eval/loss", "eval/bits_per_byte"),
+    *("eval/loss", "eval/bits_per_byte", "expert_load"),
 )
 _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at zero
     ("Loss", (("loss", "training"), ("eval/loss", "validation")), False),
     ("Gradient norm", (("grad_norm", "gradient norm"),), True),
     ("Learning rate", (("learning_rate", "learning rate"),), True),
     ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
+    ("Load of experts", (("expert_load", "most loaded over mean"),), False),
 )
 _MAX_POINTS = 1000
 

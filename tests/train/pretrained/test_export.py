@@ -92,8 +92,6 @@ def test_every_parameter_is_written_once(model, tmp_path):
     assert {name: a.shape for name, a in arrays.items()} == parts.shapes(
         dict(named(params))
     )
-    used = [param for tensor in parts.tensors.values() for param in tensor.params]
-    assert {name for name, _ in named(params)} <= {*used}
 
 
 def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
@@ -125,6 +123,12 @@ def test_a_mesh_changes_no_byte(programs, tmp_path):
             export(folder, program, params, "bfloat16")
         files.append((folder / "model.safetensors").read_bytes())
     assert files[0] == files[1]
+
+
+def test_experts_are_refused(composed):
+    with pytest.raises(ConfigError) as error:
+        family_of(composed("model=llama_nano", "model.mlp=moe").model)
+    assert [mistake.key for mistake in error.value.mistakes] == ["model.mlp"]
 
 
 def test_what_no_family_holds_is_refused_with_all_that_differs(composed):

@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from train.plan.compiled.hlo import BODY, Computation, Executed, Instruction, Module
-from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
+from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops, expected_part
 
 _FLOATS = ("f", "bf")
 
@@ -26,7 +26,8 @@ def count_flops(module: Module) -> Flops:
                 flops, share = kernel_flops(inner, computation)
                 attention += executed.times * flops * share
                 whole += executed.times * flops
-                if not flops and is_kernel(inner):
+                known = flops or product_flops(inner, computation)
+                if not known and is_kernel(inner):
                     unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
     return Flops(products, attention, whole, tuple(sorted(unknown)))
 
@@ -36,6 +37,7 @@ def multiplies(module: Module, executed: Executed) -> bool:
     return any(
         inner.opcode in ("dot", "convolution")
         or (inner.opcode == "custom-call" and kernel_flops(inner, computation)[0])
+        or product_flops(inner, computation)
         for inner, computation in parts(module, executed)
     )
 
@@ -69,7 +71,7 @@ def _flops(module: Module, instruction: Instruction, computation: Computation) -
 
 
 def product_flops(instruction: Instruction, computation: Computation) -> float:
-    """Count the FLOPs of a dot or a convolution; 0 for anything else."""
+    """Count the FLOPs of a dot, a convolution, or rows grouped by expert; else 0."""
     if instruction.opcode == "dot":
         left = computation.operands(instruction)[0].arrays[0]
         contracted = instruction.find(r" lhs_contracting_dims=\{([\d,]*)\}")
@@ -77,7 +79,19 @@ def product_flops(instruction: Instruction, computation: Computation) -> float:
         return 2.0 * math.prod(instruction.arrays[0].dims) * inner
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction, computation)
+    if instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name:
+        return _grouped_flops(instruction, computation)
     return 0.0
+
+
+def _grouped_flops(instruction: Instruction, computation: Computation) -> float:
+    """Count what a kernel of model/grouped.py multiplies of the rows in use."""
+    if not is_kernel(instruction):
+        return 0.0
+    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]
+    flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
+    return flops * expected_part(instruction.op_name)
 
 
 def _convolution_flops(instruction: Instruction, computation: Computation) -> float:
@@ -140,4 +154,5 @@ def kernel_flops(
 def is_kernel(instruction: Instruction) -> bool:
     """Say whether a custom call may multiply matrices, not just move what it gets."""
     target = instruction.find(r'custom_call_target="([^"]*)"')
-    return target.startswith(("tpu_custom_call", "__cu", "__triton", "__onednn"))
+    own = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+    return target.startswith((*own, "__cu", "__triton", "__onednn"))

@@ -37,8 +37,9 @@ def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
     products = others = 0.0
     for loop, plan in step.schedules.items():
         inside = _trip(loop, plan, core)
-        products += loop.trips * inside[0]
-        others += loop.trips * inside[1]
+        trips = loop.place.times * loop.trips
+        products += trips * inside[0]
+        others += trips * inside[1]
     large = any(a.from_batch and a.bytes >= core / 2 for a in step.layers[0].stacked)
     kept = _KEPT_LARGE if large else _KEPT
     others += (_KEPT_GPU if step.platform == "gpu" else kept) * saved_bytes(step)

@@ -52,9 +52,13 @@ class LocalStep:
 
     @functools.cached_property
     def schedules(self) -> dict[Operation, Schedule]:
-        """The passes of each loop; cuDNN takes operands in any order of dims."""
+        """The passes of each loop, of those inside of loops too.
+
+        cuDNN takes operands in any order of dims.
+        """
         transposes = self.attention is not Attention.cudnn
-        return {loop: Schedule(loop, transposes) for loop in self.loops}
+        loops = [op for op in self.gradients.each() if op.body]
+        return {loop: Schedule(loop, transposes) for loop in loops}
 
     @property
     def layers(self) -> list[Operation]:
@@ -92,7 +96,8 @@ def local_step(program: Program) -> LocalStep:
     gradients = Walk(sizes, platform)
     loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
     gradients.sending.reduce(loss, ())
-    for result, param in zip(results, params, strict=True):
+    # Behind the gradients comes what experts got, which is whole everywhere.
+    for result, param in zip(results, params, strict=False):
         gradients.sending.reduce(result, param.axes, param.label)
     each = [
         e._replace(count=e.count * times, payload=e.payload * times)

@@ -1,5 +1,6 @@
 """What a walk over a program yields: one equation, or a loop of them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from train.plan.estimated.arrays import Array, Place
@@ -25,6 +26,12 @@ class Operation:
     slices: list[Array] = field(default_factory=list)
     carried: list[Array] = field(default_factory=list)
     stacked: list[Array] = field(default_factory=list)
+
+    def each(self) -> Iterator["Operation"]:
+        """Return what its body holds, of the loops in there too."""
+        for operation in self.body:
+            yield operation
+            yield from operation.each()
 
     @property
     def is_kernel(self) -> bool:

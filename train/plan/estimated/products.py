@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from train.plan.cost import expected_part
 from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
 from train.plan.estimated.collectives import Sending
 
@@ -63,6 +64,26 @@ def _met(a: Dim, b: Dim) -> Dim:
     if not (a.known and b.known):
         return a if a.known else b
     return min(a, b, key=lambda dim: dim.size)
+
+
+def grouped(
+    params: Any, operands: list[Array], scope: str
+) -> tuple[tuple[tuple[Dim, ...], Axes], float]:
+    """Lay out a product of rows grouped by expert, each row once.
+
+    Returns:
+        The result's dims and the axes along which it is a partial sum, none, for
+        devices have their own rows; and FLOPs of the rows in use.
+    """
+    rows, other, sizes = operands
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, contracted), _ = numbers.dot_dimension_numbers
+    if numbers.rhs_group_dimensions:  # by the matrices [E, K, N], or [E, N, K]
+        dims = rows.dims[0], other.dims[3 - contracted[0]]
+    else:  # to matrices
+        dims = sizes.dims[0], rows.dims[1], other.dims[1]
+    flops = 2.0 * rows.size * dims[-1].size
+    return (dims, ()), flops * expected_part(scope)
 
 
 def kernel_flops(equation: Any, operands: list[Array]) -> tuple[float, float]:

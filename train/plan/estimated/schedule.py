@@ -14,7 +14,10 @@ from train.plan.estimated.arrays import Array
 from train.plan.estimated.operation import Operation
 from train.plan.estimated.walk import SHAPES
 
-_OPAQUE = ("dot_general", "pallas_call", "scan", "gather", "scatter-add")
+_OPAQUE = (
+    *("dot_general", "ragged_dot_general", "pallas_call", "scan"),
+    *("gather", "scatter-add"),
+)
 _MUCH = 8  # times larger is what had better not wait for its last use
 _MOST_READ = 4  # arrays that are combined in one pass
 

@@ -139,7 +139,7 @@ def _weights(step: LocalStep) -> dict[Array, Array]:
     return {
         array.source: array
         for loop in step.layers
-        for op in loop.body
+        for op in loop.each()
         if op.flops and loop.place.is_backward
         for array in op.operands
         if not array.from_batch and array.source in loop.slices
@@ -152,7 +152,7 @@ def _loss_gradient(step: LocalStep) -> int:
 
 
 def _peak(step: LocalStep, loop: Operation) -> int:
-    """Return what one trip of a loop makes.
+    """Return what one trip of a loop makes, with a trip of the largest loop inside.
 
     Of what was kept it copies what its products read; all of it where it computes the
     rest again.
@@ -168,7 +168,8 @@ def _peak(step: LocalStep, loop: Operation) -> int:
         known = array.from_batch and array in made
         return _activation_bytes(step, array) if known else 0
 
-    return plan.peak(size)
+    inside = (_peak(step, inner) for inner in loop.body if inner.body)
+    return plan.peak(size) + max(inside, default=0)
 
 
 def _activation_bytes(step: LocalStep, array: Array) -> int:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batches import Batch
 from model.axes import mesh_axes
-from model.config import Attention, ModelConfig
+from model.config import Attention, Grouped, ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
@@ -26,7 +26,7 @@ from train.program import Program
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
-_ROWS = 2  # of a device
+_ROWS = 2  # of a device, where no equation depends on their number
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
@@ -36,6 +36,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         # cuDNN's kernel cannot be traced without cuDNN. Splash reads, writes and keeps
         # the same arrays.
         how = how._replace(attention=Attention.splash)
+    # XLA's own product for what is grouped: it reads and writes what the kernels do.
+    how = how._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if how.attention is Attention.splash else 1
     return _gradients(
         config.model,
@@ -44,6 +46,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
         length=-(-config.data.sequence_length // tile) * tile,
         documents=program.batch.segment_ids is not None,
+        rows=_rows(program),
         mesh=tuple((axis, _least(axis, program)) for axis in program.mesh.shape),
     )
 
@@ -55,12 +58,13 @@ def _gradients(
     train: TrainConfig,
     length: int,
     documents: bool,
+    rows: int,
     mesh: tuple[tuple[str, int], ...],
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
     shards = num_shards(dict(mesh), how.rules.spec("batch")[0])
-    rows = jax.ShapeDtypeStruct((_ROWS * shards, length), jnp.int32)
-    batch = Batch(rows, rows, rows if documents else None, rows)
+    field = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
+    batch = Batch(field, field, field if documents else None, field)
     names, sizes = zip(*mesh, strict=True)
     step = make_gradients(model, how, train)
     axis_types = (AxisType.Auto,) * len(names)
@@ -86,6 +90,15 @@ def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(update)(params, state, params)
 
 
+def _rows(program: Program) -> int:
+    """Return how many rows of a device are traced: all, if experts sort its tokens."""
+    if not program.config.model.expert_layers:
+        return _ROWS
+    shards = num_shards(program.mesh.shape, program.how.rules.spec("batch")[0])
+    data, train = program.config.data, program.config.train
+    return data.batch_size // (shards * train.accumulation_steps)
+
+
 def _least(axis: str, program: Program) -> int:
     """Return the least size of a mesh axis at which the equations are the same.
 
@@ -93,6 +106,8 @@ def _least(axis: str, program: Program) -> int:
     cuts the batch's rows or parameters, and these can be halved.
     """
     size = program.mesh.shape[axis]
+    if axis in mesh_axes(dict(program.how.rules.params)["experts"]):
+        return size  # on it depends in how many chunks tokens go
     if size > 1:
         return next((n for n in range(2, size) if size % n == 0), size)
     cut = [

@@ -24,7 +24,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import Sending
 from train.plan.estimated.operation import Operation
-from train.plan.estimated.products import kernel_flops, multiply
+from train.plan.estimated.products import grouped, kernel_flops, multiply
 
 # Same values in another dtype or shape.
 SHAPES = {
@@ -56,10 +56,9 @@ class Walk:
 
     def each(self) -> Iterator[Operation]:
         """Return all operations, loops' too; `place` says how often they run."""
-        queue = list(self.operations)
-        for operation in queue:
-            queue += operation.body
-        return iter(queue)
+        for operation in self.operations:
+            yield operation
+            yield from operation.each()
 
     def run(self, jaxpr: Any, arguments: Sequence[Array]) -> list[Array]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -170,6 +169,9 @@ class Walk:
             pairs = params["dimension_numbers"]
             left, right = operands
             *operands, layout, flops = multiply(left, right, pairs, self.sending, place)
+            layouts = [layout]
+        elif name == "ragged_dot_general":
+            layout, flops = grouped(params, operands, self._scope)
             layouts = [layout]
         else:
             layouts = self._lay_out(equation, operands)

@@ -1,0 +1,92 @@
+"""One layer, attention and then an MLP or experts; and a stack of them, run by a scan.
+
+Shapes: B batch, T time, D embed, F mlp, L layers.
+"""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model.attention import KeysValues
+from model.config import ModelConfig
+from model.execution import Execution
+from model.experts import Experts
+from model.layers import MLP, Normalize, Rotation, SelfAttention
+from model.parts import part
+from model.remat import rematerialized
+from model.router import Routing
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
+        """Make one layer, `routed` to experts or with one MLP."""
+        F = config.mlp_size
+        self.attention_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.attention = SelfAttention(config, rngs)
+        self.mlp_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.mlp = Experts(config, rngs) if routed else MLP(config, F, rngs)
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        by: Rotation | None,
+        segment_ids_BT: Int[Array, "B T"] | None,
+        how: Execution,
+        cache: KeysValues | None,
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
+        """Run one layer."""
+        a_BTD = self.attention_norm(x_BTD)
+        with part("attention"):
+            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache)
+        x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
+        h_BTD, routing = self.mlp_norm(x_BTD), None
+        with part("mlp"):
+            if isinstance(self.mlp, Experts):
+                h_BTD, routing = self.mlp(h_BTD, how)
+            else:
+                h_BTD = self.mlp(h_BTD, how)
+            x_BTD = x_BTD + h_BTD
+        return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache, routing
+
+
+def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) -> Block:
+    """Make layers of one kind, their parameters stacked."""
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap
+    def stack(rngs: nnx.Rngs) -> Block:
+        return Block(config, routed, rngs)
+
+    return stack(rngs)
+
+
+def run_stack(
+    stack: Block,
+    x_BTD: Float[Array, "B T D"],
+    by: Rotation | None,
+    segment_ids_BT: Int[Array, "B T"] | None,
+    how: Execution,
+    cache: KeysValues | None,
+    unroll: int,
+) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
+    """Run stacked layers, `unroll` in each iteration of a loop; -1: without one."""
+    block, params = nnx.split(stack)
+
+    def layer(x_BTD: Float[Array, "B T D"], params_and_cache):
+        params, cache = params_and_cache
+        run = nnx.merge(block, params)
+        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, how, cache)
+        return x_BTD, rest
+
+    depth = stack.attention_norm.scale.shape[0]
+    unroll = depth if unroll == -1 else min(unroll, depth)
+    with jax.named_scope("layers"):
+        x_BTD, (cache, routing) = jax.lax.scan(
+            rematerialized(layer, how.remat, looped=unroll < depth),
+            x_BTD,
+            (params, cache),
+            unroll=True if unroll == depth else unroll,
+        )
+    return x_BTD, cache, routing

@@ -1,0 +1,98 @@
+"""The router: which experts each token takes, and what keeps them balanced.
+
+Shapes: B batch, T time, k experts of each token, D embed, E experts, L layers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model.axes import wide
+from model.config import ModelConfig, Scores
+from model.execution import Execution
+from model.gather import parts_of
+from model.layers import stds
+from model.linear import product
+from model.params import Kind, ParamInfo
+
+
+class Routing(NamedTuple):
+    """What a layer's router did with the tokens of all devices.
+
+    load_E: float32, how many tokens each expert got.
+    loss: float32, what it adds to the loss, summed over a device's own tokens.
+    """
+
+    load_E: Float[Array, "*L E"]
+    loss: Float[Array, "*L"]
+
+
+class Choice(NamedTuple):
+    """The experts [B, T, k] of each token, int32, and their float32 weights."""
+
+    experts: Int[Array, "B T k"]
+    weights: Float[Array, "B T k"]
+
+
+class Router(nnx.Module):
+    """Scores experts for each token, and chooses the best."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Draw the matrix; the bias, if there is one, starts at zero."""
+        D, E = config.embed_dim, config.num_experts
+        dtype = jnp.dtype(config.param_dtype)
+        std, _ = stds(config, D)
+        self.config, self.axes = config, ("embed", "experts")
+        weight = std * jax.random.normal(rngs.params(), (D, E), dtype)
+        self.weight = nnx.Param(weight, info=ParamInfo(self.axes, Kind.matrix, 1))
+        info = ParamInfo(("experts",), Kind.vector)
+        biased = config.router_bias_rate > 0
+        zeros = jnp.zeros((E,), jnp.float32)
+        self.balance = nnx.Param(zeros, info=info) if biased else None
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], how: Execution
+    ) -> tuple[Choice, Routing]:
+        """Choose experts, in float32 throughout.
+
+        Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the loss of the
+        load; ST-MoE, arXiv:2202.08906, section 2.2, for that of the logits;
+        DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and the bias.
+        """
+        config, E = self.config, self.config.num_experts
+        parts = parts_of(self.axes, how)
+        x_BTD = x_BTD.astype(jnp.float32)
+        with jax.default_matmul_precision("float32"):
+            weight = self.weight[...]
+            logits_BTE = product("btd,de->bte", x_BTD, weight, jnp.float32, parts)
+        if config.router is Scores.softmax:
+            scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        else:
+            scores_BTE = jax.nn.sigmoid(logits_BTE)
+        ranked_BTE = jax.lax.stop_gradient(scores_BTE)
+        if self.balance is not None:
+            bias_E = jax.lax.stop_gradient(self.balance[...]).astype(jnp.float32)
+            ranked_BTE = ranked_BTE + bias_E[None, None]
+        _, experts_BTk = jax.lax.top_k(ranked_BTE, config.experts_per_token)
+        chosen_BTkE = experts_BTk[..., None] == jnp.arange(E)[None, None, None]
+        # A masked sum instead of a gather, whose gradient would be a scatter.
+        weights_BTk = jnp.sum(
+            jnp.where(chosen_BTkE, scores_BTE[:, :, None], 0), axis=-1
+        )
+        if config.router_normalized:
+            weights_BTk = weights_BTk / jnp.sum(weights_BTk, axis=-1, keepdims=True)
+        load_E = jnp.sum(chosen_BTkE, axis=(0, 1, 2), dtype=jnp.float32)
+        load_E = jax.lax.psum(load_E, wide(how.rules.by_hand))
+        loss = jnp.zeros((), jnp.float32)
+        if config.router_aux_weight:
+            shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+            fair_E = load_E * (E / jnp.sum(load_E))
+            aux = jnp.sum(shares_BTE * fair_E[None, None])
+            loss = loss + config.router_aux_weight * aux
+        if config.router_z_weight:
+            z_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
+            loss = loss + config.router_z_weight * jnp.sum(jnp.square(z_BT))
+        return Choice(experts_BTk, weights_BTk), Routing(load_E, loss)
