@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BUDGET_S = 120  # on one core
+BUDGET_S = 110  # on one core
 OTHERS_S = 10  # of a test that is not in the list
 LIST = Path(__file__).parents[1] / ".ci/slow"
 

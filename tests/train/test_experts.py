@@ -60,7 +60,7 @@ def distance(found, expected):
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("mesh.expert=8",),
+        pytest.param(("mesh.expert=8",), marks=pytest.mark.slow),
         pytest.param(("mesh.expert=2", "mesh.data=4"), marks=pytest.mark.slow),
         pytest.param(("mesh.expert=4", "mesh.data=2"), marks=pytest.mark.slow),
         pytest.param(("mesh.data=2", "mesh.tensor=4"), marks=pytest.mark.slow),

@@ -101,7 +101,9 @@ def batch(programs, store):
     return Order(store, programs(*MESH, devices=8).config.data, 0).read(0)
 
 
-@pytest.mark.parametrize("shape", [MESH, ("mesh.fsdp=8",)])
+@pytest.mark.parametrize(
+    "shape", [MESH, pytest.param(("mesh.fsdp=8",), marks=pytest.mark.slow)]
+)
 def test_rows_travel_or_the_table_does(programs, batch, shape):
     """With the same gradient."""
     program = programs(*shape, devices=8)

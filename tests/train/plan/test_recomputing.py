@@ -30,6 +30,7 @@ def test_less_and_more_go_from_what_is_next():
     assert keeping_more(("mlp_up",)) == [Remat.dots, *WAYS[-2:]]
 
 
+@pytest.mark.slow
 def test_what_keeps_more_computes_less(programs):
     """By the estimate, of a model whose attention is XLA's: no kernel runs twice."""
     kept, flops = [], []
