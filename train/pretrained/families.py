@@ -136,7 +136,11 @@ class Family(NamedTuple):
         rule = "must be {} for transformers' {}, the family that fits best; a model "
         rule += "that no family can hold stays in the run's checkpoints"
         return [
-            Mistake(f"model.{field}", have[field], rule.format(value, self.name))
+            Mistake(
+                f"model.{field}",
+                have[field],
+                rule.format("null" if value is None else value, self.name),
+            )
             for field, value in needs.items()
             if have[field] != value
         ]
