@@ -135,13 +135,15 @@ def reference_loss(params, config: ModelConfig, tokens):
         else:
             x = x + linear(bent(h, mlp), mlp["down"])
     x = norm(x, **p["norm"])
-    logits = x @ (
-        p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
-    )
-    if config.logit_soft_cap is not None:
-        logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
+    head = p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
+    return reference_nats(x @ head, config.logit_soft_cap, tokens[:, 1:])
+
+
+def reference_nats(logits, cap, targets):
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
     logp = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
-    return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean()
+    return -jnp.take_along_axis(logp, targets[..., None], -1).mean()
 
 
 def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):

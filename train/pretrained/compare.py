@@ -20,6 +20,7 @@ from train.pretrained.tensors import Parts
 from train.program import Program
 
 _KEY = "init_from"
+_AGAIN = "Fetch or export the folder again"
 # Of older files: masks and angles, which are no weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -38,8 +39,11 @@ class Folder:
             ConfigError: if it is no such folder.
             DataError: naming a file that is missing or damaged.
         """
-        from safetensors import SafetensorError, safe_open
-
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            rule = 'needs the package safetensors; pip install "longhaul[export]"'
+            raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
         try:
             self.settings: dict[str, Any] = json.loads(
@@ -52,18 +56,24 @@ class Folder:
         files = ["model.safetensors"]
         listed = dict[str, str]()
         if index.exists():
-            listed = json.loads(index.read_text())["weight_map"]
+            try:
+                listed = json.loads(index.read_text())["weight_map"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{index}: cannot be read ({error}). {_AGAIN}"
+                ) from error
             files = sorted({*listed.values()})
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
+        there = set[str]()
         prefix = next(iter(family.names)).split(".")[0] + "."
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(folder / file, "numpy"))
             except (OSError, SafetensorError) as error:
                 raise DataError(
-                    f"{folder / file}: cannot be read ({error}). Fetch or export the "
-                    f"folder again"
+                    f"{folder / file}: cannot be read ({error}). {_AGAIN}"
                 ) from error
+            there |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, it is no mapping
                 # GPT-2's files on the hub lack the prefix.
                 long = name.startswith((prefix, "lm_head"))
@@ -71,10 +81,9 @@ class Folder:
                 if not own.endswith(_NO_WEIGHTS):
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
                     self._files[own] = opened, name
-        if missing := {*listed} - {name for _, name in self._files.values()}:
+        if missing := {*listed} - there:
             raise DataError(
-                f"{index}: lists {min(missing)}, which no file holds. Fetch or export "
-                f"the folder again"
+                f"{index}: lists {min(missing)}, which no file holds. {_AGAIN}"
             )
 
     def read(

@@ -1,6 +1,7 @@
 """What others wrote, or we exported, is what training starts from."""
 
 import json
+import sys
 
 import jax
 import numpy as np
@@ -151,6 +152,30 @@ def test_a_damaged_file_is_named(llama):
             check_folder(str(folder), program())
     file.unlink()
     with pytest.raises(DataError, match="safetensors: cannot be read"):
+        check_folder(str(folder), program())
+
+
+def test_an_index_is_held_to_its_files(llama):
+    """Masks and angles of older folders are listed too, and are no weights."""
+    folder, program = llama
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    arrays = load_file(file)
+    arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(arrays, file)
+    listed = dict.fromkeys(arrays, file.name)
+    index.write_text(json.dumps({"weight_map": listed}))
+    check_folder(str(folder), program())
+    lost = {"weight_map": listed | {"another": file.name}}
+    for content in (json.dumps(lost), "{", "[]", "{}"):
+        index.write_text(content)
+        with pytest.raises(DataError, match="index"):
+            check_folder(str(folder), program())
+
+
+def test_without_safetensors_it_is_said_what_to_install(llama, monkeypatch):
+    folder, program = llama
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match="pip install"):
         check_folder(str(folder), program())
 
 
