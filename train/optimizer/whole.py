@@ -133,13 +133,13 @@ def _in_rounds(
     """
     ways = num_shards(sizes, cut.rows), num_shards(sizes, cut.columns)
     free = {axis: n for axis, n in sizes.items() if all(axis not in c for c in cut)}
-    copies, rounds = deal([Matrices(*part.shape) for part in parts], ways, free)
+    copies, dealt = deal([Matrices(*part.shape) for part in parts], ways, free)
     results = [list[jax.Array]() for _ in parts]
-    for some in rounds:
-        own = [parts[run.parameter][run.start : run.stop] for run in some.runs]
-        x = jnp.concatenate([_padded(part.astype(dtype), some) for part in own])
-        y = _exchanged(function, x, some, cut, copies, sizes)
-        for run in some.runs:
+    for rounds in dealt:
+        own = [parts[run.parameter][run.start : run.stop] for run in rounds.runs]
+        x = jnp.concatenate([_padded(part.astype(dtype), rounds) for part in own])
+        y = _exchanged(function, x, rounds, cut, copies, sizes)
+        for run in rounds.runs:
             part, y = y[: run.stop - run.start], y[run.stop - run.start :]
             rows, columns = parts[run.parameter].shape[1:]
             results[run.parameter].append(part[:, :rows, :columns])
@@ -161,7 +161,8 @@ def _exchanged(
 ) -> jax.Array:
     """Return the parts of the function's results, for parts [matrices, rows, columns].
 
-    A device takes matrix (round, its place along copies and cut axes, in the batch).
+    Matrices are numbered by round, then by the device that takes them (its place along
+    `copies`, then along the axes of the cut), then within its batch.
     """
     owners = cut.rows + cut.columns
     ways = [num_shards(sizes, axes) for axes in (copies, cut.rows, cut.columns)]
@@ -176,9 +177,8 @@ def _exchanged(
 
     def one_round(x: jax.Array) -> jax.Array:
         if owners:
-            x = jax.lax.all_to_all(
-                x, owners, 0, 0
-            )  # from an owner each to a sender each
+            # Parts of each device's matrices become all parts of the own ones.
+            x = jax.lax.all_to_all(x, owners, 0, 0)
         whole = x.reshape(*ways[1:], *x.shape[1:]).transpose(2, 0, 3, 1, 4)
         matrices = whole.reshape(rounds.batch, shape[4] * ways[1], shape[5] * ways[2])
         y = function(matrices.astype(jnp.float32)).astype(x.dtype)

@@ -111,7 +111,8 @@ class Family(NamedTuple):
     names: of tensors, {} being the layer's number, and the parameters that lie in each
         side by side; a name without ending stands for a weight and a bias.
     turned: matrices lie as [outputs, inputs].
-    biased: it has biases; where our model has none they are zeros.
+    biased: it is GPT-2's kind: with biases, which are zeros where our model has none,
+        and as many key and value heads as query heads, all of the usual size.
     length: what it calls the longest row.
     settings: of config.json.
     """
