@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.config import Grouped
+from model.choices import Grouped
 from model.grouped import choose_grouped, grouped_product
 
 _RUNS = 15

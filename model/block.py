@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.attention import KeysValues
+from model.attention.cache import KeysValues
 from model.config import ModelConfig
 from model.execution import Execution
 from model.experts import Experts

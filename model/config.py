@@ -1,10 +1,20 @@
 """What a GPT is: its shape and its choices, nothing about how it is run."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
+
+from model.choices import (
+    Activation,
+    Attention,
+    Dtype,
+    Init,
+    Mlp,
+    Norm,
+    Position,
+    Scores,
+)
 
 Count = Annotated[int, Ge(1)]
 
@@ -39,84 +49,6 @@ Intermediate = Literal[
     "mlp_up",
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
-
-
-class Norm(StrEnum):
-    """Normalisation before each block and before the head."""
-
-    layernorm = "layernorm"
-    rmsnorm = "rmsnorm"
-
-
-class Position(StrEnum):
-    """How the model knows where a token stands."""
-
-    learned = "learned"
-    rotary = "rotary"
-
-
-class Activation(StrEnum):
-    """Non-linearity of the MLP; `swiglu` adds a gate, `relu2` is relu squared."""
-
-    gelu = "gelu"
-    swiglu = "swiglu"
-    relu2 = "relu2"
-
-
-class Init(StrEnum):
-    """Initial standard deviations of the matrices.
-
-    `gpt2`: 0.02, and 0.02/sqrt(2 num_layers) into the residual stream.
-    `scaled`: 1/sqrt(fan_in), likewise divided by sqrt(2 num_layers).
-    `zero`: 1/sqrt(fan_in), but zero into the residual stream and an untied head.
-    """
-
-    gpt2 = "gpt2"
-    scaled = "scaled"
-    zero = "zero"
-
-
-class Dtype(StrEnum):
-    """`auto` is bfloat16, but float32 on a CPU without bfloat16 instructions."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Attention(StrEnum):
-    """Attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere."""
-
-    auto = "auto"
-    xla = "xla"
-    cudnn = "cudnn"
-    splash = "splash"
-
-
-class Grouped(StrEnum):
-    """Body of products of rows grouped by expert; each platform has its own.
-
-    `ragged` is XLA's, to trace and to compare: it is slow (model/grouped.py).
-    """
-
-    ragged = "ragged"
-    scan = "scan"
-    megablox = "megablox"
-    triton = "triton"
-
-
-class Mlp(StrEnum):
-    """`moe`: each token takes a few of many experts, each an MLP."""
-
-    dense = "dense"
-    moe = "moe"
-
-
-class Scores(StrEnum):
-    """How logits become the scores of experts: of all together, or one by one."""
-
-    softmax = "softmax"
-    sigmoid = "sigmoid"
 
 
 @dataclass(frozen=True)

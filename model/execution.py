@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
-from model.config import Attention, Grouped
+from model.choices import Attention, Grouped
 from model.remat import Policy
 
 

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from model.axes import mesh_axes
-from model.config import Activation, ModelConfig
+from model.choices import Activation
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import gathered, parts_of
 from model.grouped import grouped_product

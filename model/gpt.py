@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.attention import KeysValues
+from model.attention.cache import KeysValues
 from model.block import Block, make_stack, run_stack
-from model.config import Init, ModelConfig, Position
+from model.choices import Init, Position
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import Parts, parts_of
 from model.layers import Normalize, rotation, stds

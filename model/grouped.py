@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from model import grouped_scan, grouped_triton
-from model.config import Grouped
+from model.choices import Grouped
 
 _LANES = 128
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.attention import KeysValues, attention, cached_attention
-from model.config import Activation, Init, ModelConfig, Norm
+from model.attention.cache import KeysValues, cached_attention
+from model.attention.kernel import attention
+from model.choices import Activation, Init, Norm
+from model.config import ModelConfig
 from model.execution import Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo

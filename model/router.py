@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.axes import wide
-from model.config import ModelConfig, Scores
+from model.choices import Scores
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import parts_of
 from model.layers import stds

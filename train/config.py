@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
-from model.config import Dtype, Intermediate, ModelConfig
+from model.choices import Dtype
+from model.config import Intermediate, ModelConfig
 
 Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]

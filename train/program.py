@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
-from model.config import Position
+from model.choices import Position
 from model.execution import Execution
 from model.gpt import (
     GPT,

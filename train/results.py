@@ -11,7 +11,7 @@ from etils import epath
 from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
 from data.tokenizer import decode, encode
-from model.config import Position
+from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
 from train.errors import ConfigError, Mistake

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from data.machine import cache_folder, usable_cores
-from model.attention import choose
+from model.attention.kernel import choose
 from model.axes import AxisRules
-from model.config import Dtype, ModelConfig
+from model.choices import Dtype
+from model.config import ModelConfig
 from model.execution import Execution
 from model.grouped import choose_grouped
 from train.config import Platform, RuntimeConfig, TrainConfig

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
-from model.attention import attention
-from model.config import Attention
+from model.attention.kernel import attention
+from model.choices import Attention
 from model.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.config import Activation, Init, Mlp, ModelConfig, Norm, Position, Scores
+from model.choices import Activation, Init, Mlp, Norm, Position, Scores
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
 

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from model.config import Init, ModelConfig
+from model.choices import Init
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import (
     GPT,

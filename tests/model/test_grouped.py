@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model import grouped, grouped_triton
-from model.config import Grouped
+from model.choices import Grouped
 from model.grouped import choose_grouped, grouped_product
 
 M, D, F = 200, 24, 40

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.config import Init, ModelConfig, Norm
+from model.choices import Init, Norm
+from model.config import ModelConfig
 from model.layers import Normalize, rotate, rotation, stds
 
 pytestmark = pytest.mark.usefixtures("strict")

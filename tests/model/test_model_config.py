@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from model.config import Dtype, ModelConfig, Position
+from model.choices import Dtype, Position
+from model.config import ModelConfig
 from train.cli.schema import convert
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from model.attention import attention
-from model.config import INTERMEDIATES, Attention
+from model.attention.kernel import attention
+from model.choices import Attention
+from model.config import INTERMEDIATES
 from model.remat import rematerialized
 
 pytestmark = pytest.mark.usefixtures("strict")

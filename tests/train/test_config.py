@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.config import Activation, Attention, Mlp, ModelConfig, Position
+from model.choices import Activation, Attention, Mlp, Position
+from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
 from train.cli.schema import convert, read_yaml, to_yaml

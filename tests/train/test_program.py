@@ -9,7 +9,8 @@ import pytest
 
 from data.batches import Order
 from data.config import DataConfig
-from model.config import ModelConfig, Position
+from model.choices import Position
+from model.config import ModelConfig
 from train.config import Config
 from train.errors import ConfigError
 from train.feed import place

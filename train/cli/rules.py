@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.config import Source
-from model.config import LOGICAL_AXES, Activation, Mlp, Position
+from model.choices import Activation, Mlp, Position
+from model.config import LOGICAL_AXES
 from train.config import (
     MESH_AXES,
     Config,

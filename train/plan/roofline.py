@@ -26,7 +26,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from model.config import Activation, ModelConfig
+from model.choices import Activation
+from model.config import ModelConfig
 from train.hardware.chips import Chip, achievable
 from train.hardware.interconnect import Group, NotStated, bandwidth, hops
 from train.plan.cost import CollectiveTotal, StepCost

@@ -8,7 +8,8 @@ those of transformers, so no dim is permuted.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.config import Activation, Mlp, ModelConfig, Norm, Position
+from model.choices import Activation, Mlp, Norm, Position
+from model.config import ModelConfig
 from train.errors import ConfigError, Mistake
 
 _ROTARY = {

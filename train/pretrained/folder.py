@@ -20,7 +20,8 @@ from data.tokenizer_json import (
     tokenizer_config,
     tokenizer_json,
 )
-from model.config import ModelConfig, Position
+from model.choices import Position
+from model.config import ModelConfig
 from model.params import named
 from train.config import Config
 from train.errors import ConfigError, Mistake

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from model.axes import mesh_axes
-from model.config import Attention
+from model.choices import Attention
 from model.params import named
 from train.optimizer.update import Optimizer
 from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops

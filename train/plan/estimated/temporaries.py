@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from model.config import Attention
+from model.choices import Attention
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batches import Batch
 from model.axes import mesh_axes
-from model.config import Attention, Grouped, ModelConfig
+from model.choices import Attention, Grouped
+from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig

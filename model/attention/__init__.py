@@ -1,0 +1,1 @@
+"""Causal attention inside documents: one function, a kernel a platform."""

@@ -1,0 +1,51 @@
+"""Keys and values of what came before, for generation.
+
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+L layers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from model.attention import xla
+
+
+class KeysValues(NamedTuple):
+    """Keys and values seen so far, [B, S, K, H] each, and how many of S are."""
+
+    keys: Float[Array, "*L B S K H"]
+    values: Float[Array, "*L B S K H"]
+    length: Int[Array, "*L"]
+
+    def append(
+        self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
+    ) -> "KeysValues":
+        """Write T more positions behind the ones that are there."""
+        at = (0, self.length, 0, 0)
+        return KeysValues(
+            jax.lax.dynamic_update_slice(self.keys, k_BTKH, at),
+            jax.lax.dynamic_update_slice(self.values, v_BTKH, at),
+            self.length + k_BTKH.shape[1],
+        )
+
+
+def cached_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    cache: KeysValues,
+    compute: DTypeLike,
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attend from the newest T positions of a cache to what it holds before them.
+
+    With a window each sees itself and the window - 1 before it: as far as a model
+    was trained to look.
+    """
+    T, S = q_BTNH.shape[1], cache.keys.shape[1]
+    newest_T = cache.length - T + jnp.arange(T)
+    behind_TS = newest_T[:, None] - jnp.arange(S)[None]
+    mask_BTS = ((behind_TS >= 0) & (behind_TS < (window or S)))[None]
+    return xla.attend(q_BTNH, cache.keys, cache.values, mask_BTS, compute)
