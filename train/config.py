@@ -57,13 +57,6 @@ class Remat(StrEnum):
     full = "full"
 
 
-class TrackerName(StrEnum):
-    """Where metrics go besides metrics.jsonl."""
-
-    none = "none"
-    wandb = "wandb"
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """A run is a directory."""
@@ -235,12 +228,37 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class TrackerConfig:
+class WandbConfig:
     """W&B works offline unless asked otherwise."""
 
-    name: TrackerName = TrackerName.wandb  # where metrics go besides metrics.jsonl
+    enabled: bool = False  # tracker=wandb sets it
     project: str = "longhaul"  # of W&B
     mode: Literal["offline", "online"] = "offline"  # offline: only files, to sync later
+
+
+@dataclass(frozen=True)
+class TensorBoardConfig:
+    """Event files in the run's directory."""
+
+    enabled: bool = False  # tracker=tensorboard sets it
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """A server, or files in the run's directory."""
+
+    enabled: bool = False  # tracker=mlflow sets it
+    uri: str | None = None  # of a server; null: $MLFLOW_TRACKING_URI, else files
+    experiment: str = "longhaul"  # that the run is one of
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl: tracker=[wandb,tensorboard]."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
 
 @dataclass(frozen=True)

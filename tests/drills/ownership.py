@@ -109,15 +109,20 @@ def tracker_that_cannot_be_reached(ground: Ground) -> str:
             ("closed", free_port()),
             ("silent", silent.getsockname()[1]),
         ):
-            run = ground.run("tracker=wandb", "tracker.mode=online", name=name)
+            words = "tracker=[wandb,mlflow]", "tracker.wandb.mode=online"
+            run = ground.run(*words, name=name)
             began = time.monotonic()
             fleet = run.finish(
                 environment={
                     "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
                     "WANDB_API_KEY": "0" * 40,
+                    "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}",
                 }
             )
-            said = [x for x in fleet.said().splitlines() if "wandb" in x.split("=")[0]]
-            seen.append(f"{name}: {time.monotonic() - began:.0f} s, {said[:2]}")
+            took_s = time.monotonic() - began
+            for tracker in ("wandb", "mlflow"):
+                said = fleet.said().count(f" {tracker} ")
+                expect(f"what was said of {tracker}", said, 1)
+            seen.append(f"{name}: {took_s:.0f} s")
             ground.check(run)
     return f"{'; '.join(seen)}; bits equal"

@@ -16,6 +16,7 @@ from train.config import (
     DcnConfig,
     EvalConfig,
     MeshConfig,
+    MlflowConfig,
     OptimizerConfig,
     OptimizerName,
     ProfileConfig,
@@ -25,8 +26,8 @@ from train.config import (
     Schedule,
     ScheduleConfig,
     TrackerConfig,
-    TrackerName,
     TrainConfig,
+    WandbConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate import EvaluateConfig
@@ -35,6 +36,10 @@ from train.sample import SampleConfig
 from train.status import StatusConfig
 
 MOE = ModelConfig(mlp=Mlp.moe)
+
+
+def _wandb(**values: Any) -> Config:
+    return Config(tracker=TrackerConfig(wandb=WandbConfig(**values)))
 
 
 def keys(config: Any) -> list[str]:
@@ -75,7 +80,14 @@ def test_the_defaults_are_right():
             "schedule.decay_steps",
         ),
         (Config(eval=EvalConfig(num_batches=0)), "eval.num_batches"),
-        (Config(tracker=TrackerConfig(mode="on")), "tracker.mode"),
+        (_wandb(mode="on"), "tracker.wandb.mode"),
+        (
+            Config(
+                run=RunConfig(dir="s3://bucket/run"),
+                tracker=TrackerConfig(mlflow=MlflowConfig(enabled=True)),
+            ),
+            "tracker.mlflow.uri",
+        ),
         (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
         (Config(mesh=MeshConfig(context=2)), "mesh.context"),
@@ -150,10 +162,24 @@ def test_a_setting_without_effect_is_named():
 
 
 def test_without_a_tracker_only_what_one_would_read_is_idle():
-    config = TrackerConfig(name=TrackerName.none)
-    assert without_effect(Config(tracker=config)) == []
-    (warning,) = without_effect(Config(tracker=replace(config, project="mine")))
-    assert warning == "tracker.project has no effect: tracker.name is none"
+    assert without_effect(_wandb(enabled=True, project="mine")) == []
+    (warning,) = without_effect(_wandb(project="mine"))
+    why = "tracker.wandb.enabled is false"
+    assert warning == f"tracker.wandb.project has no effect: {why}"
+
+
+def test_the_tracker_of_an_older_version_is_read(tmp_path):
+    file = tmp_path / "config.yaml"
+    for name in ("wandb", "none"):
+        old = f"tracker: {{name: {name}, project: mine, mode: online}}"
+        file.write_text(old)
+        changes = {"tracker.wandb.project": "ours"}
+        read = read_yaml(file).tracker, read_yaml(file, changes=changes).tracker
+        wandb = WandbConfig(name == "wandb", "mine", "online")
+        assert [tracker.wandb for tracker in read] == [
+            wandb,
+            replace(wandb, project="ours"),
+        ]
 
 
 def test_to_keep_what_a_model_does_not_make_is_named():

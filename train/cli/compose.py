@@ -220,6 +220,8 @@ def _choice_rule(override: Override, options: list[str]) -> str:
     if value is None:
         return f"{rule}; ~{key} is none"
     choices = map(str, value if isinstance(value, list) else [value])
+    if isinstance(value, list) and "none" in value and value[1:]:
+        return "none stands alone; leave it out, or the others"
     wrong = next((choice for choice in choices if choice not in options), None)
     return "" if wrong is None else rule + did_you_mean(wrong, options)
 

@@ -10,6 +10,8 @@ from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import type_of
 from train.cli.schema import OLD_NAMES
 
+_CHOICES = {"tracker.name": "tracker"}  # keys that choose of a group today
+
 
 def hydra_text(key: str, value: str) -> str:
     """Return an override of a text key that Hydra's grammar cannot misread."""
@@ -32,7 +34,7 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     def quoted(argument: str) -> str:
         key, equals, value = argument.partition("=")
         name = key.lstrip("+~")
-        key = key.replace(name, OLD_NAMES.get(name, name))
+        key = key.replace(name, {**OLD_NAMES, **_CHOICES}.get(name, name))
         hint, in_table = type_of(schema, key)
         key = f"++{key}" if equals and in_table else key
         if not equals or hint not in (str, str | None):

@@ -5,20 +5,15 @@ Everything here is checked before a device is touched; what depends on the numbe
 of devices is checked where they are counted.
 """
 
+import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from data.config import Source
 from model.choices import Activation, Mlp, Position
 from model.config import LOGICAL_AXES
-from train.config import (
-    MESH_AXES,
-    Config,
-    MeshConfig,
-    OptimizerName,
-    Schedule,
-    TrackerName,
-)
+from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
 from train.errors import Mistake, nearest
 from train.identity import differences
 
@@ -63,6 +58,10 @@ def _across(config: Config) -> Iterator[Mistake]:
         rule = f"must be at least 4 times run.lease_interval_s={run.lease_interval_s}, "
         rule += "or a busy owner passes for dead"
         yield Mistake("run.lease_timeout_s", run.lease_timeout_s, rule)
+    server = config.tracker.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if config.tracker.mlflow.enabled and not server and "://" in (run.dir or ""):
+        rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
+        yield Mistake("tracker.mlflow.uri", None, rule)
     learned, most = model.position is Position.learned, model.max_sequence_length
     if learned and most is not None and data.sequence_length > most:
         rule = f"must be at most model.max_sequence_length={most} with learned "
@@ -133,16 +132,16 @@ def without_effect(config: Config) -> list[str]:
     model = config.model
     learned = model.position is Position.learned
     adamw = config.optimizer.name is OptimizerName.adamw
-    untracked = config.tracker.name is TrackerName.none
     unread = [
         (adamw, "optimizer.muon_", "optimizer.name is adamw"),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (learned, "model.rope_theta", "model.position is learned"),
         (learned, "model.rotary_fraction", "model.position is learned"),
-        (untracked, "tracker.mode", "tracker.name is none"),
-        (untracked, "tracker.project", "tracker.name is none"),
     ]
+    for name in (tracker.name for tracker in fields(config.tracker)):
+        off = not getattr(config.tracker, name).enabled
+        unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
     experts = (
         *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),

@@ -23,7 +23,12 @@ from train.identity import leaves
 Schema = TypeVar("Schema")
 
 # Keys that had another name: it still works, also in the config.yaml of old runs.
-OLD_NAMES = {"data.skip_steps": "data.skip_batches"}
+OLD_NAMES = {
+    "data.skip_steps": "data.skip_batches",
+    "tracker.name": "tracker.wandb.enabled",
+    "tracker.project": "tracker.wandb.project",
+    "tracker.mode": "tracker.wandb.mode",
+}
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -42,12 +47,7 @@ def convert(
     from pydantic import ValidationError
 
     values, validate = copy.deepcopy(dict(values)), _adapter(schema).validate_python
-    for old, new in OLD_NAMES.items():
-        section, name = old.split(".")
-        given = values.get(section)
-        if isinstance(given, dict) and name in given:
-            value, today = given.pop(name), new.split(".")[1]
-            given[today] = given.get(today) or value
+    _rename(values)
     mistakes: dict[tuple[Any, ...], Mistake] = {}
     for path, value in leaves(values):  # pydantic takes true for 1
         key = ".".join(map(str, path))
@@ -63,6 +63,26 @@ def convert(
     for path in mistakes:
         _remove(values, path)
     return validate((values,))[0], list(mistakes.values())
+
+
+def renamed(key: str, value: Any) -> tuple[str, Any]:
+    """Return a key of any version as it is called today, and its value likewise."""
+    if key == "tracker.name":  # it was none or wandb
+        value = value == "wandb"
+    return OLD_NAMES.get(key, key), value
+
+
+def _rename(values: dict[str, Any]) -> None:
+    """Give keys of older versions the names of today."""
+    for old in OLD_NAMES:
+        section, name = old.split(".")
+        given = values.get(section)
+        if isinstance(given, dict) and name in given:
+            new, value = renamed(old, given.pop(name))
+            *tables, today = new.split(".")[1:]
+            for table in tables:
+                given = given.setdefault(table, {})
+            given[today] = value
 
 
 @functools.cache
@@ -137,6 +157,9 @@ def read_yaml(
         wrong = f"cannot be read: {error}"
     if wrong:
         raise ConfigError([Mistake(str(path), "", wrong)])
+    plain: Any = OmegaConf.to_container(cfg)
+    _rename(plain)
+    cfg = OmegaConf.create(plain)
     for key, value in changes.items():
         table, _, name = key.rpartition(".")
         hint, in_table = type_of(schema, table)

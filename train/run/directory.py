@@ -68,6 +68,8 @@ class RunDir:
             self.path,
             run_name(self.config),
             asdict(self.config),
+            step=step,
+            start=self.events.start,
             write=self.write,
         )
 

@@ -22,7 +22,7 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
-from train.cli.schema import OLD_NAMES, read_yaml, to_yaml
+from train.cli.schema import read_yaml, renamed, to_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, differences, refused
@@ -199,8 +199,8 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     if not numbers:
         return {}
     start = yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
-    changes = start.get("changes", {})
-    return {**start, "changes": {OLD_NAMES.get(k, k): changes[k] for k in changes}}
+    changes = start.get("changes", {}).items()
+    return {**start, "changes": dict(renamed(key, value) for key, value in changes)}
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:

@@ -1,58 +1,67 @@
-"""Where metrics go besides `metrics.jsonl`: nowhere, or Weights & Biases.
+"""Where people watch a run besides its own files: W&B, TensorBoard, MLflow.
 
-A tracker is a courtesy. It never asks, never blocks and never breaks training: all
-of wandb, its import included, happens on a thread of its own, and its first error is
-one warning, after which the tracker is silent. All its files lie under
-`<run_dir>/wandb/`. A run keeps one id for life, in `<run_dir>/wandb/run_id`.
+A tracker is a courtesy. It never asks, never blocks and never breaks training: all of
+its library, the import included, happens on a thread of its own. Its first error is
+one warning, after which it is silent; if it does not answer, that is one warning too.
+
+`metrics.jsonl` is the truth, a tracker its copy: a start first brings it the lines that
+it lacks, because it was not asked for before, or was away, or a kill cost them. So it
+has each step once, whatever ended the starts before. (The steps that `run.rewind_to`
+does again TensorBoard forgets; W&B and MLflow keep them as they were first.)
+
+All files of a tracker lie under `<run_dir>/<tracker>/`; those of a remote run in a
+temporary folder, copied there at the end.
 """
 
+import contextlib
+import itertools
 import logging
-import netrc
-import os
-import secrets
+import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Full, Queue
 from typing import Any
 
 from etils import epath
 
 from data.machine import is_remote
-from train.config import TrackerConfig, TrackerName
-from train.run.storage import upload
+from train.config import TrackerConfig
+from train.run.jsonl import newest_rows
+from train.run.storage import upload, write_whole
+from train.run.trackers.mlflow import MlflowWriter
+from train.run.trackers.tensorboard import TensorBoardWriter
+from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
+from train.run.trackers.writer import Line, Tracked, Writer
 
 _logger = logging.getLogger(__name__)
-_FINISH_TIMEOUT_S = 20.0
-_QUIET = {
-    "silent": True,
-    "console": "off",
-    "disable_git": True,
-    "disable_code": True,
-    "disable_job_creation": True,
-    "save_code": False,
-    "symlink": False,
-    "x_disable_machine_info": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_disable_viewer": True,
-    "x_save_requirements": False,
-    "init_timeout": _FINISH_TIMEOUT_S,
-    # wandb waits for its uploads at exit once more, by default for ever.
-    "finish_timeout": _FINISH_TIMEOUT_S,
-}
+_SILENT_S = 60.0  # that a call may take before a word is said about it
+_MAX_WAITING = 10_000  # lines
+_AT_ONCE = 100  # lines
 
 
 class Tracker:
-    """Takes metrics, returns at once, raises nothing. This one keeps none of them."""
+    """Takes metrics, returns at once, raises nothing."""
+
+    def __init__(self, run: Tracked | None = None, writers: Sequence[Writer] = ()):
+        """Begin to write `run` with each of the writers; without any nothing is."""
+        self._threads = [_Thread(run, writer) for writer in writers if run]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hand over the values of one step; steps never decrease."""
+        for thread in self._threads:
+            thread.log(step, values)
 
     def finish(self) -> None:
         """Wait a bounded time for what was handed over to be stored."""
+        deadline = time.monotonic() + FINISH_TIMEOUT_S
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def open_tracker(
@@ -61,115 +70,133 @@ def open_tracker(
     run_name: str,
     run_config: dict[str, Any],
     *,
+    step: int = 0,
+    start: int = 1,
     write: bool = True,
 ) -> Tracker:
-    """Return the tracker that `config` names; it is usable at once.
+    """Return the trackers that `config` enables, as one; it is usable at once.
 
-    Online without an API key on this machine means offline, with a warning. For a
-    remote run wandb works in a temporary folder that `finish` copies to
-    `<run_dir>/wandb/`. `write` is False on every process but the first.
+    Args:
+        config: which, and their own keys.
+        run_dir: the run's directory. `metrics.jsonl` there has no lines after `step`.
+        run_name: what people shall see.
+        run_config: likewise.
+        step: completed updates that this start goes on from.
+        start: which start of the run, from 1.
+        write: False on every process but the first.
     """
-    if not write or config.name == TrackerName.none:
-        return Tracker()
-    return _WandbTracker(config, epath.Path(run_dir), run_name, run_config)
+    run = Tracked(epath.Path(run_dir), run_name, run_config, step, start)
+    writers: list[Writer] = []
+    if config.wandb.enabled:
+        writers.append(WandbWriter(config.wandb, run))
+    if config.tensorboard.enabled:
+        writers.append(TensorBoardWriter(run))
+    if config.mlflow.enabled:
+        writers.append(MlflowWriter(config.mlflow, run))
+    return Tracker(run, writers if write else ())
 
 
-class _WandbTracker(Tracker):
-    def __init__(
-        self,
-        config: TrackerConfig,
-        run_dir: epath.Path,
-        run_name: str,
-        run_config: dict[str, Any],
-    ):
-        self._config, self._run_dir = config, run_dir
-        self._name, self._run_config = run_name, run_config
-        self._queue: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
-        self._working = True
-        self._thread = threading.Thread(target=self._work, daemon=True, name="wandb")
+class _Thread:
+    """Writes to one tracker, behind a bounded queue.
+
+    `<folder>/last_step` is the step up to which all lines were written.
+    """
+
+    def __init__(self, run: Tracked, writer: Writer):
+        self._run, self._writer = run, writer
+        self._queue: Queue[Line] = Queue(_MAX_WAITING)
+        self._ended = threading.Event()
+        self._working, self._warned = True, False
+        self._busy_since: float | None = None  # None: it waits for lines
+        name = writer.name
+        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._working:
-            self._queue.put((step, dict(values)))
+        """Hand over a line; one that waits for too many others ends the tracker."""
+        if not self._working:
+            return
+        try:
+            self._queue.put_nowait((step, dict(values)))
+        except Full:
+            self._off(f"{_MAX_WAITING:,} lines wait for it; the next start brings them")
+        busy_since = self._busy_since
+        if busy_since and time.monotonic() - busy_since > _SILENT_S:
+            self._warn("has not answered for %.0f s, training goes on", _SILENT_S)
 
-    def finish(self) -> None:
-        self._queue.put(None)
-        self._thread.join(_FINISH_TIMEOUT_S)
+    def end(self) -> None:
+        """Let it end once all lines are written."""
+        self._ended.set()
+        with contextlib.suppress(Full):
+            self._queue.put_nowait((-1, {}))  # wake it
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout_s)
         if self._thread.is_alive() and self._working:
-            _logger.warning(
-                "wandb did not finish in %.0f s, going on", _FINISH_TIMEOUT_S
-            )
+            self._warn("did not finish in %.0f s, going on", FINISH_TIMEOUT_S)
         self._working = False
 
+    def _warn(self, message: str, *values: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(f"%s {message}", self._writer.name, *values)
+
+    def _off(self, reason: str) -> None:
+        if self._working:
+            self._working = False
+            _logger.warning("%s is off from here on: %s", self._writer.name, reason)
+
     def _work(self) -> None:
+        run_dir, name = self._run.run_dir, self._writer.name
+        remote = is_remote(run_dir)
         try:
-            remote = is_remote(self._run_dir)
-            root = Path(tempfile.mkdtemp() if remote else self._run_dir).absolute()
-            run = self._init(root)
-            while (item := self._queue.get()) is not None:
-                step, values = item
-                # wandb's own step restarts at 0 in each offline session, and a
-                # server drops steps at or below its last: ours goes on.
-                run.log({"step": step, **values}, step=step)
-            run.finish()
+            self._busy_since = time.monotonic()
+            root = Path(tempfile.mkdtemp() if remote else run_dir).absolute()
+            folder, mark = root / name, run_dir / name / "last_step"
+            folder.mkdir(parents=True, exist_ok=True)
+            marked = int(mark.read_text()) if mark.exists() else -1
+            last = self._writer.open(folder, marked)
+            missing = itertools.chain(self._lacking(last), self._waiting())
+            step = last
+            for lines in missing:
+                self._busy_since = time.monotonic()
+                if lines := [line for line in lines if line[0] > last]:
+                    self._writer.write(lines)
+                    step = lines[-1][0]
+                    # Of this step another line may follow.
+                    write_whole(epath.Path(folder / "last_step"), str(step - 1))
+            self._writer.close()
+            write_whole(epath.Path(folder / "last_step"), str(step))
             if remote:
-                upload(root / "wandb", self._run_dir / "wandb")
+                upload(folder, run_dir / name)
                 shutil.rmtree(root, ignore_errors=True)
+        except ModuleNotFoundError as error:
+            self._off(f"{error}; pip install 'longhaul[{name}]'")
         # wandb may even raise SystemExit or its own KeyboardInterrupt.
         except BaseException as error:
-            if self._working:
-                self._working = False
-                _logger.warning("wandb is off from here on: %s", _first_line(error))
+            self._off((str(error).strip() or repr(error)).splitlines()[0])
 
-    def _init(self, root: Path) -> Any:
-        folder = root / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # else ~/.cache/wandb
-        os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
-        import wandb  # half a second, which those who turn it off do not pay
-
-        mode = self._config.mode
-        if mode == "online" and not _has_key():
-            _logger.warning("wandb: no API key on this machine, so offline")
-            mode = "offline"
-        known = wandb.Settings.model_fields
-        run = wandb.init(
-            project=self._config.project,
-            name=self._name,
-            id=_run_id(self._run_dir),
-            resume="allow",
-            mode="online" if mode == "online" else "offline",
-            dir=str(root),
-            config=self._run_config,
-            settings=wandb.Settings(**{k: v for k, v in _QUIET.items() if k in known}),
+    def _lacking(self, last: int) -> Iterator[Sequence[Line]]:
+        """Yield the lines of earlier starts after step `last`, in chunks."""
+        rows = itertools.takewhile(
+            lambda row: row["step"] > last, newest_rows(self._run.run_dir, "metrics")
         )
-        run.define_metric("*", step_metric="step")
-        return run
+        rows = [row for row in rows if row["step"] <= self._run.step]
+        lines = [(row.pop("step"), _numbers(row)) for row in reversed(rows)]
+        for first in range(0, len(lines), _AT_ONCE):
+            yield lines[first : first + _AT_ONCE]
+
+    def _waiting(self) -> Iterator[Sequence[Line]]:
+        """Yield the lines of this start as they come, until it ends."""
+        while not (self._ended.is_set() and self._queue.empty()):
+            self._busy_since = None
+            lines = [self._queue.get()]
+            while len(lines) < _AT_ONCE and not self._queue.empty():
+                lines.append(self._queue.get())
+            yield lines
 
 
-def _run_id(run_dir: epath.Path) -> str:
-    """Return the run's id for life, drawing it at the first start."""
-    path = run_dir / "wandb" / "run_id"
-    run_id = path.read_text().strip() if path.exists() else ""
-    if not run_id:
-        run_id = secrets.token_hex(4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(run_id + "\n")
-    return run_id
-
-
-def _has_key() -> bool:
-    """Whether wandb can log in without asking at the terminal."""
-    if any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
-        return True
-    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    host = base.split("://")[-1].split("/")[0].split(":")[0]
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return a row's values; null is what was not finite."""
+    return {key: math.nan if value is None else value for key, value in row.items()}

@@ -339,6 +339,32 @@ def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
     assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]
 
 
+def test_several_trackers_are_chosen_at_once(run):
+    def enabled(*arguments: str) -> dict[str, bool]:
+        shown = yaml.safe_load(run(*arguments, "--cfg", "job").stdout)
+        return {name: it["enabled"] for name, it in shown["tracker"].items()}
+
+    only = dict.fromkeys(("wandb", "tensorboard", "mlflow"), False)
+    assert enabled() == only | {"wandb": True}
+    assert enabled("tracker=none") == enabled("tracker.name=none") == only
+    assert enabled("tracker=tensorboard") == only | {"tensorboard": True}
+    both = enabled("tracker=[mlflow,wandb]", "tracker.wandb.project=x")
+    assert both == only | {"mlflow": True, "wandb": True}
+    shown = run("tracker.project=mine", "tracker.mode=online", "--cfg", "job").stdout
+    wandb = {"enabled": True, "project": "mine", "mode": "online"}
+    assert yaml.safe_load(shown)["tracker"]["wandb"] == wandb
+
+
+def test_a_tracker_that_is_none_is_named(run):
+    result = run("tracker=[wandb,tensorbord]", "tracker.mode=on")
+    assert "did you mean tensorboard?" in entry(
+        result, "tracker = ['wandb', 'tensorbord']"
+    )
+    assert "must be offline or online" in entry(result, "tracker.wandb.mode = on")
+    result = run("tracker=[none,wandb]")
+    assert "none stands alone" in entry(result, "tracker = ['none', 'wandb']")
+
+
 def test_mistakes_in_a_table_of_sections_hide_no_others(run):
     result = run("data=mixture", "data.sources={web: {pathh: 1}, b: 3}", "seed=x")
     assert "did you mean data.sources.web.path" in result.stderr

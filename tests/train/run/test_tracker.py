@@ -1,150 +1,45 @@
-import json
 import logging
-import os
-import subprocess
 import sys
 import threading
 import time
-import types
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from tests.fleet import REPOSITORY
-from train.config import TrackerConfig, TrackerName
+from tests.train.run.trackers.sessions import begin
+from train.config import TensorBoardConfig, TrackerConfig, WandbConfig
 from train.run import tracker
-from train.run.tracker import Tracker, open_tracker
+from train.run.trackers.writer import Line, Tracked, Writer
 
-SESSION = """
-import sys, time
-from train.config import TrackerConfig, TrackerName
-from train.run.tracker import open_tracker
-began = time.monotonic()
-run = open_tracker(TrackerConfig(), sys.argv[1], "tiny", {"model": {"num_layers": 2}})
-for step in range(int(sys.argv[2]), int(sys.argv[3])):
-    run.log(step, {"loss": float("nan") if step == 3 else 1 / step, "eval/loss": 2.0})
-waited = time.monotonic() - began
-run.finish()
-assert waited < 0.2, f"training waited {waited} s for wandb"
-assert "jax" not in sys.modules
-"""
+CONFIG = TrackerConfig(WandbConfig(enabled=True))
 
 
-def _records(path: Path) -> list:
-    """Read wandb's file: LevelDB's log format after a header, protobuf within."""
-    from wandb.proto import wandb_internal_pb2
+class FakeWriter(Writer):
+    """Keeps lines in memory."""
 
-    data, at, record, records = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        size = int.from_bytes(data[at + 4 : at + 6], "little")
-        kind = data[at + 6]  # 1 whole, 2 first, 3 middle, 4 last
-        record += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(record)
-            records.append(message)
-            record = b""
-    return records
+    name = "wandb"
+    lines: list[Line]
 
+    def __init__(self, *_):
+        self.lines, self.closed = [], False
 
-def _history(path: Path) -> list[dict]:
-    rows = [record.history for record in _records(path) if record.HasField("history")]
-    return [
-        {
-            item.key or ".".join(item.nested_key): json.loads(item.value_json)
-            for item in row.item
-        }
-        for row in rows
-    ]
+    def open(self, folder, marked):
+        return marked
 
+    def write(self, lines: Sequence[Line]):
+        self.lines += lines
 
-def test_two_sessions_are_one_run_and_all_files_lie_in_its_folder(tmp_path):
-    for name in ("home", "cwd"):
-        (tmp_path / name).mkdir()
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG"))}
-    env |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY)}
-    for first, last in [("1", "6"), ("6", "11")]:
-        done = subprocess.run(
-            [sys.executable, "-c", SESSION, "../run", first, last],
-            cwd=tmp_path / "cwd",
-            env=env,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list((tmp_path / "home").iterdir()) == []
-    assert list((tmp_path / "cwd").iterdir()) == []
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["wandb"]
-    run_id = (tmp_path / "run/wandb/run_id").read_text().strip()
-    files = sorted((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
-    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
-    history = [row for file in files for row in _history(file)]
-    assert [row["step"] for row in history] == list(range(1, 11))
-    # Steps that go on are what a server accepts from the second session.
-    assert [row["_step"] for row in history] == list(range(1, 11))
-    assert history[4]["loss"] == 0.2
-    metrics = [r.metric for r in _records(files[0]) if r.HasField("metric")]
-    assert {m.step_metric for m in metrics if m.glob_name == "*"} == {"step"}
-    assert not list((tmp_path / "run").rglob("wandb-metadata.json"))
-    assert not list((tmp_path / "run").rglob("requirements.txt"))
-
-
-@pytest.mark.parametrize(
-    ("name", "write"), [(TrackerName.none, True), (TrackerName.wandb, False)]
-)
-def test_no_tracker_touches_nothing(tmp_path, name, write):
-    run = open_tracker(TrackerConfig(name=name), tmp_path, "tiny", {}, write=write)
-    assert type(run) is Tracker
-    run.log(1, {"loss": 1.0})
-    run.finish()
-    assert list(tmp_path.iterdir()) == []
-
-
-class FakeRun:
-    def __init__(self):
-        self.logged = []
-
-    def define_metric(self, *args, **kwargs):
-        pass
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self):
-        pass
+    def close(self):
+        self.closed = True
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stand in for wandb; `fake.run` records, `fake.init_kwargs` shows the call."""
-    monkeypatch.setenv("WANDB_CACHE_DIR", "put back after the test")
-    monkeypatch.setenv("WANDB_SILENT", "put back after the test")
-    module = types.ModuleType("wandb")
-    vars(module).update(run=FakeRun(), init_kwargs={})
-
-    class Settings(dict):
-        model_fields = dict.fromkeys(["silent", "console"])
-
-    def init(**kwargs):
-        module.init_kwargs.update(kwargs)
-        return module.run
-
-    vars(module).update(Settings=Settings, init=init)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
-
-
-def _use(run_dir, mode="offline"):
-    run = open_tracker(TrackerConfig(mode=mode), run_dir, "tiny", {})
-    for step in range(1, 4):
-        run.log(step, {"loss": 1.0})
-    run.finish()
-    run.log(9, {"loss": 1.0})
-    return run
+    """The writer that stands in for W&B's in each start."""
+    writer = FakeWriter()
+    monkeypatch.setattr(tracker, "WandbWriter", lambda config, run: writer)
+    return writer
 
 
 def _warnings(caplog) -> list[str]:
@@ -152,73 +47,110 @@ def _warnings(caplog) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-@pytest.mark.parametrize("broken", ["import", "folder", "init", "log", "finish"])
+@pytest.mark.parametrize(
+    ("config", "write"), [(TrackerConfig(), True), (CONFIG, False)]
+)
+def test_no_tracker_touches_nothing(tmp_path, config, write):
+    run = tracker.open_tracker(config, tmp_path, "tiny", {}, write=write)
+    run.log(1, {"loss": 1.0})
+    run.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_logged_before_it_is_up_are_kept(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(fake, "open", lambda *_: time.sleep(0.1) or -1)
+    begin(CONFIG, tmp_path, 1, 0, 2).finish()
+    assert [step for step, _ in fake.lines] == [1, 2]
+    assert fake.closed
+
+
+def test_what_it_has_is_not_written_again(tmp_path, fake):
+    begin(CONFIG, tmp_path, 1, 0, 5).finish()
+    begin(CONFIG, tmp_path, 2, 2, 7).finish()
+    steps = [step for step, values in fake.lines if "loss" in values]
+    assert steps == list(range(1, 8))
+
+
+@pytest.mark.parametrize("broken", ["folder", "open", "write", "close"])
 @pytest.mark.parametrize("error", [RuntimeError("a\nb"), SystemExit(1)])
 def test_an_error_is_one_warning_of_one_line_then_silence(
     tmp_path, fake, monkeypatch, caplog, broken, error
 ):
-    def fail(*args, **kwargs):
+    def fail(*_):
         raise error
 
-    if broken == "import":
-        monkeypatch.setitem(sys.modules, "wandb", None)
-    elif broken == "folder":
+    if broken == "folder":
         (tmp_path / "wandb").write_text("in the way")
     else:
-        monkeypatch.setattr(fake if broken == "init" else fake.run, broken, fail)
-    _use(tmp_path)
+        monkeypatch.setattr(fake, broken, fail)
+    run = begin(CONFIG, tmp_path, 1, 0, 3)
+    run.finish()
+    run.log(9, {"loss": 1.0})
     (warning,) = _warnings(caplog)
     assert "wandb is off" in warning
     assert "\n" not in warning
 
 
-def test_a_hanging_wandb_never_blocks(tmp_path, fake, monkeypatch, caplog):
-    release = threading.Event()
-    monkeypatch.setattr(tracker, "_FINISH_TIMEOUT_S", 0.1)
-    fake.init = lambda **kwargs: release.wait(10)
-    began = time.monotonic()
-    run = _use(tmp_path)
-    assert time.monotonic() - began < 1.0
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    begin(CONFIG, tmp_path, 1, 0, 1).finish()
     (warning,) = _warnings(caplog)
-    assert "did not finish" in warning
+    assert warning.endswith("pip install 'longhaul[wandb]'")
+
+
+@pytest.mark.parametrize("hangs", ["open", "write"])
+def test_one_that_hangs_takes_no_time_and_one_word(
+    tmp_path, fake, monkeypatch, caplog, hangs
+):
+    release = threading.Event()
+    monkeypatch.setattr(tracker, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tracker, "_SILENT_S", 0.05)
+    monkeypatch.setattr(fake, hangs, lambda *_: release.wait(60) and -1)
+    began = time.monotonic()
+    run = begin(CONFIG, tmp_path, 1, 0, 3)
+    assert time.monotonic() - began < 5.0
+    for _ in range(500):
+        run.log(9, {"loss": 1.0})
+        if _warnings(caplog):
+            break
+        time.sleep(0.02)
+    run.finish()
+    (warning,) = _warnings(caplog)
+    assert "has not answered" in warning
     release.set()
-    run._thread.join(5)
+    run._threads[0]._thread.join(5)
     assert len(_warnings(caplog)) == 1  # what breaks later is nobody's business
 
 
-def test_steps_logged_before_wandb_is_up_are_kept(tmp_path, fake):
-    init = fake.init
-    fake.init = lambda **kwargs: time.sleep(0.1) or init(**kwargs)
-    _use(tmp_path)
-    assert fake.run.logged == [(s, {"step": s, "loss": 1.0}) for s in (1, 2, 3)]
+def test_lines_that_wait_are_bounded(tmp_path, fake, monkeypatch, caplog):
+    release = threading.Event()
+    monkeypatch.setattr(tracker, "_MAX_WAITING", 5)
+    monkeypatch.setattr(fake, "open", lambda _, marked: release.wait(60) and marked)
+    run = begin(CONFIG, tmp_path, 1, 0, 9)
+    (warning,) = _warnings(caplog)
+    assert "5 lines wait for it" in warning
+    release.set()
+    run.finish()
+    begin(CONFIG, tmp_path, 2, 9, 10).finish()
+    steps = [step for step, values in fake.lines if "loss" in values]
+    assert steps == list(range(1, 11))
 
 
-def test_settings_that_this_wandb_lacks_are_left_out(tmp_path, fake):
-    _use(tmp_path)
-    assert fake.init_kwargs["settings"] == {"silent": True, "console": "off"}
-
-
-@pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("abc", "online")])
-def test_online_without_a_key_is_offline_with_a_warning(
-    tmp_path, fake, monkeypatch, caplog, key, mode
+def test_of_two_at_once_one_that_fails_leaves_the_other(
+    tmp_path, fake, monkeypatch, caplog
 ):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("NETRC", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    _use(tmp_path / "run", mode="online")
-    assert fake.init_kwargs["mode"] == mode
-    assert len(_warnings(caplog)) == (0 if key else 1)
+    other = FakeWriter()
+    monkeypatch.setattr(other, "name", "tensorboard")
+    monkeypatch.setattr(tracker, "TensorBoardWriter", lambda run: other)
+    monkeypatch.setattr(other, "write", lambda _: 1 / 0)
+    both = replace(CONFIG, tensorboard=TensorBoardConfig(enabled=True))
+    begin(both, tmp_path, 1, 0, 2).finish()
+    assert [step for step, _ in fake.lines] == [1, 2]
+    assert _warnings(caplog) == ["tensorboard is off from here on: division by zero"]
 
 
-def test_a_key_in_netrc_is_found(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
-    (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert tracker._has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com:8080/x")
-    assert not tracker._has_key()
+def test_the_id_of_a_run_is_drawn_once(tmp_path):
+    drawn = {Tracked(tmp_path, "x", {}, 0, 1).drawn_id("wandb") for _ in range(2)}
+    assert drawn == {(tmp_path / "wandb/run_id").read_text().strip()}

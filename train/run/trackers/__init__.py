@@ -1,0 +1,1 @@
+"""The libraries that trackers are written with, each behind a `Writer`."""

@@ -1,0 +1,80 @@
+"""MLflow: a server, or files in `<run_dir>/mlflow/`.
+
+A run keeps one id for life, in `<run_dir>/mlflow/run_id`. What the run at the tracker
+has of a metric is asked at each start, so that no step is there twice.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.config import MlflowConfig
+from train.identity import leaves
+from train.run.trackers.writer import Line, Tracked, Writer
+
+_PARAMS, _METRICS = 100, 1000  # at most, in a request
+_VALUE_LENGTH = 500  # that every server takes
+
+
+class MlflowWriter(Writer):
+    """A run of MLflow."""
+
+    name = "mlflow"
+
+    def __init__(self, config: MlflowConfig, run: Tracked):
+        self._config, self._run = config, run
+
+    def open(self, folder: Path, marked: int) -> int:
+        """Find the run, or create it with its config as parameters."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused else
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        # Each of its retries is a warning else.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+        uri = self._config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._metric: Any = Metric
+        self._client = client = MlflowClient(uri or folder.as_uri())
+        self._id = self._run.read_id(self.name)
+        if self._id:
+            client.update_run(self._id, status="RUNNING")
+            known = client.get_run(self._id).data.metrics
+            self._last = {key: self._last_step(key) for key in known}
+            return marked
+        name = self._config.experiment
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        created = client.create_run(experiment, run_name=self._run.name)
+        self._id, self._last = created.info.run_id, dict[str, int]()
+        self._run.write_id(self.name, self._id)
+        params = [
+            Param(".".join(path), str(value)[:_VALUE_LENGTH])
+            for path, value in leaves(self._run.config)
+        ]
+        for first in range(0, len(params), _PARAMS):
+            client.log_batch(self._id, params=params[first : first + _PARAMS])
+        return -1
+
+    def _last_step(self, key: str) -> int:
+        history = self._client.get_metric_history(self._id, key)
+        return max(metric.step for metric in history)
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Send what the run has not, in few requests."""
+        now = int(1000 * time.time())
+        metrics = [
+            self._metric(key, value, now, step)
+            for step, values in lines
+            for key, value in values.items()
+            if step > self._last.get(key, -1)
+        ]
+        for first in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._id, metrics[first : first + _METRICS])
+
+    def close(self) -> None:
+        """Say that nobody is at the run."""
+        self._client.set_terminated(self._id)

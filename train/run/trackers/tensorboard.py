@@ -1,0 +1,54 @@
+"""TensorBoard's event files, in `<run_dir>/tensorboard/`.
+
+Each start writes a file of its own, whose first record tells readers to forget the
+steps, written by the starts before, that this one writes again.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.run.trackers.writer import Line, Tracked, Writer
+
+
+class TensorBoardWriter(Writer):
+    """One event file."""
+
+    name = "tensorboard"
+
+    def __init__(self, run: Tracked):
+        self._run = run
+
+    def open(self, folder: Path, marked: int) -> int:
+        """Begin a file; after a rewind what was marked is written again."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+
+        events: Any = event_pb2  # protobuf makes their names at run time
+        summaries: Any = summary_pb2
+        self._event, self._summary = events.Event, summaries.Summary
+        last = min(marked, self._run.step)
+        # Readers take the files in the order of their names.
+        self._file = EventsWriter(str(folder / f"{self._run.start:06d}"))
+        begin = events.SessionLog(status=events.SessionLog.START)
+        self._add(session_log=begin, step=last + 1)
+        self._file.flush()
+        return last
+
+    def _add(self, **fields: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), **fields))
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Write lines so that readers see them at once."""
+        for step, values in lines:
+            value = [
+                self._summary.Value(tag=tag, simple_value=value)
+                for tag, value in values.items()
+            ]
+            self._add(step=step, summary=self._summary(value=value))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,89 @@
+"""Weights & Biases, offline unless asked otherwise.
+
+A run keeps one id for life, in `<run_dir>/wandb/run_id`. A server drops steps at or
+below its last one, so that no step is there twice.
+"""
+
+import logging
+import netrc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.config import WandbConfig
+from train.run.trackers.writer import Line, Tracked, Writer
+
+_logger = logging.getLogger(__name__)
+FINISH_TIMEOUT_S = 20.0
+_QUIET = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "save_code": False,
+    "symlink": False,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_viewer": True,
+    "x_save_requirements": False,
+    "init_timeout": FINISH_TIMEOUT_S,
+    # wandb waits for its uploads at exit once more, by default for ever.
+    "finish_timeout": FINISH_TIMEOUT_S,
+}
+
+
+class WandbWriter(Writer):
+    """A run of W&B. All its files lie in the folder."""
+
+    name = "wandb"
+
+    def __init__(self, config: WandbConfig, run: Tracked):
+        self._config, self._run = config, run
+
+    def open(self, folder: Path, marked: int) -> int:
+        """Begin or resume; a server knows its last step, files do not."""
+        os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # else ~/.cache/wandb
+        os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
+        import wandb  # half a second, which those who turn it off do not pay
+
+        mode = self._config.mode
+        if mode == "online" and not _has_key():
+            _logger.warning("wandb: no API key on this machine, so offline")
+            mode = "offline"
+        known = wandb.Settings.model_fields
+        self._wandb: Any = wandb.init(
+            project=self._config.project,
+            name=self._run.name,
+            id=self._run.drawn_id(self.name),
+            resume="allow",
+            mode="online" if mode == "online" else "offline",
+            dir=str(folder.parent),
+            config=self._run.config,
+            settings=wandb.Settings(**{k: v for k, v in _QUIET.items() if k in known}),
+        )
+        self._wandb.define_metric("*", step_metric="step")
+        return self._wandb.starting_step - 1 if mode == "online" else marked
+
+    def write(self, lines: Sequence[Line]) -> None:
+        """Log; wandb's own step restarts at 0 in each offline session: ours goes on."""
+        for step, values in lines:
+            self._wandb.log({"step": step, **values}, step=step)
+
+    def close(self) -> None:
+        """Wait for wandb."""
+        self._wandb.finish()
+
+
+def _has_key() -> bool:
+    """Whether wandb can log in without asking at the terminal."""
+    if any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
+        return True
+    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = base.split("://")[-1].split("/")[0].split(":")[0]
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
