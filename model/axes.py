@@ -55,8 +55,11 @@ class AxisRules:
 
     activations, params: pairs (logical axis, mesh axes). Empty: anywhere.
     by_hand: mesh axes along which the program says itself what each device does, inside
-        `jax.shard_map`: a device sees its own rows of the batch and its own part of
-        each weight. XLA's partitioner takes care of the other axes.
+        `jax.shard_map`: a device sees its own rows of the batch, or its own positions
+        of them, and its own part of each weight. XLA's partitioner takes care of the
+        other axes.
+    sequence: of these, the ones along which devices have other positions of the same
+        rows.
     rows_travel: whether devices that share a table W[V, D_fsdp] exchange the rows that
         they look up, because these are less than the table.
     """
@@ -64,6 +67,7 @@ class AxisRules:
     activations: Pairs = ()
     params: Pairs = ()
     by_hand: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
     rows_travel: bool = False
 
     def spec(self, *axes: str | None) -> PartitionSpec:

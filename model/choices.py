@@ -55,6 +55,20 @@ class Attention(StrEnum):
     splash = "splash"
 
 
+class ContextAttention(StrEnum):
+    """How devices that share a row attend to each other's keys.
+
+    `ring`: keys and values travel from device to device. `all_gather`: each device has
+    the keys and values of all. `ulysses`: each has the whole row of some heads. `auto`
+    takes the first of ring, ulysses and all_gather that can serve.
+    """
+
+    auto = "auto"
+    ring = "ring"
+    all_gather = "all_gather"
+    ulysses = "ulysses"
+
+
 class Grouped(StrEnum):
     """Body of products of rows grouped by expert; each platform has its own.
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
-from model.choices import Attention, Grouped
+from model.choices import Attention, ContextAttention, Grouped
 from model.remat import Policy
 
 
@@ -21,6 +21,7 @@ class Execution(NamedTuple):
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
+    context_attention: what it attends across devices with that share a row.
     grouped: body of products of rows grouped by expert.
     remat: what the backward pass recomputes, or names of what it keeps.
     rules: where arrays lie.
@@ -34,6 +35,7 @@ class Execution(NamedTuple):
     gather_by_rows: bool = False
     reduces_copies: bool = False
     attention: Attention = Attention.xla
+    context_attention: ContextAttention = ContextAttention.ring
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     rules: AxisRules = ANYWHERE

@@ -145,6 +145,7 @@ class SelfAttention(nnx.Module):
                 implementation=how.attention,
                 compute=how.compute_dtype,
                 rules=how.rules,
+                context=how.context_attention,
             )
         else:
             cache = cache.append(k_BTKH, v_BTKH)

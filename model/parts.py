@@ -18,3 +18,8 @@ def part(name: str) -> AbstractContextManager:
 def expected(rows: int, of: int) -> AbstractContextManager:
     """Say how many rows of an array are in use where experts get as much as another."""
     return jax.named_scope(f"expected.{rows}.{of}")
+
+
+def unmasked() -> AbstractContextManager:
+    """Say that an attention kernel's mask hides no key from any query."""
+    return jax.named_scope("unmasked")

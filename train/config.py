@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
-from model.choices import Dtype
+from model.choices import ContextAttention, Dtype
 from model.config import Intermediate, ModelConfig
 
 Count = Annotated[int, Ge(1)]
@@ -120,13 +120,13 @@ class DcnConfig:
 
     data: Count = 1  # slices or hosts that hold copies of the model
     fsdp: Count = 1  # slices or hosts that shard the parameters
-    context: Count = 1  # 1: a sequence stays inside a slice
+    context: Count = 1  # 1: a row stays inside a slice
     expert: Count = 1  # 1: experts stay inside a slice
     tensor: Count = 1  # slices or hosts that share each layer
 
 
-# data: copies of the model; fsdp: parameter shards; context: to come; expert: groups of
-# experts; tensor: parts of each layer. Slowest network first.
+# data: copies of the model; fsdp: parameter shards; context: parts of each row; expert:
+# groups of experts; tensor: parts of each layer. Slowest network first.
 MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 
 
@@ -139,9 +139,11 @@ class MeshConfig:
 
     data: AxisSize = 1  # copies of the model; -1: what is left
     fsdp: AxisSize = 1  # parameter shards; -1: what is left
-    context: AxisSize = 1  # parts of a sequence; must be 1 so far
+    context: AxisSize = 1  # parts of each row; -1: what is left
     expert: AxisSize = 1  # groups of experts; -1: what is left
     tensor: AxisSize = 1  # parts of each layer; -1: what is left
+    # How devices that share rows attend to each other's keys; auto: ring where it can.
+    context_attention: ContextAttention = ContextAttention.auto
     planned: bool = False  # take sizes, remat and microbatches from a search
     dcn: DcnConfig = field(default_factory=DcnConfig)
     params: dict[str, Any] = field(default_factory=dict)  # how weights lie

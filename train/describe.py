@@ -6,7 +6,7 @@ from data.batches import Order
 from model.params import ParamInfo, named
 from train.console import print_table
 from train.hardware.chips import peak_flops
-from train.program import Program
+from train.program import Program, shards_of
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
 
@@ -36,7 +36,10 @@ def describe(program: Program) -> None:
         active = f", {program.num_active_params:,} of them active in a token"
     print(f"parameters  {program.num_params:,}{active}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
-    print(f"attention   {how.attention}, products in {how.compute_dtype}")
+    across = ""
+    if (sharing := shards_of(how.rules, program.mesh.shape)[1]) > 1:
+        across = f", {how.context_attention} over {sharing} devices that share rows"
+    print(f"attention   {how.attention}{across}, products in {how.compute_dtype}")
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)

@@ -5,7 +5,8 @@ what runs.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
+from model.axes import AxisRules
 from model.choices import Position
 from model.execution import Execution
 from model.gpt import (
@@ -143,8 +145,8 @@ class Program:
     def trained(self, train: TrainConfig) -> "Program":
         """Return the same program with other microbatches or recomputation."""
         config, rules = replace(self.config, train=train), self.how.rules
-        shards = num_shards(self.mesh.shape, rules.spec("batch")[0])
-        rules = replace(rules, rows_travel=rows_travel(config, shards))
+        parts = math.prod(shards_of(rules, self.mesh.shape))
+        rules = replace(rules, rows_travel=rows_travel(config, parts))
         once = train.accumulation_steps == 1
         how = self.how._replace(remat=train.remat, rules=rules, reduces_copies=once)
         return replace(self, config=config, how=how)
@@ -176,14 +178,20 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     return replace(config, model=model)
 
 
-def rows_travel(config: Config, shards: int) -> bool:
+def shards_of(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Return into how many parts the rows of a batch are cut, and each row."""
+    rows, sequence = rules.spec("batch", "seq")
+    return num_shards(sizes, rows), num_shards(sizes, sequence)
+
+
+def rows_travel(config: Config, parts: int) -> bool:
     """Tell whether a device looks up fewer rows of the embedding than there are.
 
     Then devices that share the table exchange rows, else they gather it.
     """
     batch = config.data.batch_size * config.data.sequence_length
     vocab_rows = config.model.vocab_rows
-    return batch // (config.train.accumulation_steps * shards) < vocab_rows
+    return batch // (config.train.accumulation_steps * parts) < vocab_rows
 
 
 def make_program(
@@ -207,13 +215,13 @@ def make_program(
     rules = axis_rules(config.mesh)
     data, train = config.data, config.train
     length = data.sequence_length
-    shards = num_shards(sizes, rules.spec("batch")[0])
-    rules = replace(rules, rows_travel=rows_travel(config, shards))
+    shards, sharing = shards_of(rules, sizes)
+    rules = replace(rules, rows_travel=rows_travel(config, shards * sharing))
     model = abstract_gpt(config.model)
     infos = param_infos(model)
     mesh, how, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
-        lambda: execution(config.model, devices[0], length, rules, train),
+        lambda: execution(config, devices[0], rules, sizes),
         lambda: check_batch(data.batch_size, train.accumulation_steps, shards),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )

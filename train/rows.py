@@ -1,9 +1,9 @@
-"""The program of one device: its rows of the batch, and what it tells the others.
+"""The program of one device: its part of the batch, and what it tells the others.
 
-Along the mesh axes that the batch is cut along (data, fsdp) nothing is left to XLA's
-partitioner: what is gathered and reduced, and when, stands in the program, and is the
-same at any number of devices. Of a parameter W[D_fsdp, F_tensor] the program sees the
-part W[D/fsdp, F]; what `tensor` cuts, XLA takes care of.
+Along the mesh axes that cut the batch's rows (data, fsdp) or positions (context)
+nothing is left to XLA's partitioner: what is gathered and reduced, and when, stands in
+the program, and is the same at any number of devices. Of a parameter W[D_fsdp,
+F_tensor] the program sees the part W[D/fsdp, F]; what `tensor` cuts, XLA takes care of.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from model.attention.ring import in_ring_order
 from model.axes import AxisRules, mesh_axes, wide
+from model.choices import ContextAttention
 from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
@@ -28,9 +30,11 @@ def by_rows(
     infos: Any,
     results: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Any]:
-    """Run `function(how, params, batch)` on each device's own rows.
+    """Run `function(how, params, batch)` on each device's own part of the batch.
 
-    Vectors come whole, they are small; of matrices and tables each device has its part.
+    Where devices that share a row attend in a ring, its positions are brought into the
+    ring's order first: all but attention is the same in any order. Vectors come whole,
+    they are small; of matrices and tables each device has its part.
 
     Args:
         function: of a device; its `how` says which axes are by hand.
@@ -48,9 +52,16 @@ def by_rows(
             lambda info: PartitionSpec(*_by_hand(info, rules)), infos, is_leaf=is_info
         )
         own = how._replace(rules=rules)
+        in_ring = how.context_attention is ContextAttention.ring and rules.sequence
+
+        def on_device(params: Any, batch: Any) -> Any:
+            if in_ring:
+                batch = jax.tree.map(lambda x: in_ring_order(x, rules.sequence), batch)
+            return function(own, params, batch)
+
         return jax.shard_map(
-            lambda params, batch: function(own, params, batch),
-            in_specs=(specs, how.rules.spec("batch")),
+            on_device,
+            in_specs=(specs, how.rules.spec("batch", "seq")),
             out_specs=results(specs),
             axis_names={*rules.by_hand},
             check_vma=False,
@@ -65,19 +76,25 @@ def rules_by_hand(rules: AxisRules, sizes: dict[str, int]) -> AxisRules:
     By hand are the axes that cut the batch, and with them those of one device; none
     are, if the batch is whole everywhere.
     """
-    rows = mesh_axes(rules.spec("batch")[0]) if rules.activations else ()
-    if all(sizes.get(axis, 1) == 1 for axis in rows):
+    batch = rules.spec("batch", "seq") if rules.activations else ()
+    cut = [[a for a in mesh_axes(entry) if sizes.get(a, 1) > 1] for entry in batch]
+    if not any(cut):
         return rules
-    left = [axis for axis, size in sizes.items() if size > 1 and axis not in rows]
-    by_hand = tuple(axis for axis in sizes if axis not in left)
-    activations = rules.activations if left else ()
-    return replace(rules, activations=activations, by_hand=by_hand)
+    rows, sequence = cut
+    wide = [axis for axis, size in sizes.items() if size > 1]
+    left = [axis for axis in wide if axis not in (*rows, *sequence)]
+    return replace(
+        rules,
+        activations=rules.activations if left else (),
+        by_hand=tuple(axis for axis in sizes if axis not in left),
+        sequence=tuple(sequence),
+    )
 
 
 def over_rows(sums: Any, how: Execution) -> Any:
-    """Add up what each device has of its own rows."""
-    rows = wide(how.rules.by_hand)
-    return jax.tree.map(lambda x: jax.lax.psum(x, rows), sums)
+    """Add up what each device has of its own part of the batch."""
+    parts = wide(how.rules.by_hand)
+    return jax.tree.map(lambda x: jax.lax.psum(x, parts), sums)
 
 
 def over_copies(grads: Any, infos: Any, how: Execution) -> Any:

@@ -3,22 +3,24 @@
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from data.machine import cache_folder, usable_cores
+from model.attention import across
 from model.attention.kernel import choose
 from model.axes import AxisRules
-from model.choices import Dtype
-from model.config import ModelConfig
+from model.choices import Attention, ContextAttention, Dtype
 from model.execution import Execution
 from model.grouped import choose_grouped
-from train.config import Platform, RuntimeConfig, TrainConfig
+from train.config import Config, Platform, RuntimeConfig
 from train.errors import ConfigError, Mistake
 from train.hardware.chips import chip_of
 from train.mesh import Device
+from train.mesh_sizes import num_shards
 
 log = logging.getLogger(__name__)
 # What TPUs, and GPUs of NVIDIA (dxg: under Windows) and AMD, are reached by.
@@ -66,23 +68,28 @@ def cores() -> int:
 
 
 def execution(
-    model: ModelConfig,
-    device: Device,
-    sequence_length: int,
-    rules: AxisRules,
-    train: TrainConfig,
+    config: Config, device: Device, rules: AxisRules, sizes: Mapping[str, int]
 ) -> Execution:
     """Choose dtypes, attention kernel and the form of collectives for a device.
 
     On a CPU only the operands of products are rounded to bfloat16, what passes between
     layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
 
+    Args:
+        config: settled.
+        device: one of them.
+        rules: where arrays lie.
+        sizes: of the mesh axes.
+
     Raises:
-        ConfigError: if the platform cannot run the attention kernel asked for.
+        ConfigError: if the platform cannot run the attention kernel asked for, or
+            devices cannot share a row as asked for.
     """
+    model, train = config.model, config.train
     platform, chip = device.platform, chip_of(device.device_kind)
+    length = config.data.sequence_length
     try:
-        kernel = choose(model.attention, platform, sequence_length, model.head_size)
+        kernel = choose(model.attention, platform, length, model.head_size)
     except ValueError as error:
         mistake = Mistake("model.attention", model.attention, str(error))
         raise ConfigError([mistake]) from None
@@ -101,10 +108,27 @@ def execution(
         on_tpu=platform == "tpu",
         reduces_copies=train.accumulation_steps == 1,
         attention=kernel,
+        context_attention=_context_attention(config, kernel, rules, sizes),
         grouped=choose_grouped(platform),
         remat=train.remat,
         rules=rules,
     )
+
+
+def _context_attention(
+    config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
+) -> ContextAttention:
+    """Choose how devices that share a row attend; no matter which where none do."""
+    asked, length = config.mesh.context_attention, config.data.sequence_length
+    devices = num_shards(sizes, rules.spec("seq")[0])
+    if devices == 1:
+        return ContextAttention.ring
+    kv_heads = config.model.kv_heads // num_shards(sizes, rules.spec("kv_heads")[0])
+    try:
+        return across.choose(asked, kernel, devices, length, kv_heads)
+    except ValueError as error:
+        rule = f"cannot serve: {error}; change one of them"
+        raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
 
 
 def compiler_options(platform: str) -> dict[str, bool]:

@@ -59,6 +59,7 @@ def param_specs(
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
+        own = PartitionSpec(*(_plain(entry, sizes) for entry in own))
         for dim, axis, entry in zip(param.shape, info.axes, own, strict=True):
             shards = num_shards(sizes, entry)
             if dim % shards:
@@ -74,6 +75,14 @@ def param_specs(
     if mistakes:
         raise ConfigError(list(mistakes.values()))
     return specs
+
+
+def _plain(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
+    """Leave out axes of one device where a dim lies on several axes, but for one."""
+    if not isinstance(entry, tuple):
+        return entry
+    wide = tuple(axis for axis in entry if sizes[axis] > 1) or entry[:1]
+    return wide[0] if len(wide) == 1 else wide
 
 
 def state_shardings(

@@ -3,8 +3,16 @@
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
 
+from typing import Any
+
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jaxtyping import Array, Bool, Float, Int
+
+from model.attention.ring import Documents, Result
+
+MULTIPLE = 2  # positions are even
 
 
 def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
@@ -13,7 +21,7 @@ def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
         return "cudnn attention needs an NVIDIA GPU"
     if head_dim % 8 or head_dim > 256:
         return "cudnn attention needs a head dim that is a multiple of 8, up to 256"
-    if sequence_length % 2:
+    if sequence_length % MULTIPLE:
         return "cudnn attention needs an even sequence length"
     return None
 
@@ -25,9 +33,69 @@ def attend(
     segment_ids_BT: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N H"]:
     """Run NVIDIA's kernel on a device's own rows and heads."""
-    same = None
-    if segment_ids_BT is not None:
-        same = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])[:, None]
+    documents = segment_ids_BT
+    same = _same(None if documents is None else (documents, documents))
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=same, is_causal=True, implementation="cudnn"
     )
+
+
+def forward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Run a step of a ring (model/attention/ring.py).
+
+    `jax.nn` rounds the log-sum-exp, and its derivative drops the cotangent of it, hence
+    jax's private functions here and in `backward`.
+    """
+    results: Any = fused.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=_same(documents),
+        mask_type=_mask_type(causal),
+        return_residual=True,
+    )
+    return results  # the log-sum-exp is float32
+
+
+def backward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+    result: Result,
+    do_BTNH: Float[Array, "B T N H"],
+) -> tuple[Array, Array, Array]:
+    """Run a step of a ring backward."""
+    none = jnp.zeros(0, q_BTNH.dtype)
+    same = _same(documents)
+    bias = none if same is None else fused.combine_bias_and_mask(None, same, none.dtype)
+    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
+        *(q_BTNH, k_BSKH, v_BSKH, bias, none, none, none, none, none, none),
+        *(result.lse_BNT, result.o_BTNH, do_BTNH),
+        scale=1.0,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(same is not None, False),  # a bias, but not its gradient
+        mask_type=_mask_type(causal),
+        layout=fused.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    return dq, dk, dv
+
+
+def _same(documents: Documents) -> Bool[Array, "B 1 T S"] | None:
+    """Tell for each query which keys are of its document."""
+    if documents is None:
+        return None
+    return (documents[0][:, :, None] == documents[1][:, None])[:, None]
+
+
+def _mask_type(causal: bool) -> fused.MaskType:
+    return fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK

@@ -12,12 +12,11 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model.attention import cudnn, splash, xla
+from model.attention import across, xla
+from model.attention.across import KERNELS
 from model.axes import ANYWHERE, AxisRules
-from model.config import Attention
+from model.choices import Attention, ContextAttention
 from model.remat import named
-
-_KERNELS = {Attention.cudnn: cudnn, Attention.splash: splash}
 
 
 def choose(
@@ -33,7 +32,7 @@ def choose(
     kernel = best.get(platform, Attention.xla) if asked is Attention.auto else asked
     reason = None
     if kernel is not Attention.xla:
-        reason = _KERNELS[kernel].why_not(platform, sequence_length, head_dim)
+        reason = KERNELS[kernel].why_not(platform, sequence_length, head_dim)
     if reason:
         raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
     return kernel
@@ -48,6 +47,7 @@ def attention(
     implementation: Attention,
     compute: DTypeLike,
     rules: AxisRules = ANYWHERE,
+    context: ContextAttention = ContextAttention.ring,
 ) -> Float[Array, "B T N H"]:
     """Attend from each position to itself and those before it in its document.
 
@@ -59,24 +59,30 @@ def attention(
         implementation: the kernel; not `auto`.
         compute: dtype of the products' operands.
         rules: where activations lie; kernels work shard by shard.
+        context: how devices that share rows attend to each other's keys; not `auto`.
 
     Returns:
         [B, T, N, H] in q's dtype.
     """
-    if implementation is Attention.xla:
+    if implementation is Attention.xla and not rules.sequence:
         mask_BTS = xla.mask(q_BTNH.shape[1], segment_ids_BT)
         o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
         return named(o_BTNH, "attention")
     dtype = q_BTNH.dtype
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
-    kernel = _KERNELS[implementation].attend
+    kernel = KERNELS[implementation]
+    if rules.sequence:
+        attend = across.attend(context, kernel, rules.sequence)
+    else:
+        assert kernel is not xla
+        attend = kernel.attend
     if rules.activations:  # XLA cannot partition a kernel by itself
         q_spec = rules.spec("batch", None, "heads", None)
         kv_spec = rules.spec("batch", None, "kv_heads", None)
-        kernel = jax.shard_map(
-            kernel,
+        attend = jax.shard_map(
+            attend,
             in_specs=(q_spec, kv_spec, kv_spec, rules.spec("batch", None)),
             out_specs=q_spec,
             check_vma=False,
         )
-    return kernel(q, k, v, segment_ids_BT).astype(dtype)
+    return attend(q, k, v, segment_ids_BT).astype(dtype)

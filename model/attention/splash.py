@@ -3,11 +3,18 @@
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
 
+import math
+from contextlib import nullcontext
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_LANES = 128  # blocks are of so many positions
+from model.attention.ring import Documents, Result
+from model.parts import unmasked
+
+MULTIPLE = 128  # blocks are of so many positions
 
 
 def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
@@ -15,7 +22,7 @@ def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
     del head_dim  # any
     if platform != "tpu":
         return "splash attention needs a TPU"
-    if sequence_length % _LANES:
+    if sequence_length % MULTIPLE:
         return "splash attention needs a sequence length divisible by 128"
     return None
 
@@ -37,14 +44,7 @@ def attend(
     T, N, H = q_BTNH.shape[1:]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
-    heads = masks.MultiHeadMask([masks.CausalMask((T, T))] * N)
-    kernel = splash.make_splash_mha(
-        heads,
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=_block_sizes(T),
-        residual_checkpoint_name="attention",
-    )
+    kernel = _kernel(masks.CausalMask((T, T)), N, residual_checkpoint_name="attention")
 
     def row(q_NTH, k_KSH, v_KSH, segments_T):
         ids = splash.SegmentIds(segments_T, segments_T)
@@ -54,6 +54,100 @@ def attend(
     out = jax.vmap(row)(q, k, v, segment_ids_BT)
     assert isinstance(out, jax.Array)  # no residuals asked for
     return out.swapaxes(1, 2)
+
+
+def forward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Run a step of a ring (model/attention/ring.py). `interpret` is for tests.
+
+    The kernel's own derivative takes no log-sum-exp of other keys, hence jax's private
+    functions here and in `backward`; they are the same in jax 0.10.2 and 0.12.0.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+
+    kernel = _step_kernel(q_BTNH, k_BSKH, causal, interpret)
+
+    def row(q_NTH, k_KSH, v_KSH, ids):
+        return splash._splash_attention_forward(
+            kernel.fwd_mask_info,
+            *(q_NTH, k_KSH, v_KSH, None if ids is None else splash.SegmentIds(*ids)),
+            None,
+            **kernel.kwargs,
+        )
+
+    q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    with nullcontext() if causal else unmasked():
+        o_BNTH, (lse_BNT,) = jax.vmap(row)(q, k, v, documents)
+    return o_BNTH.swapaxes(1, 2), lse_BNT
+
+
+def backward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+    result: Result,
+    do_BTNH: Float[Array, "B T N H"],
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Run a step of a ring backward."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+
+    kernel = _step_kernel(q_BTNH, k_BSKH, causal, interpret)
+
+    def row(q_NTH, k_KSH, v_KSH, ids, o_NTH, lse_NT, do_NTH):
+        ids = None if ids is None else splash.SegmentIds(*ids)
+        masks = kernel.dq_mask_info, kernel.dkv_mask_info
+        residuals = (q_NTH, k_KSH, v_KSH, ids, None, o_NTH, lse_NT, *masks)
+        grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTH)
+        return grads[3:6]
+
+    q, k, v, o, do = (
+        x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH, result.o_BTNH, do_BTNH)
+    )
+    with nullcontext() if causal else unmasked():
+        grads = jax.vmap(row)(q, k, v, documents, o, result.lse_BNT, do)
+    dq, dk, dv = (grad.swapaxes(1, 2) for grad in grads)
+    return dq, dk, dv
+
+
+def _step_kernel(q_BTNH: Array, k_BSKH: Array, causal: bool, interpret: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    shape = q_BTNH.shape[1], k_BSKH.shape[1]
+    seen = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+    return _kernel(seen, q_BTNH.shape[2], save_residuals=True, interpret=interpret)
+
+
+def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:
+    """Make the kernel of a mask that all heads share."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([seen] * num_heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=_block_sizes(math.gcd(*seen.shape)),
+        **options,
+    )
 
 
 def _block_sizes(T: int):

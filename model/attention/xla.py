@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from model.attention.ring import Documents, Result
 from model.linear import product
+
+MULTIPLE = 1  # positions of a chunk
+_MASKED = -1e30
 
 
 def mask(T: int, segment_ids_BT: Int[Array, "B T"] | None) -> Bool[Array, "_ T T"]:
@@ -33,7 +37,74 @@ def attend(
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, compute)
     scores_BKGTS = scores_BKGTS.astype(jnp.float32)
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
     o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, compute)
     return o_BTKGH.reshape(B, T, N, H)
+
+
+def forward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Run a step of a ring (model/attention/ring.py); the result is float32."""
+    scores_BKGTS = _scores(q_BTNH, k_BSKH, documents, causal)
+    lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
+    o_BTKGH, _ = _weighted(scores_BKGTS, v_BSKH, lse_BKGT)
+    B, T, N, _ = q_BTNH.shape
+    return o_BTKGH.reshape(q_BTNH.shape), lse_BKGT.reshape(B, N, T)
+
+
+def backward(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    documents: Documents,
+    causal: bool,
+    result: Result,
+    do_BTNH: Float[Array, "B T N H"],
+) -> tuple[Array, Array, Array]:
+    """Run a step of a ring backward.
+
+    With weights P = exp(scores - lse), of which the whole result is o = sum(P v) over
+    all keys, the scores' gradient is P (do v - do o): that of sum(P v) with cotangent
+    do, and of sum(P) with cotangent -do o.
+    """
+    B, T, N, _ = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    lse_BKGT = result.lse_BNT.reshape(B, K, N // K, T)
+    do_BTNH = do_BTNH.astype(jnp.float32)
+
+    def sums(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return _weighted(_scores(q, k, documents, causal), v, lse_BKGT)
+
+    (o_BTKGH, _), transpose = jax.vjp(sums, q_BTNH, k_BSKH, v_BSKH)
+    dot_BTN = jnp.sum(do_BTNH * result.o_BTNH.astype(jnp.float32), axis=-1)
+    dot_BKGT = dot_BTN.swapaxes(1, 2).reshape(lse_BKGT.shape)
+    return transpose((do_BTNH.reshape(o_BTKGH.shape), -dot_BKGT))
+
+
+def _scores(q_BTNH: Array, k_BSKH: Array, documents: Documents, causal: bool) -> Array:
+    """Return float32 scores [B, K, G, T, S] of scaled queries."""
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, K, N // K, H)
+    scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, q_BTNH.dtype)
+    mask_BTS = jnp.ones((1, T, S), bool)
+    if documents is not None:
+        mask_BTS = documents[0][:, :, None] == documents[1][:, None]
+    if causal:
+        mask_BTS &= jnp.tril(jnp.ones((T, S), bool))[None]
+    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
+
+
+def _weighted(
+    scores_BKGTS: Array, v_BSKH: Array, lse_BKGT: Array
+) -> tuple[Array, Array]:
+    """Return the sums of values by exp(scores - lse), and of these weights."""
+    weights_BKGTS = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
+    o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, v_BSKH.dtype)
+    return o_BTKGH, jnp.sum(weights_BKGTS, axis=-1)

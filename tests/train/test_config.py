@@ -90,7 +90,7 @@ def test_the_defaults_are_right():
         ),
         (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
-        (Config(mesh=MeshConfig(context=2)), "mesh.context"),
+        (Config(mesh=MeshConfig(context=2)), "mesh.activations.seq"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (
             Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),

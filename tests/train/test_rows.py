@@ -135,7 +135,8 @@ def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
 
 
 RULES = AxisRules(
-    (("batch", ("data", "fsdp")), ("mlp", "tensor")), (("embed", "fsdp"),)
+    (("batch", ("data", "fsdp")), ("seq", "context"), ("mlp", "tensor")),
+    (("embed", ("fsdp", "context")),),
 )
 
 

@@ -17,8 +17,6 @@ from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
 from train.errors import Mistake, nearest
 from train.identity import differences
 
-NOT_YET = ("context",)
-
 
 def validate(config: Config) -> list[Mistake]:
     """List every mistake between keys that shows without counting devices."""
@@ -80,14 +78,20 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
     rest = [axis for axis, size in sizes.items() if size == -1]
     for axis, size in sizes.items():
         key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
-        if axis in NOT_YET and size != 1:
-            yield Mistake(key, size, "must be 1: nothing implements it yet")
-        elif axis in rest[1:]:
+        if axis in rest[1:]:
             rule = f"only one axis may be -1 (what is left), and mesh.{rest[0]} is"
             yield Mistake(key, size, f"{rule}; give this one a number")
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}, of which it is the part across hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule)
+    sequence = mesh.activations.get("seq")
+    if sequence != "context" and (sequence is not None or mesh.context != 1):
+        rule = "must be context, which cuts rows; or null with mesh.context=1"
+        yield Mistake("mesh.activations.seq", sequence, rule)
+    rows = mesh.activations.get("batch")
+    if "context" in _listed(rows):
+        rule = "must not name context, along which devices share rows; leave it out"
+        yield Mistake("mesh.activations.batch", rows, rule)
     tables = {"params": mesh.params, "activations": mesh.activations}
     for key, name, axes in (
         (f"mesh.{table}.{name}", name, axes)

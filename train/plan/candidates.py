@@ -28,6 +28,7 @@ class Layout:
     dcn_fsdp: int
     remat: str
     accumulation_steps: int
+    context: int = 1
 
     @property
     def overrides(self) -> str:
@@ -37,6 +38,7 @@ class Layout:
         return " ".join(
             [
                 *(f"mesh.{axis}={n}" for axis, n in mesh.items()),
+                *([f"mesh.context={self.context}"] if self.context > 1 else []),
                 *(f"mesh.dcn.{axis}={n}" for axis, n in dcn.items() if n > 1),
                 f"train.remat={self.remat}",
                 f"train.accumulation_steps={self.accumulation_steps}",
@@ -48,7 +50,7 @@ class Layout:
         mesh = replace(
             config.mesh,
             **{"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
-            **{"context": 1, "expert": 1, "planned": False},
+            **{"context": self.context, "expert": 1, "planned": False},
             dcn=DcnConfig(data=self.dcn_data, fsdp=self.dcn_fsdp),
         )
         train = replace(
@@ -90,7 +92,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
     except ConfigError:
         return None
     return Layout(
-        **{axis: sizes[axis] for axis in ("data", "fsdp", "tensor")},
+        **{axis: sizes[axis] for axis in ("data", "fsdp", "tensor", "context")},
         dcn_data=config.mesh.dcn.data,
         dcn_fsdp=config.mesh.dcn.fsdp,
         remat=typed(config.train.remat),

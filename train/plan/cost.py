@@ -57,6 +57,11 @@ def expected_part(scope: str) -> float:
     return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
 
 
+def is_unmasked(scope: str) -> bool:
+    """Tell whether an attention kernel sees all, by model/parts.py's scope."""
+    return "unmasked" in scope
+
+
 @dataclass(frozen=True)
 class HbmBytes:
     """Bytes to and from main memory.

@@ -10,7 +10,13 @@ import re
 import numpy as np
 
 from train.plan.compiled.hlo import BODY, Computation, Executed, Instruction, Module
-from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops, expected_part
+from train.plan.cost import (
+    CUDNN_PRODUCTS,
+    SPLASH_PRODUCTS,
+    Flops,
+    expected_part,
+    is_unmasked,
+)
 
 _FLOATS = ("f", "bf")
 
@@ -145,6 +151,8 @@ def kernel_flops(
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
             rows = math.prod(q.dims[:-2])  # of the batch, by heads
             flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
+            if is_unmasked(instruction.op_name):
+                return flops, 1.0
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
             blocks = masks[0][-1] if masks else 1
             return flops, (blocks + 1) / (2 * blocks)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.cost import expected_part
+from train.plan.cost import expected_part, is_unmasked
 from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
 from train.plan.estimated.collectives import Sending
 
@@ -86,7 +86,9 @@ def grouped(
     return (dims, ()), flops * expected_part(scope)
 
 
-def kernel_flops(equation: Any, operands: list[Array]) -> tuple[float, float]:
+def kernel_flops(
+    equation: Any, operands: list[Array], scope: str
+) -> tuple[float, float]:
     """Return a kernel's FLOPs, and the part that a causal mask of blocks leaves.
 
     Every cell of its grid multiplies as its body says; what a device has of rows and
@@ -98,6 +100,8 @@ def kernel_flops(equation: Any, operands: list[Array]) -> tuple[float, float]:
     floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
     traced, local = max(floats, key=lambda pair: pair[0].size)
     flops = cells * _flops_inside(params["jaxpr"]) * local.size / traced.size
+    if is_unmasked(scope):
+        return flops, 1.0
     masks = [v.aval for v in equation.invars if v.aval.dtype == np.int8]
     blocks = masks[0].shape[-1] if masks else 1
     return flops, (blocks + 1) / (2 * blocks)

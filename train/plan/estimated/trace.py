@@ -16,14 +16,13 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batches import Batch
 from model.axes import mesh_axes
-from model.choices import Attention, Grouped
+from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
-from train.mesh_sizes import num_shards
 from train.optimizer.update import Optimizer
-from train.program import Program
+from train.program import Program, shards_of
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
@@ -40,6 +39,9 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     # XLA's own product for what is grouped: it reads and writes what the kernels do.
     how = how._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if how.attention is Attention.splash else 1
+    sharing = shards_of(how.rules, program.mesh.shape)[1]
+    if sharing > 1 and how.context_attention is ContextAttention.ring:
+        tile *= 2 * sharing
     return _gradients(
         config.model,
         how,
@@ -63,7 +65,7 @@ def _gradients(
     mesh: tuple[tuple[str, int], ...],
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
-    shards = num_shards(dict(mesh), how.rules.spec("batch")[0])
+    shards, _ = shards_of(how.rules, dict(mesh))
     field = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
     batch = Batch(field, field, field if documents else None, field)
     names, sizes = zip(*mesh, strict=True)
@@ -95,7 +97,7 @@ def _rows(program: Program) -> int:
     """Return how many rows of a device are traced: all, if experts sort its tokens."""
     if not program.config.model.expert_layers:
         return _ROWS
-    shards = num_shards(program.mesh.shape, program.how.rules.spec("batch")[0])
+    shards, _ = shards_of(program.how.rules, program.mesh.shape)
     data, train = program.config.data, program.config.train
     return data.batch_size // (shards * train.accumulation_steps)
 
@@ -107,8 +109,12 @@ def _least(axis: str, program: Program) -> int:
     cuts the batch's rows or parameters, and these can be halved.
     """
     size = program.mesh.shape[axis]
-    if axis in mesh_axes(dict(program.how.rules.params)["experts"]):
+    rules = program.how.rules
+    if axis in mesh_axes(dict(rules.params)["experts"]):
         return size  # on it depends in how many chunks tokens go
+    rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
+    if axis in sequence:
+        return size  # on it depends how often keys are sent on
     if size > 1:
         return next((n for n in range(2, size) if size % n == 0), size)
     cut = [
@@ -117,5 +123,4 @@ def _least(axis: str, program: Program) -> int:
         for dim, entry in zip(leaf.shape, leaf.sharding.spec, strict=False)
         if axis in mesh_axes(entry)
     ]
-    rows = axis in mesh_axes(program.how.rules.spec("batch")[0])
-    return 2 if (cut or rows) and all(dim % 2 == 0 for dim in cut) else 1
+    return 2 if (cut or axis in rows) and all(dim % 2 == 0 for dim in cut) else 1

@@ -164,7 +164,7 @@ class Walk:
             self.sending.reduce(array, ())
         flops, part = 0.0, 1.0
         if name == "pallas_call":
-            flops, part = kernel_flops(equation, operands)
+            flops, part = kernel_flops(equation, operands, self._scope)
         if name == "dot_general":
             pairs = params["dimension_numbers"]
             left, right = operands
@@ -220,6 +220,10 @@ class Walk:
                     axes = params["axes"]
                     kind, label = "all-reduce", array.label
                     self.sending.add(axes, kind, array.bytes, self.place, label)
+            case "ppermute":
+                (array,) = operands
+                axes, kind = params["axis_name"], "collective-permute"
+                self.sending.add(axes, kind, array.bytes, self.place, array.label)
             case "all_gather" | "reduce_scatter" | "all_to_all" as name:
                 return [(self._manual(name, params, operands[0]), ())]
             case "squeeze":

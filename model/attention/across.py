@@ -1,0 +1,150 @@
+"""Attention of rows that devices share, each having T of their S positions.
+
+`ring` sends keys and values from device to device (model/attention/ring.py). `ulysses`
+exchanges positions for heads: each device attends as if it were alone, to whole rows of
+some heads. `all_gather` brings the keys and values of all to each device; its mask
+depends on the device, so of the kernels only `xla` takes it.
+
+Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.21783,
+section 3.3.2.
+
+Shapes: B batch, T positions of a device, S of all, N query heads, K key/value heads,
+H head dim.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from model.attention import cudnn, splash, xla
+from model.attention.ring import Kernel, ring
+from model.choices import Attention, ContextAttention
+from model.remat import named
+
+Attend = Callable[[Array, Array, Array, Array | None], Array]
+KERNELS = {Attention.xla: xla, Attention.cudnn: cudnn, Attention.splash: splash}
+
+
+def why_not(
+    way: ContextAttention,
+    kernel: Attention,
+    devices: int,
+    sequence_length: int,
+    kv_heads: int,
+) -> str | None:
+    """Return why devices cannot attend so, or None where they can.
+
+    Args:
+        way: not `auto`.
+        kernel: that they run.
+        devices: that share a row.
+        sequence_length: of a row.
+        kv_heads: key and value heads of a device, as `tensor` cuts them.
+    """
+    multiple = devices
+    if way is ContextAttention.ring:
+        multiple = 2 * devices * KERNELS[kernel].MULTIPLE
+    if way is ContextAttention.ulysses and kv_heads % devices:
+        return (
+            f"ulysses needs the {kv_heads} key and value heads of a device to be "
+            f"divisible by mesh.context={devices}"
+        )
+    if way is ContextAttention.all_gather and kernel is not Attention.xla:
+        return f"all_gather needs model.attention=xla, not {kernel}"
+    if sequence_length % multiple:
+        return (
+            f"{way} over {devices} devices with {kernel} attention needs a "
+            f"data.sequence_length divisible by {multiple}, not {sequence_length}"
+        )
+    return None
+
+
+def choose(
+    asked: ContextAttention,
+    kernel: Attention,
+    devices: int,
+    sequence_length: int,
+    kv_heads: int,
+) -> ContextAttention:
+    """Choose how devices attend, arguments as in `why_not`.
+
+    Raises:
+        ValueError: if it cannot serve; with `auto`, if nothing can.
+    """
+    auto = ContextAttention.auto
+    ways = [way for way in ContextAttention if asked in (auto, way) and way is not auto]
+    reasons = []
+    for way in ways:
+        reason = why_not(way, kernel, devices, sequence_length, kv_heads)
+        if reason is None:
+            return way
+        reasons.append(reason)
+    raise ValueError("; ".join(reasons))
+
+
+def attend(way: ContextAttention, kernel: ModuleType, axes: tuple[str, ...]) -> Attend:
+    """Return attention on a device's own rows, heads and positions.
+
+    Args:
+        way: not `auto`.
+        kernel: the kernel's module.
+        axes: mesh axes by hand along which devices share rows.
+    """
+    if way is ContextAttention.ring:
+        return partial(_ring, Kernel(kernel.forward, kernel.backward), axes)
+    if way is ContextAttention.ulysses:
+        whole = _xla if kernel is xla else kernel.attend
+        return partial(_ulysses, whole, axes)
+    assert kernel is xla
+    return partial(_all_gather, axes)
+
+
+def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids) -> Array:
+    return ring(kernel, axes, q * q.shape[-1] ** -0.5, k, v, ids)
+
+
+def _ulysses(
+    whole: Attend,
+    axes: tuple[str, ...],
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_ids_BT: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    def exchange(x: Array, split: int, joined: int) -> Array:
+        return jax.lax.all_to_all(x, axes, split, joined, tiled=True)
+
+    q, k, v = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+    ids = None if segment_ids_BT is None else _of_all(segment_ids_BT, axes)
+    return exchange(whole(q, k, v, ids), 1, 2)
+
+
+def _all_gather(
+    axes: tuple[str, ...],
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    segment_ids_BT: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    T = q_BTNH.shape[1]
+    k_BSKH, v_BSKH = _of_all(k_BTKH, axes), _of_all(v_BTKH, axes)
+    own_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
+    mask_BTS = (own_T[:, None] >= jnp.arange(k_BSKH.shape[1])[None])[None]
+    if segment_ids_BT is not None:
+        keys_BS = _of_all(segment_ids_BT, axes)
+        mask_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None]
+    o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, q_BTNH.dtype)
+    return named(o_BTNH, "attention")
+
+
+def _xla(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    o = xla.attend(q, k, v, xla.mask(q.shape[1], segment_ids), q.dtype)
+    return named(o, "attention")
+
+
+def _of_all(x_BT: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)

@@ -1,0 +1,81 @@
+"""Rows that devices share: the same loss and gradients as on one device."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.batches import Batch, Order
+from model.gpt import GPT, params_of
+from tests.train.test_experts import distance
+from train.step import make_gradients
+
+GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")
+MOE = (
+    *("model=moe_nano", "model.expert_dim=24", "model.router_aux_weight=0.1"),
+    *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
+    *("model.init=scaled", "model.layer_unroll=1", "data.batch_size=8"),
+)
+RING = "mesh.context_attention=ring"
+ULYSSES = "mesh.context_attention=ulysses"
+ALL_GATHER = "mesh.context_attention=all_gather"
+
+
+@pytest.fixture(scope="module")
+def batches(programs, store):
+    """Rows of short documents; a document ends inside every chunk; one a row."""
+    config = programs(*GROUPED, devices=1).config.data
+    packed = Order(store, config, 0).read(0)
+    assert (packed.segment_ids.max(axis=1) > 1).any()
+    T = config.sequence_length
+    ends = np.arange(T) // 3 + 1  # chunks of 2, 4 or 8
+    every = packed._replace(segment_ids=np.broadcast_to(ends, (8, T)).astype(np.int32))
+    one = packed._replace(segment_ids=np.ones((8, T), np.int32))
+    return {"packed": packed, "every chunk": every, "one": one}
+
+
+@pytest.fixture(scope="module")
+def gradients(programs):
+    """Run one step's gradients: (overrides, batch) -> loss, gradients, load."""
+    steps = {}
+
+    def gradients(*overrides, batch: Batch, devices=8):
+        program = programs(*overrides, devices=devices)
+        if overrides not in steps:
+            step = make_gradients(program.model, program.how, program.config.train)
+            steps[overrides] = jax.jit(step)
+        with jax.set_mesh(program.mesh):
+            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+            params = jax.device_put(params, program.shardings.params)
+            placed = jax.device_put(batch, program.batch_shardings)
+            return jax.device_get(steps[overrides](params, placed))
+
+    return gradients
+
+
+def slow(*overrides):
+    return pytest.param(overrides, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        slow(RING, "mesh.context=2", "mesh.data=4"),
+        slow(RING, "mesh.context=4", "mesh.data=2"),
+        slow(RING, "mesh.context=8", "train.remat=full"),
+        ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2"),
+        slow(RING, "mesh.fsdp=2", "mesh.context=4", "train.accumulation_steps=2"),
+        slow(RING, "mesh.context=4", "mesh.fsdp=2", "train.remat=[attention]"),
+        slow(ULYSSES, "mesh.context=4", "mesh.fsdp=2"),
+        slow(ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2"),
+        slow(ALL_GATHER, "mesh.context=8"),
+        slow(ALL_GATHER, "mesh.context=2", "mesh.tensor=2", "mesh.data=2"),
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_those_of_one_device(gradients, batches, mesh):
+    for batch in batches.values():
+        loss, grads, _ = gradients(*GROUPED, "mesh=single", batch=batch, devices=1)
+        found = gradients(*GROUPED, *mesh, batch=batch)
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert distance(found[1], grads) < 1e-5
