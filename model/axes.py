@@ -7,7 +7,7 @@ model, which stays ignorant of meshes: with no rules it runs on one device untou
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import PartitionSpec
@@ -106,6 +106,24 @@ class AxisRules:
         hand = [[a for a in mesh_axes(entry) if a in self.by_hand] for entry in spec]
         dims = [(i, wide(names)) for i, names in enumerate(hand)]
         return tuple((i, names) for i, names in dims if names)
+
+    def inside(self, stages: str) -> "AxisRules":
+        """Return the rules in a stage of a pipeline, whose rows lie on its devices.
+
+        Args:
+            stages: mesh axis by hand.
+        """
+
+        def without(table: Pairs) -> Pairs:
+            dims = ((name, [*mesh_axes(entry)]) for name, entry in table)
+            return tuple((n, _entry([a for a in d if a != stages])) for n, d in dims)
+
+        return replace(
+            self,
+            activations=without(self.activations),
+            params=without(self.params),
+            by_hand=tuple(axis for axis in self.by_hand if axis != stages),
+        )
 
     def copies(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes by hand along which a parameter's parts are the same."""

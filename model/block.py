@@ -13,7 +13,7 @@ from model.execution import Execution
 from model.experts import Experts
 from model.layers import MLP, Normalize, Rotation, SelfAttention
 from model.parts import part
-from model.remat import rematerialized
+from model.remat import layer_input, rematerialized
 from model.router import Routing
 
 
@@ -76,6 +76,7 @@ def run_stack(
 
     def layer(x_BTD: Float[Array, "B T D"], params_and_cache):
         params, cache = params_and_cache
+        x_BTD = layer_input(x_BTD)
         run = nnx.merge(block, params)
         x_BTD, *rest = run(x_BTD, by, segment_ids_BT, how, cache)
         return x_BTD, rest

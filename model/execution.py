@@ -25,6 +25,9 @@ class Execution(NamedTuple):
     grouped: body of products of rows grouped by expert.
     remat: what the backward pass recomputes, or names of what it keeps.
     rules: where arrays lie.
+    pipeline_microbatches: that pass through the stages one after another, where layers
+        lie on several.
+    pipeline_repeats: how often each does.
     window: with a cache, how many of the newest keys are seen; None: all.
     """
 
@@ -39,4 +42,6 @@ class Execution(NamedTuple):
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     rules: AxisRules = ANYWHERE
+    pipeline_microbatches: int = 1
+    pipeline_repeats: int = 1
     window: int | None = None

@@ -21,10 +21,11 @@ from model.choices import Init, Position
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import Parts, parts_of
-from model.layers import Normalize, rotation, stds
+from model.layers import Normalize, Rotation, rotation, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.parts import part
+from model.pipeline import run_pipeline
 from model.router import Routing
 
 _HEAD = "btd,dv->btv"
@@ -119,20 +120,46 @@ class GPT(nnx.Module):
         if self.positions is not None:
             lookups.append((self.positions, positions_BT))
         x_BTD = how.rules.constrain(look_up(lookups, how), "batch", "seq", "embed")
-        by = None
-        if self.config.position is Position.rotary:
-            by = rotation(positions_BT, self.config)
-
         caches, routing = list[KeysValues](), None
-        for i, stack in enumerate(self._stacks):
-            own = None if cache is None else cache[i]
-            x_BTD, own, routing = run_stack(
-                stack, x_BTD, by, segment_ids_BT, how, own, self.config.layer_unroll
-            )
-            caches += [] if own is None else [own]
+        if how.rules.cut(("layers",)):
+            rows = positions_BT, segment_ids_BT
+            for stack in self._stacks:
+                x_BTD, routing = self._run_stages(stack, x_BTD, rows, how)
+        else:
+            by = self._rotation(positions_BT)
+            for i, stack in enumerate(self._stacks):
+                own = None if cache is None else cache[i]
+                x_BTD, own, routing = run_stack(
+                    stack, x_BTD, by, segment_ids_BT, how, own, self.config.layer_unroll
+                )
+                caches += [] if own is None else [own]
         # Else XLA may lay the norm out as its scale lies.
         x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(caches) if caches else None, routing
+
+    def _run_stages(
+        self,
+        stack: Block,
+        x_BTD: Float[Array, "B T D"],
+        rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
+        how: Execution,
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Run stacked layers that lie on stages."""
+        block, params = nnx.split(stack)
+
+        def run(params: Any, x_BTD: jax.Array, rows: Any, how: Execution):
+            positions_BT, segment_ids_BT = rows
+            by, unroll = self._rotation(positions_BT), self.config.layer_unroll
+            own = nnx.merge(block, params)
+            x, _, routing = run_stack(own, x_BTD, by, segment_ids_BT, how, None, unroll)
+            return x, routing
+
+        return run_pipeline(run, params, x_BTD, rows, how)
+
+    def _rotation(self, positions_BT: Int[Array, "B T"]) -> Rotation | None:
+        if self.config.position is not Position.rotary:
+            return None
+        return rotation(positions_BT, self.config)
 
     @property
     def _stacks(self) -> list[Block]:

@@ -14,9 +14,15 @@ from jaxtyping import Array, Float
 from model.config import Intermediate
 
 Policy = str | tuple[str, ...]  # none, dots, full; or names of Intermediate
+_INPUT = "layer_input"
 # cuDNN's forward pass gives its output and log-sum-exp no names: the primitive of
 # jax.nn.dot_product_attention stands for both.
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Name what a layer starts from, which is kept whatever it recomputes."""
+    return checkpoint_name(x, _INPUT)
 
 
 def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
@@ -37,6 +43,25 @@ def rematerialized(layer: Callable, policy: Policy, looped: bool) -> Callable:
         return layer
     # A loop keeps XLA from undoing the recomputation; without one it has to be told.
     return jax.checkpoint(layer, policy=_keep(policy), prevent_cse=not looped)
+
+
+def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
+    """Return a pipeline's stage, which keeps what its layers do and no weight.
+
+    Else it would keep the layers that it took of the device's in each iteration.
+
+    Args:
+        stage: a function of arrays; it slices parameters, and its layers are named.
+        policy: of its layers.
+    """
+    inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
+    keep = _keep_all_but_slices if policy == "none" else _keep(policy)
+    both = jax.checkpoint_policies.save_from_both_policies(inputs, keep)
+    return jax.checkpoint(stage, policy=both, prevent_cse=False)
+
+
+def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name != "dynamic_slice"
 
 
 def _keep(policy: Policy) -> Callable[..., Any]:

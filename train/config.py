@@ -118,6 +118,7 @@ class WatchdogConfig:
 class DcnConfig:
     """Factor of each mesh axis that crosses slices or hosts, the slower network."""
 
+    pipeline: Count = 1  # slices or hosts that hold other layers
     data: Count = 1  # slices or hosts that hold copies of the model
     fsdp: Count = 1  # slices or hosts that shard the parameters
     context: Count = 1  # 1: a row stays inside a slice
@@ -125,8 +126,9 @@ class DcnConfig:
     tensor: Count = 1  # slices or hosts that share each layer
 
 
-# data: copies of the model; fsdp: parameter shards; context: parts of each row; expert:
-# groups of experts; tensor: parts of each layer. Slowest network first.
+# pipeline: stages of layers; data: copies of the model; fsdp: parameter shards;
+# context: parts of each row; expert: groups of experts; tensor: parts of each layer.
+# Slowest network first.
 MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 
 
@@ -137,6 +139,7 @@ class MeshConfig:
     A table maps a logical axis to a mesh axis, a list of them, or null (replicated).
     """
 
+    pipeline: AxisSize = 1  # stages, each of some layers; -1: what is left
     data: AxisSize = 1  # copies of the model; -1: what is left
     fsdp: AxisSize = 1  # parameter shards; -1: what is left
     context: AxisSize = 1  # parts of each row; -1: what is left
@@ -144,6 +147,8 @@ class MeshConfig:
     tensor: AxisSize = 1  # parts of each layer; -1: what is left
     # How devices that share rows attend to each other's keys; auto: ring where it can.
     context_attention: ContextAttention = ContextAttention.auto
+    # Groups of layers on a stage: more make the bubble shorter, and exchange weights.
+    pipeline_repeats: Count = 1
     planned: bool = False  # take sizes, remat and microbatches from a search
     dcn: DcnConfig = field(default_factory=DcnConfig)
     params: dict[str, Any] = field(default_factory=dict)  # how weights lie
@@ -186,6 +191,9 @@ class TrainConfig:
 
     num_steps: Count = 1600  # updates of the whole run, the schedule's length
     accumulation_steps: Count = 1  # microbatches of one step
+    # Parts of a microbatch that are in the stages of mesh.pipeline at once; null: as
+    # many as there are stages.
+    pipeline_microbatches: Count | None = None
     max_skipped_steps: Number = 10  # left out in a row before exit 3
     # Leave out steps this many deviations above the recent ones; null: none.
     skip_sigma: Annotated[float, Gt(0)] | None = None

@@ -61,15 +61,18 @@ def load_run(
 def make_program_here(config: Config) -> Program:
     """Lay a run's program out on the devices of this machine.
 
-    On the run's own mesh if that fits them; else its parameters are sharded over as
-    many of them as divide the batch.
+    On the run's own mesh if that fits them; else, and where that is a pipeline (for
+    training alone), its parameters are sharded over as many of them as divide the
+    batch.
 
     Raises:
         ConfigError: if it fits on no number of them.
     """
     devices, batch_size = jax.devices(), config.data.batch_size
+    wrong = ConfigError([])
     try:
-        return make_program(config)
+        if config.mesh.pipeline == 1:
+            return make_program(config)
     except ConfigError as error:
         wrong = error
     params, activations = config.mesh.params, config.mesh.activations
@@ -79,7 +82,7 @@ def make_program_here(config: Config) -> Program:
         try:
             if batch_size % count == 0:
                 program = make_program(here, devices[:count])
-                log.info("the run's mesh does not fit these devices: fsdp %d", count)
+                log.info("not the run's mesh on these devices: fsdp %d", count)
                 return program
         except ConfigError as error:
             wrong = error

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from train.config import MESH_AXES, Config, MeshConfig, Platform
+from train.config import MESH_AXES, Config, MeshConfig, Platform, TrainConfig
 from train.errors import ConfigError, Mistake, check_all, nearest
 
 # Variables that tell of more processes than this one, or of other devices.
@@ -51,22 +51,60 @@ def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> in
     return math.prod(sizes[axis] for axis in names)
 
 
-def check_batch(batch_size: int, accumulation: int, shards: int) -> None:
+def stage_microbatches(config: TrainConfig, stages: int) -> int:
+    """Return how many microbatches pass through the stages of a pipeline."""
+    return stages if stages == 1 else config.pipeline_microbatches or stages
+
+
+def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
+    """Check that layers and microbatches are shared out evenly over stages.
+
+    Raises:
+        ConfigError: if not, with all that is not.
+    """
+    stages, repeats = sizes["pipeline"], config.mesh.pipeline_repeats
+    microbatches = stage_microbatches(config.train, stages)
+    mistakes = list[Mistake]()
+    if stages == 1:
+        return
+    if microbatches % stages:
+        rule = f"must be a multiple of mesh.pipeline={stages}, so that stages start "
+        rule += f"with as many each; {nearest(microbatches, stages)}, or null"
+        mistakes.append(Mistake("train.pipeline_microbatches", microbatches, rule))
+    experts, groups = config.model.expert_layers, stages * repeats
+    dense = config.model.num_layers - experts
+    wrong = [depth for depth in (dense, experts) if depth % groups]
+    if wrong:
+        kind = "" if not (dense and experts) else " of one kind"
+        rule = f"x mesh.pipeline_repeats={repeats} must divide the {wrong[0]} layers"
+        rule += f"{kind} (model.num_layers, of these model.dense_layers), which lie in "
+        rule += "groups of as many on the stages; change stages, repeats or layers"
+        mistakes.append(Mistake("mesh.pipeline", stages, rule))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def check_batch(
+    batch_size: int, accumulation: int, shards: int, passes: int = 1
+) -> None:
     """Check that every device gets whole rows of each microbatch.
 
     Args:
         batch_size: rows of the global batch.
         accumulation: microbatches of a step.
         shards: devices that share the rows of a microbatch.
+        passes: of a pipeline, for each of its stages.
 
     Raises:
         ConfigError: if not.
     """
-    if batch_size % (shards * accumulation):
+    if batch_size % (shards * accumulation * passes):
+        pipeline = "train.pipeline_microbatches / mesh.pipeline"
         rule = (
             f"must be divisible by {shards} (devices that share the batch) x "
-            f"{accumulation} (train.accumulation_steps); "
-            f"{nearest(batch_size, shards * accumulation)}"
+            f"{accumulation} (train.accumulation_steps)"
+            f"{f' x {passes} ({pipeline})' if passes > 1 else ''}; "
+            f"{nearest(batch_size, shards * accumulation * passes)}"
         )
         raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
 
@@ -84,11 +122,14 @@ def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     if count is None or config.mesh.planned or not known:
         return []
     sizes = least_sizes(config.mesh, count)
+    stages = sizes["pipeline"]
+    passes = max(1, stage_microbatches(config.train, stages) // stages)
     rows, parts = config.data.batch_size, config.train.accumulation_steps
     try:
         check_all(
             lambda: axis_sizes(config.mesh, count),
-            lambda: check_batch(rows, parts, num_shards(sizes, batch)),
+            lambda: check_pipeline(config, sizes),
+            lambda: check_batch(rows, parts, num_shards(sizes, batch), passes),
         )
     except ConfigError as error:
         return error.mistakes

@@ -34,7 +34,8 @@ def by_rows(
 
     Where devices that share a row attend in a ring, its positions are brought into the
     ring's order first: all but attention is the same in any order. Vectors come whole,
-    they are small; of matrices and tables each device has its part.
+    they are small, but only those of a device's own layers; of matrices and tables each
+    device has its part.
 
     Args:
         function: of a device; its `how` says which axes are by hand.
@@ -105,9 +106,8 @@ def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
 
     def add(info: ParamInfo, grad: jax.Array) -> jax.Array:
         if info.kind is Kind.vector:
-            return jax.lax.psum(grad, wide(how.rules.by_hand))
-        axes = info.axes[info.stacked :]
-        copies = how.rules.copies(axes)
+            return jax.lax.psum(grad, how.rules.copies(info.axes[: info.stacked]))
+        copies = how.rules.copies(info.axes)
         if not copies or (info.kind is Kind.matrix and how.reduces_copies):
             return grad
         place = how.rules.param_spec(info.axes)
@@ -119,9 +119,8 @@ def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
 
 
 def _by_hand(info: ParamInfo, rules: AxisRules) -> list:
-    """Return a parameter's PartitionSpec over the axes by hand; layers come all."""
-    if info.kind is Kind.vector:
-        return []
-    spec = dict(rules.params) | {"layers": None}
-    dims = [mesh_axes(spec[axis]) for axis in info.axes]
+    """Return a parameter's PartitionSpec over the axes by hand."""
+    named = info.axes[: info.stacked] if info.kind is Kind.vector else info.axes
+    spec = dict(rules.params)
+    dims = [mesh_axes(spec[axis]) for axis in named]
     return [tuple(a for a in axes if a in rules.by_hand) or None for axes in dims]

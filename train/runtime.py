@@ -106,7 +106,6 @@ def execution(
         reduce_dtype=jnp.dtype(reduce),
         gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
         on_tpu=platform == "tpu",
-        reduces_copies=train.accumulation_steps == 1,
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),
         grouped=choose_grouped(platform),

@@ -92,6 +92,8 @@ def test_the_defaults_are_right():
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
         (Config(mesh=MeshConfig(context=2)), "mesh.activations.seq"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
+        (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
+        (Config(mesh=MeshConfig(pipeline=2)), "mesh.pipeline"),  # without the tables
         (
             Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
             "mesh.params.experts",

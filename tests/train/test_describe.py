@@ -28,7 +28,7 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
         assert str(tuple(leaf.sharding.spec)) in line
     (up,) = [x for x in out.splitlines() if x.startswith("layers.mlp.up.weight")]
     assert "layers embed mlp" in up
-    assert "(None, 'fsdp', 'tensor')" in up
+    assert "('pipeline', 'fsdp', 'tensor')" in up
     assert up.endswith(" 8.00 KiB")  # 2 x 32 x 128 float32 on 4 parts
     assert "mesh        data 2 x fsdp 2 x tensor 2" in out
     assert "devices     8 x cpu" in out

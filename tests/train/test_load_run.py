@@ -15,6 +15,7 @@ from train.load_run import make_program_here
         (("mesh=single", "data.batch_size=6"), {"fsdp": 2}),
         (("mesh.fsdp=16", "data.batch_size=16"), {"fsdp": 8}),
         (("mesh.fsdp=4", "mesh.tensor=2"), {"fsdp": 4, "tensor": 2}),  # it fits
+        (("mesh.pipeline=2", "mesh.fsdp=4"), {"fsdp": 8}),
     ],
 )
 def test_the_runs_mesh_is_kept_if_it_fits(configure, typed, sizes):

@@ -380,7 +380,7 @@ def test_plan_shows_the_layout_for_hardware_that_is_not_there(folder, door):
     table, _, slices = result.stdout.partition(f"{array} 2x32x128 float32")
     (row,) = [x for x in table.splitlines() if x.startswith(array)]
     assert "layers embed mlp" in row
-    assert "(None, 'fsdp', 'tensor')" in row
+    assert "('pipeline', 'fsdp', 'tensor')" in row
     found = re.findall(r"fsdp=(\d) tensor=(\d) +\[0:2, (\d+):\d+, (\d+):\d+\]", slices)
     assert len(found) == 8
     for fsdp, tensor, first, second in found:

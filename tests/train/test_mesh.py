@@ -18,16 +18,16 @@ from train.mesh_sizes import axis_sizes
 def test_sizes_are_as_asked():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert mesh.axis_names == MESH_AXES
-    assert mesh.devices.shape == (2, 2, 1, 1, 2)
+    assert mesh.devices.shape == (1, 2, 2, 1, 1, 2)
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        (MeshConfig(fsdp=-1), (1, 8, 1, 1, 1)),
-        (MeshConfig(data=-1, tensor=2), (4, 1, 1, 1, 2)),
-        (MeshConfig(fsdp=8, data=-1), (1, 8, 1, 1, 1)),
+        (MeshConfig(fsdp=-1), (1, 1, 8, 1, 1, 1)),
+        (MeshConfig(data=-1, tensor=2), (1, 4, 1, 1, 1, 2)),
+        (MeshConfig(fsdp=8, data=-1), (1, 1, 8, 1, 1, 1)),
     ],
 )
 def test_minus_one_is_what_is_left(config, sizes):
@@ -114,7 +114,7 @@ def machine(monkeypatch):
 def test_axes_lie_on_a_torus_also_where_they_are_not_whole_dims(machine, name, tensor):
     devices = machine(name)
     grid = make_mesh(MeshConfig(fsdp=-1, tensor=tensor), devices).devices
-    assert grid.shape == (1, len(devices) // tensor, 1, 1, tensor)
+    assert grid.shape == (1, 1, len(devices) // tensor, 1, 1, tensor)
     assert set(grid.flat) == set(devices)
 
 

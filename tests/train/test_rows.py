@@ -115,15 +115,6 @@ def test_rows_travel_or_the_table_does(programs, batch, shape):
     close(rows, table)
 
 
-def test_layers_that_lie_apart_come_whole(programs, batch):
-    apart = ("mesh.params.layers=fsdp", "mesh.params.embed=null")
-    results = [
-        run(programs("mesh.fsdp=2", *rules, devices=2), batch)[0]
-        for rules in (apart, ())
-    ]
-    close(*results)
-
-
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
     programs, batch, remat

@@ -29,9 +29,11 @@ def test_parameters_lie_as_the_table_says(programs):
         told = NamedSharding(program.mesh, spec)
         assert leaf.sharding.is_equivalent_to(told, leaf.ndim)
     specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
-    # Written out: the heart of FSDP and tensor parallelism in two lines.
-    assert specs["layers.mlp.up.weight"] == PartitionSpec(None, "fsdp", "tensor")
-    assert specs["layers.mlp.down.weight"] == PartitionSpec(None, "tensor", "fsdp")
+    # Written out: the heart of pipelines, FSDP and tensor parallelism in two lines.
+    assert specs["layers.mlp.up.weight"] == PartitionSpec("pipeline", "fsdp", "tensor")
+    assert specs["layers.mlp.down.weight"] == PartitionSpec(
+        "pipeline", "tensor", "fsdp"
+    )
 
 
 def test_bytes_per_device_are_those_of_a_shard(programs):
@@ -42,7 +44,8 @@ def test_bytes_per_device_are_those_of_a_shard(programs):
 
 def test_a_batch_is_spread_over_its_axes(programs):
     spec = programs(*CUBE, devices=8).batch.inputs.sharding.spec
-    assert spec == PartitionSpec(("data", "fsdp", "expert"), "context")
+    rows = ("pipeline", "data", "fsdp", "expert")
+    assert spec == PartitionSpec(rows, "context")
 
 
 def test_all_that_does_not_divide_is_listed_at_once(programs):

@@ -26,6 +26,7 @@ def validate(config: Config) -> list[Mistake]:
         *_across(config),
         *_mesh(config.mesh),
         *_experts(config),
+        *_pipeline(config),
     ]
 
 
@@ -107,6 +108,19 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
             yield Mistake(key, axes, rule)
         elif len(set(listed)) < len(listed):
             yield Mistake(key, axes, "must name each mesh axis once")
+
+
+def _pipeline(config: Config) -> Iterator[Mistake]:
+    """Yield what does not let layers lie on stages."""
+    mesh, layers = config.mesh, config.mesh.params.get("layers")
+    if layers not in (None, "pipeline"):
+        rule = "must be pipeline, whose devices are the stages of layers, or null"
+        yield Mistake("mesh.params.layers", layers, rule)
+    rows = [*_listed(mesh.activations.get("batch")), None]
+    if mesh.pipeline != 1 and not (layers == "pipeline" == rows[0]):
+        rule = "needs mesh.params.layers=pipeline, and pipeline as the first of "
+        rule += "mesh.activations.batch; change these, or take mesh.data instead"
+        yield Mistake("mesh.pipeline", mesh.pipeline, rule)
 
 
 def _experts(config: Config) -> Iterator[Mistake]:

@@ -33,6 +33,11 @@ class Place(NamedTuple):
         return "layers" in self.scope
 
     @property
+    def in_stages(self) -> bool:
+        """Whether it is part of the loop of a pipeline, but not of a layer's."""
+        return "stages" in self.scope and not self.in_layers
+
+    @property
     def recomputed(self) -> bool:
         """Whether it repeats a forward pass; the name is jax's own."""
         return "rematted_computation" in self.scope

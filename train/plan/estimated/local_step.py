@@ -47,8 +47,10 @@ class LocalStep:
 
     @property
     def loops(self) -> list[Operation]:
-        """The loops of the gradients."""
-        return [op for op in self.gradients.operations if op.body]
+        """The loops of the gradients; for that over a pipeline's stages those in it."""
+        loops = [op for op in self.gradients.operations if op.body]
+        inside = [op.body if op.place.in_stages else [op] for op in loops]
+        return [op for ops in inside for op in ops if op.body]
 
     @functools.cached_property
     def schedules(self) -> dict[Operation, Schedule]:

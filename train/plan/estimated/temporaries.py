@@ -60,10 +60,14 @@ def saved_bytes(step: LocalStep) -> int:
     if step.attention is Attention.cudnn:  # transposed arrays are one
         kept = step.schedules[forward].results[len(forward.carried) :]
     positions = math.prod(dim.size for dim in step.batch[0].dims)
-    return forward.trips * sum(
-        _activation_bytes(step, array)
-        for array in dict.fromkeys(kept)
-        if array.from_batch and array.size >= positions
+    return (
+        forward.place.times
+        * forward.trips
+        * sum(
+            _activation_bytes(step, array)
+            for array in dict.fromkeys(kept)
+            if array.from_batch and array.size >= positions
+        )
     )
 
 

@@ -94,8 +94,11 @@ def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
 
 
 def _rows(program: Program) -> int:
-    """Return how many rows of a device are traced: all, if experts sort its tokens."""
-    if not program.config.model.expert_layers:
+    """Return how many rows of a device are traced: all, if equations depend on them.
+
+    Experts sort a device's tokens, stages cut its rows in microbatches.
+    """
+    if not program.config.model.expert_layers and program.mesh.shape["pipeline"] == 1:
         return _ROWS
     shards, _ = shards_of(program.how.rules, program.mesh.shape)
     data, train = program.config.data, program.config.train
@@ -110,8 +113,9 @@ def _least(axis: str, program: Program) -> int:
     """
     size = program.mesh.shape[axis]
     rules = program.how.rules
-    if axis in mesh_axes(dict(rules.params)["experts"]):
-        return size  # on it depends in how many chunks tokens go
+    params = dict(rules.params)
+    if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
+        return size  # on it depends in how many chunks tokens go, or in which loops
     rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
     if axis in sequence:
         return size  # on it depends how often keys are sent on

@@ -180,7 +180,7 @@ class Walk:
         results = []
         for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
             array = Array(dims, var.aval.dtype.itemsize, from_batch)
-            if name in SHAPES or name == "all_gather":
+            if name in SHAPES or name in ("all_gather", "dynamic_slice", "ppermute"):
                 array.source, array.label = operands[0].source, operands[0].label
             axes = self.sending.wide(summed) if from_batch else ()
             array.sums = tuple(kept)

@@ -1,0 +1,144 @@
+"""Stages of layers: the same loss and gradients as on one device."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.batches import Order
+from model.gpt import GPT, params_of
+from tests.train.test_experts import MOE, distance
+from tests.train.test_program import train
+from train.errors import ConfigError
+from train.feed import place
+from train.step import make_gradients
+
+DEEP = ("model.num_layers=4", "model.embed_dim=16")
+MIXED = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2")
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def gradients(programs, store):
+    """Run one step's gradients: overrides -> loss, grads, load."""
+
+    def gradients(*overrides, devices=8):
+        program = programs(*overrides, devices=devices)
+        step = make_gradients(program.model, program.how, program.config.train)
+        with jax.set_mesh(program.mesh):
+            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+            params = jax.device_put(params, program.shardings.params)
+            batch = Order(store, program.config.data, 0).read(0)
+            assert (batch.targets < 0).any()  # documents end inside of rows
+            return jax.device_get(jax.jit(step)(params, place(batch, program.batch)))
+
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def alone(gradients):
+    """The gradients of one device, by what the model is."""
+    known = {}
+
+    def alone(*overrides):
+        if overrides not in known:
+            known[overrides] = gradients(*overrides, devices=1)
+        return known[overrides]
+
+    return alone
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((*MIXED, "train.remat=dots"), marks=SLOW),
+        ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.pipeline_repeats=2"),
+        pytest.param(
+            (*MIXED, "mesh.pipeline_repeats=2", "train.remat=full"), marks=SLOW
+        ),
+        pytest.param(("mesh.pipeline=4", "mesh.data=2"), marks=SLOW),
+        pytest.param(("mesh.pipeline=2", "mesh.context=4"), marks=SLOW),
+        pytest.param(("mesh.pipeline=2", "mesh.data=4"), marks=SLOW),
+        pytest.param(
+            (
+                *("mesh.pipeline=2", "mesh.data=2", "mesh.fsdp=1"),
+                *("train.pipeline_microbatches=4", "mesh.pipeline_repeats=2"),
+            ),
+            marks=SLOW,
+        ),
+        pytest.param(
+            (
+                *("mesh.pipeline=2", "mesh.fsdp=2", "train.accumulation_steps=2"),
+                "mesh.pipeline_repeats=2",
+            ),
+            marks=SLOW,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_those_of_one_device(gradients, alone, mesh):
+    loss, grads, _ = alone(*DEEP)
+    devices = 4 if "mesh.tensor=2" not in mesh and len(mesh) > 2 else 8
+    found = gradients(*DEEP, *mesh, devices=devices)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.pipeline=2", "mesh.expert=4"),
+        (*("mesh.pipeline=2", "mesh.expert=2"), "mesh.tensor=2", "train.remat=full"),
+        ("mesh.pipeline=2", "mesh.expert=4", "model.dense_layers=2"),
+        ("mesh.pipeline=2", "mesh.fsdp=4", "mesh.pipeline_repeats=2"),
+    ],
+    ids=" ".join,
+)
+def test_with_experts_too(gradients, alone, mesh):
+    """But for the loss of the load, which is a microbatch's own."""
+    model = (*MOE, "model.num_layers=4", "model.router_aux_weight=0")
+    model = (*model, *(key for key in mesh if key.startswith("model")))
+    model = (*model, *["model.dense_layers=0"] * ("model.dense_layers=2" not in mesh))
+    loss, grads, load = alone(*model)
+    found = gradients(*model, *mesh)
+    np.testing.assert_array_equal(found[2], load)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_losses_do_not_depend_on_the_stages(programs, store, optimizer):
+    named = (*DEEP, f"optimizer={optimizer}", "optimizer.ema_decay=0.9")
+    one = programs(*named, devices=1)
+    state = jax.device_get(one.init())
+    expected = train(one, store, state, 6)
+    found = train(
+        programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8), store, state, 6
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "rule"),
+    [
+        (("model.num_layers=3",), "mesh.pipeline", "must divide the 3 layers"),
+        (("mesh.pipeline_repeats=4",), "mesh.pipeline", "repeats=4 must divide the 4"),
+        (
+            ("train.pipeline_microbatches=3",),
+            "train.pipeline_microbatches",
+            "multiple of mesh.pipeline=2",
+        ),
+        (
+            ("train.pipeline_microbatches=16",),
+            "data.batch_size",
+            "x 8 (train.pipeline_microbatches / mesh.pipeline); nearest: 32",
+        ),
+    ],
+)
+def test_what_stages_cannot_share_is_said_at_once(programs, changed, key, rule):
+    with pytest.raises(ConfigError) as error:
+        programs(*DEEP, "mesh.pipeline=2", "mesh.data=2", *changed, devices=4)
+    found = {mistake.key: mistake.rule for mistake in error.value.mistakes}
+    assert rule in found[key]
