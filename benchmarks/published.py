@@ -1,26 +1,32 @@
 """Predictions beside published runs.
 
-    python -m benchmarks.published [--rows a,b] [--fresh | --kept] [--json file]
+    python -m benchmarks.published [--rows a,b] [--estimated | --fresh | --kept]
+        [--json file]
 
 Each row is expressed by keys of `python -m train.plan` as nearly as they can (`differs`
-says what they cannot), compiled for its machine by the real compiler, and predicted;
-nothing is tuned to any of them. What was compiled lies in ~/.cache/longhaul/published;
-rows whose compiler is neither installed nor was ever needed are left out, loudly.
-MFU is in this project's convention (train/program.py), whatever the source's own.
+says what they cannot), compiled for its machine by the real compiler, or estimated, and
+predicted. Rows of GPUs are of two kinds: the constants of train/hardware/achievable.py
+were settled on one, and are judged by the other. What was compiled lies in
+~/.cache/longhaul/published; rows whose compiler is neither installed nor was ever
+needed are left out, loudly. MFU is in this project's convention (train/program.py),
+whatever the source's own.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
+import statistics
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.published_rows import ROWS, Row
+from benchmarks.published_gpu_rows import GPU_ROWS
+from benchmarks.published_rows import TPU_ROWS, Row
 from data.machine import cache_folder
 from model.config import ModelConfig
 from train.cli.command import compose
@@ -33,30 +39,34 @@ from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
 from train.plan.cost import StepCost
+from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
 from train.program import Program, make_program, settle
 from train.runtime import set_up
 
+_VERSIONS = ("jax", "libtpu", "jax-cuda13-plugin")
+
 
 def main() -> None:
-    """Compile what is not kept yet, predict, print."""
+    """Compile what is not kept yet, or estimate; predict, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", help="parts of names, with commas between")
+    parser.add_argument("--estimated", action="store_true", help="without a compiler")
     parser.add_argument("--fresh", action="store_true", help="compile again")
     parser.add_argument("--kept", action="store_true", help="compile nothing")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="add the rows to this file")
     options = parser.parse_args()
     wanted = (options.rows or "").lower().split(",")
     results = []
-    for row in ROWS:
+    for row in (*TPU_ROWS, *GPU_ROWS):
         if any(part in row.name.lower() for part in wanted):
-            found = executed(row, options.fresh, options.kept)
+            found = executed(row, options.fresh, options.kept, options.estimated)
             if found:
                 results.append(compare(row, found))
+                if options.json:
+                    write(results[-1], options.json)
     report(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 class Found(NamedTuple):
@@ -67,14 +77,17 @@ class Found(NamedTuple):
     chip: Chip
 
     @property
-    def arguments(self) -> tuple[StepCost, Mesh, Chip, ModelConfig, int]:
+    def arguments(self) -> tuple[StepCost, Mesh, Chip, ModelConfig, int, int]:
         """Those of `predict`."""
-        tokens, model = self.program.tokens_per_step, self.program.config.model
-        return self.cost, self.program.mesh, self.chip, model, tokens
+        program, config = self.program, self.program.config
+        place = program.mesh, self.chip, config.model, program.tokens_per_step
+        return self.cost, *place, config.data.sequence_length
 
 
-def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | None:
-    """Have a row compiled; None, and said on stderr, if it cannot be."""
+def executed(
+    row: Row, fresh: bool = False, only_kept: bool = False, estimated: bool = False
+) -> Found | None:
+    """Have a row compiled or estimated; None, and said on stderr, if it cannot be."""
     overrides = (*row.overrides, "optimizer=adamw", "tracker=none")
     config = compose(overrides, "plan", PlanConfig)
     target = parse_target(config.target)
@@ -82,11 +95,12 @@ def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | 
     prepare()
     settled = settle(config, config.model.vocab_size)
     program = make_program(settled, fake_devices(target))
+    chip = chip_of(row, target.chip)
+    if estimated:
+        return Found(estimate_step(program), program, chip)
     kept = _kept(row.overrides)
     if kept.exists() and not fresh:
-        return Found(
-            StepCost.from_json(json.loads(kept.read_text())), program, target.chip
-        )
+        return Found(StepCost.from_json(json.loads(kept.read_text())), program, chip)
     missing = "not compiled yet" if only_kept else missing_compiler(target)
     execution = missing or execution_of(program)
     if isinstance(execution, str):
@@ -94,7 +108,15 @@ def executed(row: Row, fresh: bool = False, only_kept: bool = False) -> Found | 
         return None
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(execution.as_json()))
-    return Found(execution, program, target.chip)
+    return Found(execution, program, chip)
+
+
+def chip_of(row: Row, chip: Chip) -> Chip:
+    """Return the chip of a row, with what it and its run's kernels do otherwise."""
+    other = dict(row.chip)
+    kernel = other.pop("attention", chip.achievable.attention)
+    achievable = dataclasses.replace(chip.achievable, attention=kernel)
+    return dataclasses.replace(chip, achievable=achievable, **other)
 
 
 def execution_of(program: Program) -> StepCost | str:
@@ -119,57 +141,86 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     chips, tokens = prediction.chips, prediction.tokens
     flops_per_token = prediction.model_flops * prediction.devices / tokens
     rate = row.tokens or (row.flops or 0.0) / flops_per_token
-    published = prediction.at(tokens / chips / rate)
+    published, step = prediction.at(tokens / chips / rate), prediction.step_s
+    cost = found.cost.as_json()
+    del cost["outside_layers"]
     return {
-        **dataclasses.asdict(row),
+        "name": row.name,
+        "source": row.source,
+        "date": row.date,
+        "use": row.use,
         "platform": "TPU" if found.chip.matrix_unit else "GPU",
-        "kept_predicted": [dataclasses.asdict(n.efficiency) for n in scaled],
+        "differs": row.differs,
+        "overrides": row.overrides,
+        "how": prediction.how,
         "published": dataclasses.asdict(published),
-        "predicted": prediction.as_json(),
-        "error": prediction.step_s.middle / published.step_s - 1,
-        "in_range": prediction.step_s.low <= published.step_s <= prediction.step_s.high,
+        "step_s": dataclasses.asdict(step) | {"middle": step.middle},
+        "mfu": dataclasses.asdict(prediction.mfu) | {"middle": prediction.mfu.middle},
+        "error": step.middle / published.step_s - 1,
+        "in_range": step.low <= published.step_s <= step.high,
+        "kept": row.kept,
+        "kept_predicted": [n.efficiency.middle for n in scaled],
+        "versions": _versions(),
+        "cost": cost,
     }
+
+
+def _versions() -> dict[str, str]:
+    installed = {dist.name: dist.version for dist in metadata.distributions()}
+    return {name: installed[name] for name in _VERSIONS if name in installed}
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    """Put a row into a file of rows, one a line, in place of one of the same kind."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    same = [(row["name"], row["how"]) == (found["name"], found["how"]) for row in rows]
+    if any(same):
+        rows[same.index(True)] = found
+    else:
+        rows.append(found)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def report(results: list[dict[str, Any]]) -> None:
     """Print one line a row, and what is not the same."""
-    rows = []
-    for found in results:
-        published, predicted = found["published"], found["predicted"]
-        step, mfu = predicted["step_s"], predicted["mfu"]
-        rows.append(
-            [
-                found["name"],
-                f"{published['step_s']:.2f}",
-                f"{step['low']:.2f} to {step['high']:.2f}",
-                f"{found['error']:+.0%}",
-                f"{published['mfu']:.1%}",
-                f"{mfu['low']:.1%} to {mfu['high']:.1%}",
-                f"{predicted['middle']['mfu']:.1%}",
-                "yes" if found["in_range"] else "no",
-            ]
-        )
-    headers = ["run", "s a step", "predicted", "error of the middle", "MFU"]
-    headers += ["predicted", "middle", "in range"]
+    rows = [
+        [
+            found["name"],
+            found["use"] if found["platform"] == "GPU" else "",
+            f"{found['published']['step_s']:.2f}",
+            f"{found['step_s']['low']:.2f} to {found['step_s']['high']:.2f}",
+            f"{found['error']:+.0%}",
+            f"{found['published']['mfu']:.1%}",
+            f"{found['mfu']['low']:.1%} to {found['mfu']['high']:.1%}",
+            "yes" if found["in_range"] else "no",
+        ]
+        for found in results
+    ]
+    headers = ["run", "", "s a step", "predicted", "error of the middle", "MFU"]
+    headers += ["predicted", "in range"]
     print_table(rows, headers, "published runs (MFU: 6N + 12LCT, causal not halved)")
-    for platform in ("TPU", "GPU"):
-        errors = [r["error"] for r in results if r["platform"] == platform]
+    for kind in (("TPU", "judged by"), ("GPU", "settled on"), ("GPU", "judged by")):
+        errors = [r for r in results if (r["platform"], r["use"]) == kind]
         if errors:
-            mean = sum(errors) / len(errors)
-            size = sum(map(abs, errors)) / len(errors)
-            inside = sum(r["in_range"] for r in results if r["platform"] == platform)
-            print(
-                f"{platform}: {inside} of {len(errors)} in range; the middle step time "
-                f"is off by {size:.0%} on average, {mean:+.0%} with its sign"
-            )
+            print(f"{' '.join(kind)}: {_summary(errors)}")
     for found in results:
         for (n, kept), by in zip(found["kept"], found["kept_predicted"], strict=True):
             print(
                 f"{found['name']}: {n} slices keep {kept:.1%} of one's speed, "
-                f"predicted {by['low']:.1%} to {by['high']:.1%}"
+                f"predicted {by:.1%}, {by - kept:+.1%}"
             )
     for found in results:
         print(f"{found['name']}: {found['source']}; not the same: {found['differs']}")
+
+
+def _summary(results: list[dict[str, Any]]) -> str:
+    sizes = [abs(found["error"]) for found in results]
+    return (
+        f"{sum(found['in_range'] for found in results)} of {len(results)} in range, "
+        f"{sum(size <= 0.2 for size in sizes)} within 20 % of the middle, "
+        f"{statistics.mean(sizes):.0%} off on average, "
+        f"{statistics.mean(found['error'] for found in results):+.0%} with its sign"
+    )
 
 
 def _kept(overrides: tuple[str, ...]) -> Path:

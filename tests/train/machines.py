@@ -29,13 +29,19 @@ class Machine(NamedTuple):
     def predict(self, cost: StepCost) -> Prediction:
         """Of the config's batch."""
         data = self.config.data
+        place = self.mesh, self.chip, self.config.model
         tokens = data.batch_size * data.sequence_length
-        return predict(cost, self.mesh, self.chip, self.config.model, tokens)
+        return predict(cost, *place, tokens, data.sequence_length)
 
 
-def machine(composed: Callable[..., Config], name: str, *overrides: str) -> Machine:
+def machine(
+    composed: Callable[..., Config],
+    name: str,
+    *overrides: str,
+    base: tuple[str, ...] = FULL,
+) -> Machine:
     """Lay a config out on stand-ins for the devices of a target."""
-    target, config = parse_target(name), composed(*FULL, *overrides)
+    target, config = parse_target(name), composed(*base, *overrides)
     with mock.patch.object(topology.importlib.util, "find_spec", return_value=None):
         devices = topology.fake_devices(target)
     return Machine(config, make_mesh(config.mesh, devices), target.chip)

@@ -1,7 +1,9 @@
-"""What chips can do, as their vendors state it, and what programs get of that."""
+"""What chips can do, as their vendors state it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from train.hardware.achievable import AMPERE, BLACKWELL, HOPPER, TPU, Achievable
 
 GB = 10**9
 MIB = 2**20
@@ -20,6 +22,7 @@ class Chip:
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
+    achievable: what programs get of all that.
     """
 
     kind: str
@@ -33,6 +36,7 @@ class Chip:
     program_bytes: int | None = None
     matrix_unit: int | None = None
     core_memory: int | None = None
+    achievable: Achievable = TPU
 
 
 def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
@@ -123,6 +127,7 @@ CHIPS = {
         links=12,
         link_bandwidth=25 * GB,
         dcn_bandwidth=200 / 8 * GB,
+        achievable=AMPERE,
     ),
     "h100": Chip(
         "H100",
@@ -132,6 +137,7 @@ CHIPS = {
         links=18,
         link_bandwidth=25 * GB,
         dcn_bandwidth=400 / 8 * GB,
+        achievable=HOPPER,
     ),
     "h200": Chip(
         "H200",
@@ -141,8 +147,9 @@ CHIPS = {
         links=18,
         link_bandwidth=25 * GB,
         dcn_bandwidth=400 / 8 * GB,
+        achievable=HOPPER,
     ),
-    "gb200": Chip("GB200", _flops(2500, 5000)),
+    "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),
     "b200": Chip(
         "B200",
         _flops(2250, 4500),
@@ -151,6 +158,7 @@ CHIPS = {
         links=18,
         link_bandwidth=50 * GB,
         dcn_bandwidth=400 / 8 * GB,
+        achievable=BLACKWELL,
     ),
 }
 
@@ -165,37 +173,3 @@ def peak_flops(device_kind: str) -> float | None:
     """Look up dense bfloat16 FLOP/s of one JAX device, None where unknown."""
     chip = chip_of(device_kind)
     return chip and chip.flops["bfloat16"] / chip.devices
-
-
-@dataclass(frozen=True)
-class Achievable:
-    """Parts of the stated rates: matrix products, main memory, ICI or NVLink, DCN."""
-
-    products: float
-    memory: float
-    links: float
-    network: float
-
-
-# The mean of what is cited, the same for every model and machine; settled before any
-# prediction was compared with a published run (benchmarks/published.py), not tuned to
-# those. Sources:
-# products, TPU: AI-Hypercomputer/tpu-recipes at c8cfe2f, microbenchmarks: v6e, 8192
-#     cubed, 827.5 of 918 TFLOP/s; tpu7x, 32768 cubed, 956.4 of 1153.5 a device.
-# products, GPU: stas00/ml-engineering at 744d01e, compute/accelerator, the best of
-#     many shapes: A100 271.2 of 312, H100 794.5 of 989, B200 1745 of 2250.
-# memory, TPU: tpu-recipes, copies: v6e 1359.6 of 1638 GB/s, tpu7x 6421 of 7380.
-# memory, GPU: NVIDIA's own figure for the A100, 95 % of the bandwidth.
-# links, TPU: tpu-recipes: all-gather on tpu7x, 2 x 2 chips, 178.8 of the 200 GB/s of
-#     two links; all-reduce on v6e, 16 x 16, 235.8 of the 400 GB/s of four.
-# links, GPU: ml-engineering, network, 8 GPUs, 16 GiB: H200 all-gather 361.4, reduce-
-#     scatter 362.9, ring all-reduce 367.2 of 450 GB/s; A100 all-reduce 234.9 of 300.
-# network, TPU: tpu-recipes, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
-# network, GPU: as its links; ml-engineering gives the same 80 % for both.
-_TPU = Achievable(products=0.865, memory=0.85, links=0.74, network=0.33)
-_GPU = Achievable(products=0.816, memory=0.95, links=0.80, network=0.80)
-
-
-def achievable(platform: str) -> Achievable:
-    """Return the factors of JAX's platform: `tpu`, or `gpu` or `cuda`."""
-    return _TPU if platform == "tpu" else _GPU

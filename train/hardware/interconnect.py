@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from train.hardware.chips import Chip, achievable
+from train.hardware.chips import Chip
 from train.mesh import Device
 
 _RING_OF_2D = 16
@@ -96,7 +96,7 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
         NotStated: if the chip's vendor does not say how fast that network is.
     """
     members = _members(mesh, axes)
-    part = achievable(members[0].platform)
+    part = chip.achievable
     if network == "DCN":
         return part.network * _stated(chip, "dcn_bandwidth") / chip.devices
     link = _stated(chip, "link_bandwidth")
@@ -110,6 +110,11 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
     home = members[0].process_index
     here = sum(device.process_index == home for device in members)
     return min(fast, part.network * here * _stated(chip, "dcn_bandwidth"))
+
+
+def num_parts(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Count the slices, or nodes, that a group along mesh axes goes through."""
+    return len({tuple(_domain(device)) for device in _members(mesh, axes)})
 
 
 def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:

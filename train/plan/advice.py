@@ -17,7 +17,8 @@ _NARROW = 0.9  # part of the matrix units that is used
 # Of public runs, by platform (benchmarks/results/*_published.json).
 _SEEN = {
     "tpu": "five public runs (16 to 32 B) lay in the range, 1 to 9 % off the middle",
-    "gpu": "a lower bound: six public runs took 1.5 to 2.1 times the middle",
+    "gpu": "40 of 43 public runs on A100 and H100 that nothing was settled on lay "
+    "within 20 % of the middle, 6 % off on average",
 }
 
 

@@ -26,7 +26,7 @@ from train.plan.compiled.collectives import KINDS, Collective, started
 from train.plan.compiled.flops import flops_between, kernel_flops, parts, product_flops
 from train.plan.compiled.hbm_bytes import memory_bytes
 from train.plan.compiled.hlo import BODY, Executed, Instruction, Loop, Module
-from train.plan.roofline import Rates
+from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
 
 COMPUTE, COPIES = "compute", "copies between memories"  # lanes beside the networks

@@ -25,7 +25,7 @@ from train.plan.layer_schedule import (
     Timeline,
     layer_timelines,
 )
-from train.plan.roofline import rates_of
+from train.plan.rates import rates_of
 from train.program import Program
 
 TEMPLATE = Path(__file__).with_name("plan.html")

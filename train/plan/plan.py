@@ -68,9 +68,9 @@ class Plan:
         chip = chip_of(kind)
         if chip is None:
             return f"the speed of {kind} is not known"
-        model, tokens = program.config.model, program.tokens_per_step
+        place = program.mesh, chip, program.config.model, program.tokens_per_step
         try:
-            return predict(self.cost, program.mesh, chip, model, tokens)
+            return predict(self.cost, *place, program.config.data.sequence_length)
         except NotStated as error:
             return str(error)
 
@@ -109,8 +109,8 @@ class Plan:
         several = num_slices(program.mesh.devices.flat) > 1
         if chip is None or self.prediction is None or not several:
             return []
-        model, tokens = program.config.model, program.tokens_per_step
-        return weak_scaling(self.cost, program.mesh, chip, model, tokens)
+        place = program.mesh, chip, program.config.model, program.tokens_per_step
+        return weak_scaling(self.cost, *place, program.config.data.sequence_length)
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values: the keys of plan.json."""

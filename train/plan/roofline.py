@@ -1,7 +1,8 @@
 """How long a step takes: what it computes, reads and sends, at the rates of chips.
 
 Each resource gets the time that it is busy: matrix units, main memory, and every
-network along every set of mesh axes (a link). From those follows the time of a step:
+network along every set of mesh axes (a link). From those follows the time of a step.
+TPU:
 
 optimistic: matrix units and memory work at the same time, and collectives beside both,
     but for those that a layer must wait for: activations along tensor, context and
@@ -10,29 +11,36 @@ pessimistic: only matrix products hide their own memory traffic, all other instr
     wait for memory one after the other; no collective hides behind anything but the
     products that it is scheduled beside, one after the other.
 
-The middle of a range is the mean of both times. Rates are the vendors' times what
-programs get of them (hardware/chips.py), and for matrix products times what the model's
-dims fill of the matrix units. Input, checkpoints and launches of kernels are not in it.
+The middle of a range is the mean of both times. GPU: kernels run one after the other,
+as in the pessimistic case; the range is what public runs were off. Between slices or
+nodes hosts start each collective once a hop, and all wait for the slowest.
+
+Rates are the vendors' times what programs get of them (hardware/achievable.py), and for
+matrix products times what the model's dims allow (rates.py). Input, checkpoints and
+launches of kernels are not in it.
 
 FLOPs, bytes and seconds are of one JAX device and one step.
 """
 
 import dataclasses
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
 
-from model.choices import Activation
 from model.config import ModelConfig
-from train.hardware.chips import Chip, achievable
-from train.hardware.interconnect import Group, NotStated, bandwidth, hops
+from train.hardware.achievable import slowest
+from train.hardware.chips import Chip
+from train.hardware.interconnect import bandwidth, hops, num_parts
 from train.plan.cost import CollectiveTotal, StepCost
+from train.plan.rates import busy
 
+FAR = ("DCN", "network")  # networks between slices, or nodes
 _WAITED_FOR = {"tensor", "context", "expert"}  # axes that carry activations
+# Nine of ten public runs lie as far from the middle at most (docs/log.md).
+GPU_SPREAD = 0.2
 
 
 @dataclass(frozen=True)
@@ -160,38 +168,14 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What one JAX device does in a second.
-
-    flops: of matrix products.
-    memory: bytes from and to main memory.
-    send: bytes to a group.
-    """
-
-    flops: float
-    memory: float
-    send: Callable[[Group], float]
-
-
-def rates_of(mesh: Mesh, chip: Chip) -> Rates:
-    """Return what programs get of the vendor's figures.
-
-    Raises:
-        NotStated: if the vendor does not state a figure, also when it is asked for.
-    """
-    part = achievable(mesh.devices.flat[0].platform)
-    if chip.hbm_bandwidth is None:
-        raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
-    return Rates(
-        flops=part.products * chip.flops["bfloat16"] / chip.devices,
-        memory=part.memory * chip.hbm_bandwidth / chip.devices,
-        send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
-    )
-
-
 def predict(
-    cost: StepCost, mesh: Mesh, chip: Chip, model: ModelConfig, tokens: int
+    cost: StepCost,
+    mesh: Mesh,
+    chip: Chip,
+    model: ModelConfig,
+    tokens: int,
+    length: int,
+    parts: int | None = None,
 ) -> Prediction:
     """Predict the speed of a step.
 
@@ -201,30 +185,35 @@ def predict(
         chip: of each device.
         model: whose dims fill the matrix units more or less.
         tokens: of a step, all devices together.
+        length: tokens of a row.
+        parts: slices of TPUs, or nodes of GPUs; None: those of the mesh.
 
     Raises:
         NotStated: if the vendor does not say how fast something is that the step needs.
     """
-    rates, flops, moved = rates_of(mesh, chip), cost.flops, cost.hbm_bytes
-    fill, attention_fill = matrix_fill(model, mesh.shape["tensor"], chip.matrix_unit)
-    filled = flops.products / fill + flops.attention / attention_fill
-    products, links = filled / rates.flops, _links(cost.sent, mesh, chip)
-    memory, product_memory = moved.total / rates.memory, moved.products / rates.memory
+    here = num_parts(mesh, mesh.axis_names)
+    parts = parts or here
+    units = busy(cost, mesh, chip, model, length)
+    links = _links(cost.sent, mesh, chip, parts / here)
+    times = units.products, units.memory, units.product_memory
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    step = _step(*times, links) if on_tpu else _gpu_step(*times, links)
+    slow = slowest(parts, chip.achievable.spread)
     return Prediction(
-        products=products,
-        memory=memory,
-        product_memory=product_memory,
+        products=units.products,
+        memory=units.memory,
+        product_memory=units.product_memory,
         links=links,
-        fill=flops.total / filled if filled else 1.0,
-        recomputed=flops.total / cost.model_flops,
-        step_s=_step(products, memory, product_memory, links),
+        fill=units.fill,
+        recomputed=cost.flops.total / cost.model_flops,
+        step_s=Range(slow * step.low, slow * step.high),
         tokens=tokens,
         devices=mesh.size,
         chips=mesh.size // chip.devices,
         model_flops=cost.model_flops,
         peak=chip.flops["bfloat16"] / chip.devices,
         how=cost.how,
-        platform="tpu" if mesh.devices.flat[0].platform == "tpu" else "gpu",
+        platform="tpu" if on_tpu else "gpu",
     )
 
 
@@ -240,57 +229,56 @@ def _step(
     return Range(low, high)
 
 
-def _links(sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip) -> tuple[Link, ...]:
+def _gpu_step(
+    products: float, memory: float, product_memory: float, links: Iterable[Link]
+) -> Range:
+    hidden = sum(link.hidden for link in links)
+    exposed = sum(link.exposed for link in links)
+    likely = max(products, product_memory, hidden) + memory - product_memory + exposed
+    return Range((1 - GPU_SPREAD) * likely, (1 + GPU_SPREAD) * likely)
+
+
+def _links(
+    sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, more: float
+) -> tuple[Link, ...]:
+    """Time collectives, over so many times the slices or nodes of the mesh."""
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
     for total in sent:
         groups[total.axes, total.network].append(total)
     links = []
     for (axes, network), totals in groups.items():
         rate = bandwidth(mesh, axes, network, chip)
-        far = hops(mesh, axes, network)
-        seconds = [
-            t.sent * (far if t.kind.endswith("all-to-all") else 1.0) / rate
-            for t in totals
-        ]
-        hidden = sum(s * t.overlapped for s, t in zip(seconds, totals, strict=True))
-        exposed = sum(seconds) - hidden
+        parts = num_parts(mesh, axes) * (more if network in FAR else 1)
+        timed = [_timed(total, rate, parts, mesh, chip) for total in totals]
+        seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
+        waits = _WAITED_FOR & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
             bandwidth=rate,
             sent=sum(t.sent for t in totals),
-            seconds=sum(seconds),
+            seconds=seconds,
             hidden=hidden,
-            waited_for=exposed if _WAITED_FOR & {*axes} else 0.0,
+            waited_for=seconds - hidden if waits else 0.0,
         )
         links.append(link)
     return tuple(sorted(links, key=lambda link: -link.seconds))
 
 
-def matrix_fill(
-    model: ModelConfig, tensor: int, unit: int | None
+def _timed(
+    total: CollectiveTotal, rate: float, parts: float, mesh: Mesh, chip: Chip
 ) -> tuple[float, float]:
-    """Return the parts of matrix units that products with weights, and attention, use.
+    """Return seconds of collectives, and of those what products hide.
 
-    A dim that is no multiple of a unit's rows or columns leaves some of them idle.
-
-    Args:
-        model: with its vocabulary.
-        tensor: devices that share a layer.
-        unit: rows and columns of a matrix unit; None: small enough for any dim.
+    Hosts start what is sent between slices of TPUs, which hides behind nothing.
     """
-    if unit is None:
-        return 1.0, 1.0
-
-    def padded(dim: int) -> int:
-        return math.ceil(dim / unit) * unit
-
-    D, H = model.embed_dim, model.head_size
-    heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
-    F = model.mlp_size // tensor
-    widened = 3 if model.activation is Activation.swiglu else 2
-    of_a_layer = [(D, heads)] * 2 + [(D, kv)] * 2 + [(D, F)] * widened
-    matrices = of_a_layer * model.num_layers + [(D, (model.vocab_size or 1) // tensor)]
-    used = sum(rows * columns for rows, columns in matrices)
-    taken = sum(padded(rows) * padded(columns) for rows, columns in matrices)
-    return used / taken, H / padded(H)
+    part = chip.achievable
+    far = hops(mesh, total.axes, total.network)
+    seconds = total.sent * (far if total.kind.endswith("all-to-all") else 1.0) / rate
+    start = total.count * (part.start_s + part.hop_s * max(0.0, parts - 1))
+    if total.network == "ICI":
+        return seconds, seconds * total.overlapped
+    if total.network == "DCN":
+        return seconds + start, seconds * total.overlapped * (1 - part.unhidden)
+    seconds += start
+    return seconds, seconds * total.overlapped * (1 - part.unhidden)

@@ -137,5 +137,5 @@ def test_idle_matrix_units_are_named(composed):
     done = execution(1e14, 0)
     done = dataclasses.replace(done, flops=Flops(0.0, attention=1e14))
     model = dataclasses.replace(at.config.model, head_dim=64)
-    found = predict(done, at.mesh, at.chip, model, 8 * 1024)
+    found = predict(done, at.mesh, at.chip, model, 8 * 1024, 1024)
     assert "25% of the matrix units" in advise(found, at.config, at.mesh).bottleneck

@@ -19,7 +19,7 @@ from train.plan.layer_schedule import (
     Timeline,
     layer_timelines,
 )
-from train.plan.roofline import Rates
+from train.plan.rates import Rates
 
 SIDE = 64
 DOT_FLOPS = 2 * SIDE**3

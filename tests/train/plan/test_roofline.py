@@ -7,11 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.machines import execution, machine, total
-from train.hardware.chips import CHIPS, achievable
+from train.hardware.achievable import HOPPER, slowest
+from train.hardware.achievable import TPU as OF_TPU
+from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.roofline import Link, _step, matrix_fill, rates_of
+from train.plan.rates import depth_fill, matrix_fill, rates_of
+from train.plan.roofline import GPU_SPREAD, Link, _step
 from train.program import make_program
 
 TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -78,20 +81,33 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     at = machine(composed, "v5e-256x2", *overrides)
     sent = total("data", "DCN", 4e9, overlapped=0.25)
     found = at.predict(execution(TPU["products"], 0, sent))
-    seconds = 4 / (0.33 * 3.125)
-    assert found.links[0].network == "DCN"
-    assert found.step_s.low == pytest.approx(seconds)
-    assert found.step_s.high == pytest.approx(max(1, seconds / 4) + 0.75 * seconds)
+    seconds, start = 4 / (0.33 * 3.125), OF_TPU.hop_s
+    hidden = 0.25 * (1 - OF_TPU.unhidden) * seconds
+    slow = slowest(2, OF_TPU.spread)
+    assert slow == pytest.approx(1 + 0.014 * 1.177, rel=1e-3)
+    (link,) = found.links
+    assert (link.seconds, link.hidden) == pytest.approx((seconds + start, hidden))
+    assert found.step_s.low == pytest.approx(
+        slow * (max(1, hidden) + seconds + start - hidden)
+    )
+    assert found.step_s.high == pytest.approx(found.step_s.low)
 
 
-def test_a_gpu_of_several_in_a_node(composed):
+def test_kernels_of_a_gpu_run_one_after_the_other(composed):
+    """A second of products, one of memory, one of gathers that nothing hides."""
     overrides = ("mesh=fsdp", "model.attention=xla", "data.batch_size=16")
     at = machine(composed, "h100-8", *overrides)
+    fill = depth_fill(at.config.model, 1, HOPPER.half_depth)
+    assert 0.9 < fill < 1
+    flops = fill * HOPPER.products * 989.5e12
     sent = total("fsdp", "NVLink", 0.8 * 450e9)
-    found = at.predict(execution(0.816 * 989.5e12, round(0.95 * 3350e9), sent))
+    found = at.predict(execution(flops, round(HOPPER.memory * 3350e9), sent))
     assert [found.products, found.memory] == pytest.approx([1, 1])
-    assert found.links[0].seconds == pytest.approx(1)
-    assert (found.step_s.low, found.step_s.high) == pytest.approx((1, 3))
+    (link,) = found.links
+    assert link.seconds == pytest.approx(1 + HOPPER.start_s)
+    assert found.middle.step_s == pytest.approx(3 + HOPPER.start_s)
+    width = (found.step_s.high - found.step_s.low) / found.middle.step_s
+    assert width == pytest.approx(2 * GPU_SPREAD)
 
 
 def test_devices_of_one_chip_share_its_rates(composed):
@@ -151,14 +167,14 @@ def mesh(configure, monkeypatch):
 
 
 def test_rates_are_of_one_device_and_what_programs_get(mesh):
-    chip, part = CHIPS["tpu7x"], achievable("tpu")
+    chip, part = CHIPS["tpu7x"], OF_TPU
     rates = rates_of(mesh("tpu7x-8"), chip)  # two devices a chip
     assert rates.flops == pytest.approx(part.products * 2307e12 / 2)
     assert rates.memory == pytest.approx(part.memory * 7380e9 / 2)
 
 
 def test_all_links_of_a_gpu_and_its_own_card(mesh):
-    part = achievable("cuda")
+    part = HOPPER
     here = mesh("h100-4x2", "mesh.data=2", "mesh.fsdp=4", "mesh.dcn.data=2")
     send = rates_of(here, CHIPS["h100"]).send
     assert send(Group(("fsdp",), 4, "NVLink")) == pytest.approx(part.links * 450e9)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.train.machines import execution, machine, total
+from train.hardware.achievable import TPU, slowest
 from train.plan.scaling import num_slices, print_weak_scaling, weak_scaling
 
 
@@ -16,7 +17,8 @@ def scaled(two, overlapped):
     """0.1 s of products and 0.1 GB a chip over DCN."""
     flops, sent = 0.1 * 0.865 * 197e12, total("data", "DCN", 1e8, overlapped)
     step = execution(flops, 0, total("fsdp", "ICI", 1e9, 1.0), sent)
-    return weak_scaling(step, two.mesh, two.chip, two.config.model, 512 * 1024)
+    place = two.mesh, two.chip, two.config.model
+    return weak_scaling(step, *place, 512 * 1024, 1024)
 
 
 def test_what_a_chip_sends_grows_like_a_ring(two):
@@ -33,10 +35,11 @@ def test_the_speed_kept_falls_with_what_nothing_hides(two, capsys):
     rows = scaled(two, 0.0)
     assert (rows[0].efficiency.low, rows[0].efficiency.high) == (1, 1)
     for row in rows[1:]:
-        exposed = row.sent / (0.33 * 3.125e9)
-        worst = 0.1 / (0.1 + exposed)
-        assert row.efficiency.low == pytest.approx(worst)
-        assert row.efficiency.high == pytest.approx(min(1, 0.1 / exposed))
+        exposed = row.sent / (0.33 * 3.125e9) + TPU.hop_s * (row.slices - 1)
+        kept = 0.1 / (0.1 + exposed) / slowest(row.slices, TPU.spread)
+        assert row.efficiency.low == pytest.approx(kept)
+    kept = [row.efficiency.low for row in rows]
+    assert kept == sorted(kept, reverse=True)
     print_weak_scaling(rows)
     assert "50,944" in capsys.readouterr().out
 
@@ -45,7 +48,7 @@ def test_it_starts_from_several_slices(composed):
     one = machine(composed, "v5e-256", "mesh=fsdp")
     assert num_slices(one.mesh.devices.flat) == 1
     with pytest.raises(ValueError, match="several slices"):
-        weak_scaling(execution(1, 1), one.mesh, one.chip, one.config.model, 1)
+        weak_scaling(execution(1, 1), one.mesh, one.chip, one.config.model, 1, 1)
     nodes = machine(composed, "h100-8x4", "mesh=fsdp")
     assert num_slices(nodes.mesh.devices.flat) == 4
 
@@ -61,7 +64,7 @@ def test_parts_are_called_what_they_are(composed, capsys, name, network, words, 
     shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
     two = machine(composed, name, *shape)
     step = execution(1e12, 0, total("data", network, 1e6))
-    place = two.mesh, two.chip, two.config.model, 512 * 1024
+    place = two.mesh, two.chip, two.config.model, 512 * 1024, 1024
     print_weak_scaling(weak_scaling(step, *place))
     printed = capsys.readouterr().out
     assert [word for word in words if word not in printed] == []

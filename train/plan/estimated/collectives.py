@@ -18,6 +18,7 @@ class Exchange(NamedTuple):
     """A collective of a step; `payload` is of all `count` times that it runs.
 
     once: however many microbatches the step has (train/rows.py's scope).
+    backward: of the backward pass.
     """
 
     axes: Axes
@@ -27,6 +28,7 @@ class Exchange(NamedTuple):
     serves: str
     in_layers: bool
     once: bool
+    backward: bool
 
 
 class Sending:
@@ -45,10 +47,9 @@ class Sending:
         axes, times = self.wide(axes), place.times
         if axes and payload:
             label = label or place.scope.strip("/").split("/")[-1]
-            once, inside = "copies" in place.scope, place.in_layers
-            self.exchanges.append(
-                Exchange(axes, kind, times, times * payload, label, inside, once)
-            )
+            where = place.in_layers, "copies" in place.scope, place.is_backward
+            found = Exchange(axes, kind, times, times * payload, label, *where)
+            self.exchanges.append(found)
 
     def wide(self, axes: Axes) -> Axes:
         """Return the axes of more than one device, in the mesh's order."""

@@ -22,7 +22,8 @@ from train.plan.estimated.temporaries import saved_bytes
 
 _AGAIN = 1 / 8  # of a core's memory may pass through between two uses of a value
 # Times that what is kept is moved besides where it is used: written by what makes it if
-# it fits a core, else copied; GPU: set to zero, copied in, and mostly copied out.
+# it fits a core, else copied; GPU: set to zero, copied in, and mostly copied out, if
+# layers are a loop.
 _KEPT, _KEPT_LARGE, _KEPT_GPU = 0.25, 1.5, 4.25
 
 
@@ -42,7 +43,9 @@ def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
         others += trips * inside[1]
     large = any(a.from_batch and a.bytes >= core / 2 for a in step.layers[0].stacked)
     kept = _KEPT_LARGE if large else _KEPT
-    others += (_KEPT_GPU if step.platform == "gpu" else kept) * saved_bytes(step)
+    if step.platform == "gpu":
+        kept = _KEPT_GPU if step.looped else 0.0
+    others += kept * saved_bytes(step)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
         others += 3 * gradients  # each is added to the sum

@@ -32,6 +32,7 @@ class LocalStep:
     params: its part of each parameter; batch: of each field of a microbatch.
     exchanges: of the whole step.
     reduce_itemsize: of gradients between devices.
+    looped: its layers are run by a loop.
     """
 
     platform: str
@@ -44,6 +45,7 @@ class LocalStep:
     batch: list[Array]
     exchanges: list[Exchange]
     reduce_itemsize: int
+    looped: bool
 
     @property
     def loops(self) -> list[Operation]:
@@ -119,6 +121,7 @@ def local_step(program: Program) -> LocalStep:
         batch=batch,
         exchanges=[*each, *update.sending.exchanges],
         reduce_itemsize=program.how.reduce_dtype.itemsize,
+        looped=program.config.model.layer_unroll != -1,
     )
 
 

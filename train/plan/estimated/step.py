@@ -31,7 +31,7 @@ from train.sharding import bytes_per_device
 # benchmarks/estimates.py. What TPU's hosts send between slices runs beside the layer.
 _BESIDE = {
     "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
-    "gpu": {"all-gather": 0.5},
+    "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
 
 
@@ -101,7 +101,7 @@ def _totals(
                 axes=axes,
                 network=place.network,
                 kind=kind,
-                count=sum(e.count for e in of),
+                count=_starts(of, platform),
                 payload=round(payload),
                 sent=sent_bytes(kind, payload, place.size),
                 overlapped=beside * inside,
@@ -109,3 +109,12 @@ def _totals(
             )
         )
     return sorted(rows, key=lambda row: -row.sent)
+
+
+def _starts(found: Iterable[Exchange], platform: str) -> int:
+    """Count collectives of a kind; XLA's GPU compiler joins those of one loop."""
+    if platform == "tpu":
+        return sum(e.count for e in found)
+    return sum(
+        count for *_, count in {(e.in_layers, e.backward, e.count) for e in found}
+    )

@@ -1,0 +1,35 @@
+"""A published run, predicted from what was once estimated of its step."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published
+from benchmarks.published_gpu_rows import GPU_ROWS
+from tests.train.machines import machine
+from train.plan.cost import StepCost
+from train.plan.roofline import predict
+
+FIGURES = Path(published.__file__).parent / "results/2026-11-22_published.json"
+
+
+@pytest.mark.parametrize(
+    "name", ["MPT 7b, 4,096 tokens, h100-8", "MPT 3b, 4,096 tokens, a100-8"]
+)
+def test_a_public_run_lies_in_its_range(composed, name):
+    """Of those that no constant was settled on."""
+    (row,) = [row for row in GPU_ROWS if row.name == name]
+    found = [row for row in json.loads(FIGURES.read_text()) if row["name"] == name]
+    (kept,) = [row for row in found if row["how"] == "estimated"]
+    assert row.use == kept["use"] == "judged by"
+    *overrides, target = row.overrides
+    at = machine(composed, target.removeprefix("target="), *overrides, base=())
+    cost = StepCost.from_json(kept["cost"] | {"outside_layers": []})
+    data, chip = at.config.data, published.chip_of(row, at.chip)
+    tokens = data.batch_size * data.sequence_length
+    place = at.mesh, chip, at.config.model, tokens, data.sequence_length
+    step, took = predict(cost, *place).step_s, kept["published"]["step_s"]
+    assert step.low <= took <= step.high
+    assert step.middle == pytest.approx(took, rel=0.2)
+    assert took * row.tokens * at.mesh.size == pytest.approx(tokens)

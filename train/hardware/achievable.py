@@ -1,0 +1,123 @@
+"""What programs get of the rates that vendors state: few constants, each with a source.
+
+TPUs: means of published measurements, settled before any prediction was compared with
+a published run, but for what more slices cost. GPUs: published measurements of kernels
+and of NCCL; products and memory, which whole steps do not get as single kernels do,
+were settled on one half of the published runs (benchmarks/published_gpu_rows.py), the
+other half judges them. Nothing here was measured by this project on an accelerator.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rates of an attention kernel, forward and backward together, causal.
+
+    parts: of the chip's bfloat16 peak, for long rows, by the least head dim it is for.
+    half_length: tokens of a row at which half of that is reached.
+    """
+
+    parts: Mapping[int, float]
+    half_length: float
+
+    def part(self, head_dim: int, length: float) -> float:
+        """Return the part of the peak for a head dim and a length of rows."""
+        known = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
+        return self.parts[max(known)] * length / (length + self.half_length)
+
+
+@dataclass(frozen=True)
+class Achievable:
+    """Parts of the stated rates, and what they do not say.
+
+    products: of the matrix units; GPU: by long contractions, in a whole step.
+    memory: of main memory. links: of ICI or NVLink. network: of DCN, network cards.
+    half_depth: contracted elements at which a GPU's product reaches half its rate.
+    attention: of a GPU's kernel; None: attention runs at the rate of products.
+    start_s: seconds to start a collective.
+    hop_s: more for each further slice or node that it goes through.
+    unhidden: part of what a collective takes beside products that still delays them;
+        TPU: between slices; GPU: of all, by the processors that NCCL takes.
+    spread: of the step times of slices or nodes, over their mean (`slowest`).
+    """
+
+    products: float
+    memory: float
+    links: float
+    network: float
+    half_depth: float = 0.0
+    attention: Attention | None = None
+    start_s: float = 0.0
+    hop_s: float = 0.0
+    unhidden: float = 0.0
+    spread: float = 0.0
+
+
+# Sources, TPU:
+# products: AI-Hypercomputer/tpu-recipes at c8cfe2f, microbenchmarks: v6e, 8192 cubed,
+#     827.5 of 918 TFLOP/s; tpu7x, 32768 cubed, 956.4 of 1153.5 a device.
+# memory: the same, copies: v6e 1359.6 of 1638 GB/s, tpu7x 6421 of 7380.
+# links: the same: all-gather on tpu7x, 2 x 2 chips, 178.8 of the 200 GB/s of two links;
+#     all-reduce on v6e, 16 x 16, 235.8 of the 400 GB/s of four.
+# network: the same, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
+# hop_s, unhidden, spread: settled on AI-Hypercomputer/maxtext at e591f30, src/maxtext/
+#     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; those on 4 and 16
+#     judge them (docs/log.md). unhidden is of what is scheduled beside products.
+TPU = Achievable(
+    products=0.865,
+    memory=0.85,
+    links=0.74,
+    network=0.33,
+    hop_s=130e-6,
+    unhidden=0.14,
+    spread=0.014,
+)
+
+# Sources, GPU:
+# half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,
+#     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each the double.
+# attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal, 512 to 16384
+#     tokens: heads of 128 315 to 539 TFLOP/s, of 64 225 to 388; backward 305 to 516 and
+#     266 to 433; FlashAttention-2 191 to 335, 180 to 299; 214 to 322, 198 to 291.
+#     Weighed as 2 products forward and 5 backward. A100: arXiv:2307.08691: up to 73 %
+#     of the peak forward, 63 % backward; Triton's older kernel 1.3 to 2.5 x slower.
+# links, network: stas00/ml-engineering at 744d01e, network, 8 GPUs, 16 GiB: H200
+#     all-gather 361.4, reduce-scatter 362.9, ring all-reduce 367.2 of 450 GB/s; A100
+#     all-reduce 234.9 of 300; the same part of network cards.
+# start_s, hop_s: the same, network/benchmarks: all-reduce of 1 to 128 MiB takes 20 to
+#     80 us more than its bytes on 8 x H200, 160 to 370 us on 4 nodes of B200.
+# unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
+# products: settled on public runs; the best of many shapes, briefly, is 0.87 on A100,
+#     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
+#     on H100 (huggingface/gpu-fryer, README.md). Blackwell as Hopper: no public run.
+# memory: settled on public runs, all chips alike; NVIDIA's own figure for the A100 is
+#     95 % of the bandwidth.
+# spread: as between slices of TPUs.
+HOPPER = Achievable(
+    products=0.63,
+    memory=0.85,
+    links=0.80,
+    network=0.80,
+    half_depth=240,
+    attention=Attention({64: 0.43, 128: 0.54}, half_length=320),
+    start_s=50e-6,
+    hop_s=40e-6,
+    unhidden=0.15,
+    spread=0.014,
+)
+AMPERE = replace(
+    HOPPER, products=0.79, attention=Attention({64: 0.55, 128: 0.65}, half_length=300)
+)
+BLACKWELL = HOPPER
+
+
+def slowest(parts: int, spread: float) -> float:
+    """Return the slowest of so many step times over their mean, normally distributed.
+
+    Source: the expected maximum of n normal variables is close to sqrt(2 ln n) standard
+    deviations.
+    """
+    return 1 + spread * math.sqrt(2 * math.log(max(1, parts)))

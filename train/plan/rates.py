@@ -1,0 +1,145 @@
+"""How long a device's own units are busy in a step: matrix units and main memory.
+
+TPU: products at what programs get of the peak, times what the model's dims fill of the
+matrix units. GPU: products at a rate that grows with the dim they contract, attention
+at the rate of its kernel, by head dim and length of rows.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from model.choices import Activation
+from model.config import ModelConfig
+from train.hardware.chips import Chip
+from train.hardware.interconnect import Group, NotStated, bandwidth
+from train.plan.cost import StepCost
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one JAX device does in a second.
+
+    flops: of matrix products that fill the units.
+    memory: bytes from and to main memory.
+    send: bytes to a group.
+    """
+
+    flops: float
+    memory: float
+    send: Callable[[Group], float]
+
+
+def rates_of(mesh: Mesh, chip: Chip) -> Rates:
+    """Return what programs get of the vendor's figures.
+
+    Raises:
+        NotStated: if the vendor does not state a figure, also when it is asked for.
+    """
+    part = chip.achievable
+    if chip.hbm_bandwidth is None:
+        raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
+    return Rates(
+        flops=part.products * chip.flops["bfloat16"] / chip.devices,
+        memory=part.memory * chip.hbm_bandwidth / chip.devices,
+        send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
+    )
+
+
+@dataclass(frozen=True)
+class Busy:
+    """What a device's units do in a step.
+
+    products: seconds of matrix products, if memory is no obstacle.
+    memory: seconds of all memory traffic; product_memory: of those beside products.
+    fill: part of the rate of products that the model's dims allow.
+    """
+
+    products: float
+    memory: float
+    product_memory: float
+    fill: float
+
+
+def busy(
+    cost: StepCost, mesh: Mesh, chip: Chip, model: ModelConfig, length: int
+) -> Busy:
+    """Return how long a device computes, reads and writes in a step.
+
+    Args:
+        cost: what one device does in it.
+        mesh: its devices, which need not be there.
+        chip: of each device.
+        model: whose dims fill the matrix units more or less.
+        length: tokens of a row.
+
+    Raises:
+        NotStated: as `rates_of`.
+    """
+    rates, flops, moved = rates_of(mesh, chip), cost.flops, cost.hbm_bytes
+    tensor, kernel = mesh.shape["tensor"], chip.achievable.attention
+    if kernel is None:
+        fill, attention_fill = matrix_fill(model, tensor, chip.matrix_unit)
+        filled = flops.products / fill + flops.attention / attention_fill
+        products = filled / rates.flops
+        fill = flops.total / filled if filled else 1.0
+    else:
+        fill = depth_fill(model, tensor, chip.achievable.half_depth)
+        peak = chip.flops["bfloat16"] / chip.devices
+        attention = flops.attention / (kernel.part(model.head_size, length) * peak)
+        products = flops.products / fill / rates.flops + attention
+    memory, beside = moved.total / rates.memory, moved.products / rates.memory
+    return Busy(products, memory, beside, fill)
+
+
+def matrix_fill(
+    model: ModelConfig, tensor: int, unit: int | None
+) -> tuple[float, float]:
+    """Return the parts of matrix units that products with weights, and attention, use.
+
+    A dim that is no multiple of a unit's rows or columns leaves some of them idle.
+
+    Args:
+        model: with its vocabulary.
+        tensor: devices that share a layer.
+        unit: rows and columns of a matrix unit; None: small enough for any dim.
+    """
+    if unit is None:
+        return 1.0, 1.0
+
+    def padded(dim: int) -> int:
+        return math.ceil(dim / unit) * unit
+
+    matrices = _matrices(model, tensor)
+    used = sum(rows * columns for rows, columns in matrices)
+    taken = sum(padded(rows) * padded(columns) for rows, columns in matrices)
+    return used / taken, model.head_size / padded(model.head_size)
+
+
+def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
+    """Return the part of the rate of long contractions that a model's products reach.
+
+    Each matrix is multiplied three times: contracted are its rows forward, its columns
+    for the gradient of what it was multiplied with, tokens for its own.
+
+    Args:
+        model: with its vocabulary.
+        tensor: devices that share a layer.
+        half: contracted elements at which half the rate is reached.
+    """
+    matrices = _matrices(model, tensor)
+    used = sum(rows * columns for rows, columns in matrices)
+    lost = sum((half * columns + half * rows) / 3 for rows, columns in matrices)
+    return used / (used + lost)
+
+
+def _matrices(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
+    """Return rows and columns of a device's part of all weights."""
+    D, H = model.embed_dim, model.head_size
+    heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
+    F = model.mlp_size // tensor
+    widened = 3 if model.activation is Activation.swiglu else 2
+    of_a_layer = [(D, heads)] * 2 + [(D, kv)] * 2 + [(D, F)] * widened
+    return of_a_layer * model.num_layers + [(D, (model.vocab_size or 1) // tensor)]
