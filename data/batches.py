@@ -161,14 +161,14 @@ def batch_number(step: int, skip_batches: Sequence[int]) -> int:
 def validation_batches(
     sources: Sources, config: DataConfig, num_batches: int = -1, rows: RowSlices = None
 ) -> Iterator[Batch]:
-    """Read the validation text in order; each token but the first is a target once.
+    """Read the held out text in order; each token but the first is a target once.
 
     The rows of several sources take turns in proportion to their numbers. The last
     batch is filled up with padding (segment 0, target -1), so that all batches have one
     shape. `num_batches` is how many at most, -1 all; `rows` which rows of each global
     batch to read, in this order, None all.
     """
-    readers, in_memory = _open(sources, config, "validation")
+    readers, in_memory = _open(sources, config, sources.held_out)
     counts = [len(reader) for reader in readers.values()]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)

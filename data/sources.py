@@ -2,16 +2,18 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tiktoken
 
 from data.config import DataConfig, Source
 from data.errors import DataError
+from data.machine import is_remote
 from data.text.files import Split
 from data.token_store.build import cache_dir, cached_store
 from data.token_store.store import Store, open_store
+from data.token_store.writer import MANIFEST
 from data.tokenizer import load_tokenizer
 
 
@@ -21,6 +23,7 @@ class Sources:
 
     stores: Mapping[str, Store]
     cache: Path  # of what is worked out from them
+    sets: Mapping[str, Store] = field(default_factory=dict)  # only to evaluate on
 
     @property
     def encoding(self) -> tiktoken.Encoding:
@@ -46,6 +49,23 @@ class Sources:
         if len(self.stores) == 1:
             return {"text": self.fingerprint}
         return {name: store.fingerprint for name, store in self.stores.items()}
+
+    @property
+    def held_out(self) -> Split:
+        """The split to evaluate on: of a store that holds nothing out, all of it."""
+        return "validation" if self.num_tokens("validation") > 1 else "train"
+
+    def validation_sets(self, by_source: bool) -> dict[str, "Sources"]:
+        """Return what to evaluate on besides all sources together, by name.
+
+        The named sets; of several sources each that holds text out, if `by_source`.
+        """
+        named = self.stores if by_source and len(self.stores) > 1 else {}
+        named = {n: s for n, s in named.items() if s.num_tokens("validation") > 1}
+        return {
+            name: Sources({name: store}, self.cache)
+            for name, store in {**named, **self.sets}.items()
+        }
 
     def num_tokens(self, split: Split) -> int:
         """Count the tokens of a split, the documents' ends among them."""
@@ -87,6 +107,42 @@ def open_sources(config: DataConfig) -> Sources:
             f"Give more text, or hold more of it out with validation=..."
         )
     return sources
+
+
+def open_sets(
+    sources: Sources, config: DataConfig, paths: Mapping[str, str]
+) -> Sources:
+    """Add named validation sets to what a config names.
+
+    Args:
+        sources: of the config.
+        config: whose tokenizer encodes text.
+        paths: of each set a token store, or, if the config reads text, a text file or
+            a folder of them.
+
+    Raises:
+        DataError: one is missing or damaged, too short, or has another tokenizer.
+    """
+    sets = {}
+    for name, path in paths.items():
+        stored = is_remote(path) or (Path(path) / MANIFEST).exists()
+        if config.source in (Source.python, Source.text) and not stored:
+            whole = replace(config, name=name, source=Source.text, path=path)
+            store = cached_store(replace(whole, validation=0.0))
+        else:
+            store = open_store(path)
+        own = next(iter(sources.stores.values())).manifest
+        if store.manifest["tokenizer_fingerprint"] != own["tokenizer_fingerprint"]:
+            raise DataError(
+                f"eval.sets.{name}: {path} has the tokenizer "
+                f"{store.manifest['tokenizer']}, the run's is {own['tokenizer']}. "
+                f"Prepare it with that one"
+            )
+        alone = Sources({name: store}, sources.cache)
+        if alone.num_tokens(alone.held_out) < 2:
+            raise DataError(f"eval.sets.{name}: {path} has no token to predict")
+        sets[name] = store
+    return replace(sources, sets=sets)
 
 
 def encoding_of(config: DataConfig) -> tiktoken.Encoding:

@@ -15,13 +15,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from data.config import DataConfig
 from model.choices import ContextAttention, Dtype
 from model.config import Intermediate, ModelConfig
+from train.watching import Count, EvalConfig, LogConfig, ProfileConfig, TrackerConfig
 
-Count = Annotated[int, Ge(1)]
 Number = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(inf)]
 NotNegative = Annotated[float, Ge(0), Lt(inf)]
 Seconds = Annotated[float, Gt(0)]
-Batches = Count | Literal[-1]  # -1: the whole validation split
+Step = Number | Literal["best"]  # best: lowest validation loss
 AxisSize = Count | Literal[-1]  # -1: what is left of the devices
 
 
@@ -211,22 +211,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Validation during training."""
-
-    interval_steps: Count = 500  # steps between evaluations
-    num_batches: Batches = 16  # of each; -1: the whole validation split
-    final_num_batches: Batches = -1  # likewise, of the last evaluation
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """How often metrics are read from the device and written."""
-
-    interval_steps: Count = 10  # steps between two lines of metrics.jsonl
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save and what to keep."""
 
@@ -234,49 +218,9 @@ class CheckpointConfig:
     save_interval_minutes: Annotated[float, Gt(0)] = 10.0  # or sooner, after so long
     keep_latest: Count = 2  # older ones are deleted
     keep_every_steps: Count | None = None  # these are kept for good; null: none
+    # Save after each evaluation whose loss is the lowest so far, and keep that step.
+    keep_best: bool = False
     max_failed_saves: Number = 3  # in a row before the run ends
-
-
-@dataclass(frozen=True)
-class WandbConfig:
-    """W&B works offline unless asked otherwise."""
-
-    enabled: bool = False  # tracker=wandb sets it
-    project: str = "longhaul"  # of W&B
-    mode: Literal["offline", "online"] = "offline"  # offline: only files, to sync later
-
-
-@dataclass(frozen=True)
-class TensorBoardConfig:
-    """Event files in the run's directory."""
-
-    enabled: bool = False  # tracker=tensorboard sets it
-
-
-@dataclass(frozen=True)
-class MlflowConfig:
-    """A server, or files in the run's directory."""
-
-    enabled: bool = False  # tracker=mlflow sets it
-    uri: str | None = None  # of a server; null: $MLFLOW_TRACKING_URI, else files
-    experiment: str = "longhaul"  # that the run is one of
-
-
-@dataclass(frozen=True)
-class TrackerConfig:
-    """Where metrics go besides metrics.jsonl: tracker=[wandb,tensorboard]."""
-
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Traces of jax.profiler."""
-
-    # [first,last] writes a trace of these steps to <run.dir>/profile.
-    steps: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

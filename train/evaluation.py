@@ -1,7 +1,7 @@
-"""Score parameters on the validation split."""
+"""Score parameters on the validation split, and on sets of text by name."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,5 +48,38 @@ def evaluate(
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
         beat()
     loss = nats / targets if targets else math.nan
-    tokens_per_byte = sources.num_tokens("validation") / sources.num_bytes("validation")
+    split = sources.held_out
+    tokens_per_byte = sources.num_tokens(split) / sources.num_bytes(split)
     return Score(loss, loss * tokens_per_byte / math.log(2), int(targets))
+
+
+def evaluate_all(
+    program: Program,
+    params: Any,
+    sources: Sources,
+    num_batches: int,
+    beat: Callable[[], None] = lambda: None,
+) -> dict[str, Score]:
+    """Score the validation split as "", then each source of several, and each set.
+
+    Args:
+        program: model and layout.
+        params: sharded as `program.shardings.params`.
+        sources: tokens.
+        num_batches: of each, at most; -1 is all.
+        beat: called after each batch.
+    """
+    by_name = sources.validation_sets(program.config.eval.by_source)
+    return {
+        name: evaluate(program, params, of, num_batches, beat)
+        for name, of in {"": sources, **by_name}.items()
+    }
+
+
+def as_metrics(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Return scores by the names of metrics.jsonl: `eval/loss`, `eval/<set>/loss`."""
+    return {
+        f"eval/{name}/{key}".replace("//", "/"): getattr(score, key)
+        for name, score in scores.items()
+        for key in ("loss", "bits_per_byte")
+    }

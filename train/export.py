@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import Number, RunConfig, RuntimeConfig
+from train.config import RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 
 
@@ -23,7 +23,7 @@ class ExportConfig:
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     output: str | None = None  # the folder to write, new or empty; also s3://, gs://
-    step: Number | None = None  # of the checkpoint; null: the newest
+    step: Step | None = None  # of the checkpoint, or best; null: the newest
     dtype: ExportDtype | None = None  # of the weights; null: the parameters' own
     tokenizer: bool = True  # write the tokenizer too
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from data.sources import Sources, open_sources
-from train.config import Config, MeshConfig, RunConfig, RuntimeConfig
+from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
 from train.program import Program, make_program
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def load_run(
     run: RunConfig,
     runtime: RuntimeConfig,
-    step: int | None = None,
+    step: Step | None = None,
     batch_size: int | None = None,
 ) -> tuple[Program, Sources, int, Any]:
     """Build a run's program on this machine and restore its weights.
@@ -30,7 +30,8 @@ def load_run(
     Args:
         run: names the run; model, data and tokenizer are its own.
         runtime: the machine.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint; `best`: of the lowest validation loss; None: the
+            newest.
         batch_size: instead of the run's.
 
     Returns:
@@ -54,7 +55,8 @@ def load_run(
     check_data(path, sources)
     program = make_program_here(config)
     saved = SavedSteps(path / "checkpoints")
-    step, params = saved.restore_params(program.state, step)
+    number = saved.best() if step == "best" else step
+    step, params = saved.restore_params(program.state, number)
     return program, sources, step, params
 
 

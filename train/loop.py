@@ -25,7 +25,7 @@ from train.distributed.processes import Cluster
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.errors import ABORTED, DIVERGED, Exit
-from train.evaluation import Score, evaluate
+from train.evaluation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
 from train.log_window import LogWindow, Profiler
 from train.program import Program
@@ -94,7 +94,7 @@ class Trainer:
                     return DIVERGED, state
                 if due.evaluate:
                     with window.pause("eval"), watchdog.during("eval"):
-                        self.evaluate(step, state, config.eval.num_batches)
+                        due = self._evaluate(step, state, due)
                 if due.check:
                     with window.pause("check"), watchdog.during("eval"):
                         self._check_copies(step, state)
@@ -115,13 +115,21 @@ class Trainer:
         yield
         self.run.events.lap(event or name)
 
-    def evaluate(self, step: int, state: TrainState, num_batches: int) -> Score:
-        """Score the state and log it."""
+    def evaluate(self, state: TrainState, num_batches: int) -> dict[str, Score]:
+        """Score the state on all validation sets."""
         params, beat = best_params(state), self.watchdog.beat
-        score = evaluate(self.program, params, self.sources, num_batches, beat)
-        values = {"eval/loss": score.loss, "eval/bits_per_byte": score.bits_per_byte}
-        self.run.log(step, values)
-        return score
+        return evaluate_all(self.program, params, self.sources, num_batches, beat)
+
+    def _evaluate(self, step: int, state: TrainState, due: "Due") -> "Due":
+        """Score the state and log it; return what is due then: a save, of the best."""
+        config = self.program.config
+        scores = self.evaluate(state, config.eval.num_batches)
+        if step < config.train.num_steps:  # else the final evaluation is logged
+            self.run.log(step, as_metrics(scores))
+        if not self.checkpoints.judge(step, scores[""].loss):
+            return due
+        check = config.train.replica_check_interval_steps is not None
+        return due._replace(save=True, check=check)
 
     def _save(
         self, step: int, state: TrainState, last: bool, progress: Progress
@@ -192,7 +200,10 @@ def due_after(
     check_interval = config.train.replica_check_interval_steps or 0
     return Due(
         log=end or step % config.log.interval_steps == 0,
-        evaluate=step % config.eval.interval_steps == 0 and not end,
+        # The last step is scored when all is over, unless it may be the best.
+        evaluate=config.checkpoint.keep_best
+        if end
+        else step % config.eval.interval_steps == 0,
         check=check_interval > 0 and (save or step % check_interval == 0),
         save=save,
         last=last,

@@ -15,7 +15,7 @@ from functools import partial
 import jax
 
 from data.batches import Order
-from data.sources import Sources, encoding_of, open_sources
+from data.sources import Sources, encoding_of, open_sets, open_sources
 from data.tokenizer import padded_vocab_size
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
@@ -75,7 +75,8 @@ class Prepared:
         self.program, _ = check_all(
             lambda: make_program(self.config), self._check_vocab
         )
-        self.sources = open_sources(self.config.data)
+        data = self.config.data
+        self.sources = open_sets(open_sources(data), data, self.config.eval.paths)
         order = Order(self.sources, self.config.data, self.config.seed)
         if used_up := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in used_up])
@@ -97,8 +98,10 @@ def _about_devices() -> dict[str, str]:
 
 
 def _about_data(sources: Sources) -> dict[str, str]:
-    """Return the fingerprint of each source."""
-    return {f"data {name}": str(at) for name, at in sources.fingerprints.items()}
+    """Return the fingerprint of each source and set."""
+    sets = {name: store.fingerprint for name, store in sources.sets.items()}
+    both = {**sources.fingerprints, **sets}
+    return {f"data {name}": str(at) for name, at in both.items()}
 
 
 def _short(text: bytes) -> str:

@@ -1,6 +1,7 @@
 """What a finished run has to show: its score beside common compressors, a sample."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
 from train.errors import ConfigError, Mistake
-from train.evaluation import Score
+from train.evaluation import Score, as_metrics
 from train.generate import Sampling, generate
 from train.program import Program
 from train.run.goodput import account
@@ -68,14 +69,18 @@ def sample_text(
 
 
 def results(
-    program: Program, params: Any, sources: Sources, step: int, score: Score
+    program: Program,
+    params: Any,
+    sources: Sources,
+    step: int,
+    scores: Mapping[str, Score],
 ) -> dict[str, Any]:
-    """Gather what the end of a run leaves behind, as JSON.
+    """Gather what the end of a run leaves behind, as JSON; scores as metrics.jsonl has.
 
     `validation_bytes` is the text that was scored, `compressed_bytes` as much of it,
     from its beginning on, as was compressed for comparison.
     """
-    model = program.config.model
+    model, score = program.config.model, scores[""]
     learned = model.position is Position.learned
     room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
     num_tokens = sources.num_tokens("validation")
@@ -86,8 +91,7 @@ def results(
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
     return {
         "step": step,
-        "eval/loss": score.loss,
-        "eval/bits_per_byte": score.bits_per_byte,
+        **as_metrics(scores),
         "scored_tokens": score.num_targets,
         "validation_tokens": num_tokens,
         "validation_bytes": scored_bytes,
@@ -119,6 +123,11 @@ def print_results(
     print(f"validation  {values['eval/loss']:.4f} nats a token, ", end="")
     print(f"{values['eval/bits_per_byte']:.3f} bits per byte")
     print(f"            {_compared(values)}")
+    for key, loss in values.items():
+        name = key.removeprefix("eval/").removesuffix("/loss")
+        if key == f"eval/{name}/loss":
+            bits = values[f"eval/{name}/bits_per_byte"]
+            print(f"  {name:<10}{loss:.4f} nats a token, {bits:.3f} bits per byte")
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")

@@ -7,7 +7,7 @@ from annotated_types import Gt, Le
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import Count, NotNegative, Number, RunConfig, RuntimeConfig
+from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class SampleConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    step: Number | None = None  # of the checkpoint; null: the newest
+    step: Step | None = None  # of the checkpoint, or best; null: the newest
     prompt: str = ""  # text to go on from
     num_tokens: Count = 256  # to generate
     temperature: NotNegative = 0.8  # 0: always the likeliest token

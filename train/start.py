@@ -22,6 +22,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
+from train.evaluation import as_metrics
 from train.identity import run_dir
 from train.loop import Trainer
 from train.preflight import Prepared
@@ -158,10 +159,11 @@ def _train(trainer: Trainer) -> int:
     trainer.preemption.training_done()
     with trainer.phase("eval"):
         step, batches = int(state.step), program.config.eval.final_num_batches
-        score = trainer.evaluate(step, state, batches)
+        scores = trainer.evaluate(state, batches)
+        run.log(step, as_metrics(scores))
     with trainer.phase("eval", "close"):
         params = best_params(state)
-        run.write_results(results(program, params, sources, step, score))
+        run.write_results(results(program, params, sources, step, scores))
     return 0
 
 

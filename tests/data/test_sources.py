@@ -24,7 +24,7 @@ from data.config import (
 )
 from data.errors import DataError
 from data.inspect import InspectConfig
-from data.sources import Sources, encoding_of, open_sources
+from data.sources import Sources, encoding_of, open_sets, open_sources
 from data.token_store.build import prepare_store
 from data.verify import VerifyConfig
 from tests.data.test_tokenizer import write_ranks
@@ -215,6 +215,28 @@ def test_a_store_without_validation_text_is_refused(stores, tmp_path):
     )
     with pytest.raises(DataError, match="validation has 0 tokens"):
         open_sources(DataConfig(source=Source.tokens, path=f"{tmp_path}/all"))
+
+
+def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path):
+    config = mixture(stores)
+    sources = open_sources(config)
+    added = open_sets(sources, config, {"named": f"{stores}/code"})
+    assert {*added.validation_sets(by_source=False)} == {"named"}
+    each = added.validation_sets(by_source=True)
+    assert {*each} == {*WEIGHTS, "named"}
+    assert each["named"].held_out == "validation"
+    assert added.fingerprint == sources.fingerprint
+    (tmp_path / "more.txt").write_text("a text of its own")
+    more = {"more": f"{tmp_path}/more.txt"}
+    with pytest.raises(DataError, match=r"more\.txt"):
+        open_sets(sources, config, more)
+    text = DataConfig(source=Source.text, path=f"{stores}/code.jsonl")
+    text = dataclasses.replace(text, cache_dir=f"{tmp_path}/c", sequence_length=8)
+    alone = open_sets(open_sources(text), text, more | {"code": f"{stores}/code"})
+    whole = alone.validation_sets(by_source=True)["more"]
+    assert (whole.held_out, whole.num_bytes("train")) == ("train", 17)
+    (batch,) = validation_batches(whole, text)
+    assert (batch.targets >= 0).sum() == whole.num_tokens("train") - 1
 
 
 @pytest.mark.parametrize(

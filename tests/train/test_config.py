@@ -14,26 +14,29 @@ from train.cli.schema import convert, read_yaml, to_yaml
 from train.config import (
     Config,
     DcnConfig,
-    EvalConfig,
     MeshConfig,
-    MlflowConfig,
     OptimizerConfig,
     OptimizerName,
-    ProfileConfig,
     Remat,
     RunConfig,
     RuntimeConfig,
     Schedule,
     ScheduleConfig,
-    TrackerConfig,
     TrainConfig,
-    WandbConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate import EvaluateConfig
 from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
 from train.sample import SampleConfig
 from train.status import StatusConfig
+from train.watching import (
+    EvalConfig,
+    EvalSet,
+    MlflowConfig,
+    ProfileConfig,
+    TrackerConfig,
+    WandbConfig,
+)
 
 MOE = ModelConfig(mlp=Mlp.moe)
 
@@ -87,6 +90,18 @@ def test_the_defaults_are_right():
                 tracker=TrackerConfig(mlflow=MlflowConfig(enabled=True)),
             ),
             "tracker.mlflow.uri",
+        ),
+        (Config(eval=EvalConfig(sets={"a b": EvalSet("x")})), "eval.sets.a b"),
+        (Config(eval=EvalConfig(sets={"loss": EvalSet("x")})), "eval.sets.loss"),
+        (Config(eval=EvalConfig(sets={"a": EvalSet()})), "eval.sets.a.path"),
+        (
+            Config(
+                data=DataConfig(
+                    source=Source.mixture, sources={"a": MixtureSource("x")}
+                ),
+                eval=EvalConfig(sets={"a": EvalSet("y")}),
+            ),
+            "eval.sets.a",
         ),
         (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),

@@ -12,7 +12,7 @@ from tests.fleet import REPOSITORY
 # line are commands.
 LAYERS = """
     model | data
-    train.errors train.units train.config train.console train.identity
+    train.errors train.units train.watching train.config train.console train.identity
     train.mesh_sizes
     train.cli
     train.mesh

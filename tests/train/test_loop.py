@@ -220,7 +220,11 @@ def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
     """The run gone on to 24 steps, with a key that it may not change, allowed."""
     run = Path(shutil.copytree(straight, folder / "longer"))
     changed = ("data.name=renamed", "run.allow_change=[data.name]")
-    result = door(run, "train.num_steps=24", *changed)
+    scored = (
+        *("eval.interval_steps=2", "eval.num_batches=1", "checkpoint.keep_best=true"),
+        f"eval.sets={{more: {{path: {folder}/text.txt}}}}",
+    )
+    result = door(run, "train.num_steps=24", *changed, *scored)
     assert result.returncode == 0, result.stderr
     return run, result
 
@@ -350,6 +354,23 @@ def test_evaluate_scores_the_newest_checkpoint(door, straight):
     assert found["bits_per_byte"] == pytest.approx(
         expected["eval/bits_per_byte"], rel=1e-6
     )
+
+
+def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
+    run, result = longer
+    found = json.loads((run / "results.json").read_text())
+    scores = [x for x in lines(run) if "eval/more/loss" in x]
+    assert [x["step"] for x in scores] == [22, 24]
+    assert scores[-1]["eval/more/loss"] == found["eval/more/loss"]
+    assert f"  more      {found['eval/more/loss']:.4f} nats" in result.stdout
+    best = SavedSteps(run / "checkpoints").scores()
+    assert {22, 24} >= {*best} >= {min(best, key=lambda step: best[step])}
+    words = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
+    again = door(run, *words, module="train.evaluate", config=())
+    assert again.returncode == 0, again.stderr
+    score = json.loads(again.stdout)
+    assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
+    assert {*score["sets"]} == {"more"}
 
 
 def test_sample_continues_the_prompt(door, straight):

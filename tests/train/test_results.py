@@ -58,7 +58,7 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
         num_bytes=lambda split: len(TEXT),
         text=lambda split, limit: TEXT[:limit],
     )
-    return results(program, {}, sources, 30, Score(1.0, 1.5, num_targets))
+    return results(program, {}, sources, 30, {"": Score(1.0, 1.5, num_targets)})
 
 
 def shown(values: dict[str, Any], monkeypatch, capsys) -> str:

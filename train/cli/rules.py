@@ -6,16 +6,20 @@ of devices is checked where they are counted.
 """
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from data.config import Source
+from data.config import DataConfig, Source
 from model.choices import Activation, Mlp, Position
 from model.config import LOGICAL_AXES
 from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
 from train.errors import Mistake, nearest
 from train.identity import differences
+from train.watching import EvalSet
+
+_SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
 
 
 def validate(config: Config) -> list[Mistake]:
@@ -27,6 +31,7 @@ def validate(config: Config) -> list[Mistake]:
         *_mesh(config.mesh),
         *_experts(config),
         *_pipeline(config),
+        *set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
 
@@ -71,6 +76,22 @@ def _across(config: Config) -> Iterator[Mistake]:
         rule = f"must leave room for schedule.warmup_steps={warmup} within "
         rule += f"train.num_steps={num_steps}; lower it, or null for 30 %"
         yield Mistake("schedule.decay_steps", decay, rule)
+
+
+def set_mistakes(
+    sets: Mapping[str, EvalSet], data: DataConfig, table: str
+) -> Iterator[Mistake]:
+    """Yield validation sets that cannot be told apart, or are nowhere."""
+    for name, each in sets.items():
+        if not re.fullmatch(r"[\w-]+", name) or name in _SCORES:
+            rule = "must be called by letters, digits, _ and -, and not "
+            yield Mistake(f"{table}.{name}", each.path, rule + " or ".join(_SCORES))
+        if name in data.sources:
+            rule = "is called as a source of data.sources is; give it another name"
+            yield Mistake(f"{table}.{name}", each.path, rule)
+        if not each.path:
+            rule = "must name a token store, or text where data.path is text"
+            yield Mistake(f"{table}.{name}.path", each.path, rule)
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:

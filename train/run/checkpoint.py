@@ -9,6 +9,7 @@ A save that cannot be begun, or fails, costs a warning; the steps there are stay
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
 from train.run.digests import digests, write_seal
-from train.run.orbax_fixes import open_orbax
+from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.restore import ALONE, SavedSteps, unsealed_mark
 from train.run.storage import remove_uncommitted
 from train.state import TrainState, as_saved
@@ -61,11 +62,27 @@ class Checkpoints:
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
         self._attempts = 0
+        self._best: float | None = None  # None: not yet asked for
+        self._score: tuple[int, float] | None = None  # of the last judged step
         self.failures = 0
 
     def due(self, step: int) -> bool:
         """Return whether the number of steps calls for a save."""
         return step % self._config.save_interval_steps == 0
+
+    def judge(self, step: int, loss: float) -> bool:
+        """Note the validation loss of a step; should it be saved as the best so far?
+
+        All processes must ask, and all get the same answer.
+        """
+        if not self._config.keep_best or not math.isfinite(loss):
+            return False
+        best = self._best
+        if best is None:
+            scores = self._cluster.broadcast(lambda: [*self.saved.scores().values()])
+            best = min(scores, default=math.inf)
+        self._score, self._best = (step, loss), min(loss, best)
+        return loss < best
 
     def overdue(self) -> bool:
         """Return, True once, whether the time since the last save calls for one."""
@@ -170,10 +187,10 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
         self._attempts += 1
+        judged = self._score if self._score and self._score[0] == step else None
+        given = {"metrics": judged and {SCORE: judged[1]}, "custom_metadata": metadata}
         try:
-            written = self._orbax.save_async(
-                step, as_saved(state), force=True, custom_metadata=metadata
-            )
+            written = self._orbax.save_async(step, as_saved(state), force=True, **given)
         except Exception as error:
             failed: Future[None] = Future()
             failed.set_exception(error)

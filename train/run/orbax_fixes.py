@@ -24,6 +24,8 @@ from data.machine import is_remote
 from data.token_store.storage import Storage
 from train.config import CheckpointConfig
 
+SCORE = "eval/loss"  # the metric that is saved beside a step that was evaluated
+
 
 def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
     """Open a folder of checkpoints with an `ocp.training.Checkpointer`.
@@ -49,6 +51,14 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     preserved: list[Any] = [policies.LatestN(keep.keep_latest)]
     if keep.keep_every_steps:
         preserved.append(policies.EveryNSteps(keep.keep_every_steps))
+    if keep.keep_best:
+        preserved.append(
+            policies.BestN(
+                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
     return ocp.training.Checkpointer(
         directory,
         context=context,

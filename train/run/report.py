@@ -5,6 +5,7 @@ whichever are there, so it can be written again at any time. A curve has about a
 thousand points, the extremes of every stretch kept, so that the page stays small.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,7 @@ _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at 
     ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
     ("Load of experts", (("expert_load", "most loaded over mean"),), False),
 )
+_SET = re.compile("eval/[^/]+/loss")
 _MAX_POINTS = 1000
 
 
@@ -54,8 +56,10 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     name, num_steps = _from_config(config)
     rows, events = read_metrics(run_dir), read_events(run_dir)
     goodput = account(events)
-    series = {key: _series(rows, key) for key in _METRICS}
-    charts = (_chart(series, *chart) for chart in _CHARTS)
+    sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
+    series = {key: _series(rows, key) for key in (*_METRICS, *sets)}
+    of_sets = "Loss of validation sets", tuple(sets.items()), False
+    charts = (_chart(series, *chart) for chart in (*_CHARTS, of_sets))
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, goodput, num_steps),

@@ -19,7 +19,7 @@ from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.run.digests import damage, digests, is_sealed, write_seal
-from train.run.orbax_fixes import open_orbax
+from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.storage import move
 from train.spikes import Recent
 from train.state import TrainState, as_saved, best_params
@@ -71,6 +71,22 @@ class SavedSteps:
     def steps(self) -> list[int]:
         """List the steps there are, ascending."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def scores(self) -> dict[int, float]:
+        """Return the validation loss of each step that was evaluated and is there."""
+        metrics = {each.step: each.metrics or {} for each in self._orbax.checkpoints}
+        return {step: m[SCORE] for step, m in metrics.items() if SCORE in m}
+
+    def best(self) -> int:
+        """Return the step of the lowest validation loss.
+
+        Raises:
+            ConfigError: if no step that is there was evaluated.
+        """
+        if scores := self.scores():
+            return min(scores, key=lambda step: scores[step])
+        rule = "no checkpoint there was evaluated; train with checkpoint.keep_best=true"
+        raise ConfigError([Mistake("step", "best", rule)])
 
     def restore(
         self, like: TrainState, step: int | None = None, at_most: int | None = None

@@ -63,6 +63,26 @@ def test_what_was_saved_comes_back_to_the_bit(saved):
     same(checkpoints.saved.restore(like(), 1), make_state(1))
 
 
+def test_the_best_step_outlives_newer_ones(saved, folder):
+    checkpoints = saved(keep_best=True, keep_latest=1)
+    with pytest.raises(ConfigError, match="no checkpoint there was evaluated"):
+        checkpoints.saved.best()
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0}
+    better = []
+    for step in range(1, 6):
+        better.append(step in losses and checkpoints.judge(step, losses[step]))
+        checkpoints.save(step, make_state(step), ABOUT)
+        checkpoints.wait()
+    assert better == [True, True, False, False, False]
+    reader = SavedSteps(folder)
+    assert (reader.steps(), reader.best()) == ([2, 5], 2)
+    same(reader.restore(like()), make_state(5))
+    assert [saved(keep_best=True).judge(6, loss) for loss in (1.5, 0.5)] == [
+        False,
+        True,
+    ]
+
+
 def test_no_checkpoint_is_a_fresh_start(saved):
     assert saved().saved.restore(like()) is None
     with pytest.raises(DataError, match="no checkpoint yet"):

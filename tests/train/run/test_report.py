@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.train.pages import Page, data_of, drawn
-from train.run.report import thin, write_report
+from train.run.report import report_data, thin, write_report
 
 
 def _write(run_dir, metrics=(), events=(), config=None):
@@ -58,6 +58,14 @@ def test_headline_figures(tmp_path):
         ("Tokens per second", "2M", "median"),
         ("MFU", "40.0%", "median"),
     ]
+
+
+def test_validation_sets_have_a_chart(tmp_path):
+    rows = [{"step": s, "eval/web/loss": s, "eval/code/loss": 2.0} for s in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (chart,) = report_data(tmp_path)["charts"]
+    assert chart["title"] == "Loss of validation sets"
+    assert [line["name"] for line in chart["lines"]] == ["web", "code"]
 
 
 def test_where_the_time_went_adds_up(tmp_path):
