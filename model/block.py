@@ -4,6 +4,7 @@ Shapes: B batch, T time, D embed, F mlp, L layers.
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -74,20 +75,22 @@ def run_stack(
     """Run stacked layers, `unroll` in each iteration of a loop; -1: without one."""
     block, params = nnx.split(stack)
 
-    def layer(x_BTD: Float[Array, "B T D"], params_and_cache):
-        params, cache = params_and_cache
+    def layer(x_BTD: Float[Array, "B T D"], of_layer):
+        number, params, cache = of_layer
+        own = how if number is None else how.drawing(number)
         x_BTD = layer_input(x_BTD)
         run = nnx.merge(block, params)
-        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, how, cache)
+        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache)
         return x_BTD, rest
 
     depth = stack.attention_norm.scale.shape[0]
+    numbers = None if how.keys_BT is None else jnp.arange(depth)
     unroll = depth if unroll == -1 else min(unroll, depth)
     with jax.named_scope("layers"):
         x_BTD, (cache, routing) = jax.lax.scan(
             rematerialized(layer, how.remat, looped=unroll < depth),
             x_BTD,
-            (params, cache),
+            (numbers, params, cache),
             unroll=True if unroll == depth else unroll,
         )
     return x_BTD, cache, routing

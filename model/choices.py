@@ -46,6 +46,20 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class ComputeDtype(StrEnum):
+    """Dtype of products' operands; `auto` as in `Dtype`.
+
+    `float8` and `int8` are those of linear layers inside of the network; what else
+    multiplies (embedding, head, router, attention) is as with `auto`.
+    """
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float8 = "float8"
+    int8 = "int8"
+
+
 class Attention(StrEnum):
     """Attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere."""
 

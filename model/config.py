@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le
 from model.choices import (
     Activation,
     Attention,
+    ComputeDtype,
     Dtype,
     Init,
     Mlp,
@@ -97,7 +98,9 @@ class ModelConfig:
     embedding_std: Annotated[float, Gt(0)] = 0.02  # of the embedding at the start
 
     param_dtype: Dtype = Dtype.float32  # of the weights as they are kept
-    compute_dtype: Dtype = Dtype.auto  # of the operands of matrix products
+    # Of the operands of matrix products; float8 (NVIDIA) and int8 (TPU): in the linear
+    # layers of attention and MLP.
+    compute_dtype: ComputeDtype = ComputeDtype.auto
     attention: Attention = Attention.auto  # kernel
     layer_unroll: Count | Literal[-1] = 1  # layers a scan iteration; -1: all, no loop
 

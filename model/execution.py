@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention, Grouped
+from model.quantization import Quantization
 from model.remat import Policy
 
 
@@ -14,6 +16,10 @@ class Execution(NamedTuple):
 
     activation_dtype: of what passes between layers.
     compute_dtype: of products' operands, and of weights that are gathered.
+    quantization: of linear layers to eight bits; None: they are as other products.
+    expert_quantization: likewise of experts' matrices, float8 or None.
+    keys_BT: of each position, by which linear layers round at random; None: they round
+        to the nearest.
     reduce_dtype: in which weights' gradients travel between devices.
     on_tpu: whether XLA:TPU compiles it.
     gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
@@ -33,6 +39,9 @@ class Execution(NamedTuple):
 
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    quantization: Quantization | None = None
+    expert_quantization: Quantization | None = None
+    keys_BT: jax.Array | None = None
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     on_tpu: bool = False
     gather_by_rows: bool = False
@@ -45,3 +54,11 @@ class Execution(NamedTuple):
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
     window: int | None = None
+
+    def drawing(self, what: int | jax.Array) -> "Execution":
+        """Return it with other keys, those of a part of the program."""
+        if self.keys_BT is None:
+            return self
+        fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))
+        keys_BT = fold_in(self.keys_BT, what)
+        return self._replace(keys_BT=keys_BT)

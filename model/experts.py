@@ -28,9 +28,10 @@ from model.axes import mesh_axes
 from model.choices import Activation
 from model.config import ModelConfig
 from model.execution import Execution
-from model.gather import gathered, parts_of
+from model.gather import parts_of
 from model.grouped import grouped_product
 from model.layers import MLP, activate, stds
+from model.linear import gathered
 from model.params import Kind, ParamInfo
 from model.parts import expected, part
 from model.router import Choice, Router, Routing
@@ -106,7 +107,7 @@ class Experts(nnx.Module):
 
         def run(x_BTD, weights_BTk, weights):
             whole: list[jax.Array] = [
-                gathered(weight, own, how.compute_dtype)
+                gathered(weight, own, how.compute_dtype, how.expert_quantization)
                 for weight, own in zip(weights, parts, strict=True)
             ]
             return on_device(x_BTD, choice.experts, weights_BTk, whole)
@@ -191,7 +192,9 @@ def _own_experts(
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
         with part(name), expected(n * k * E // config.num_experts, R):
-            return grouped_product(x, w, sizes_E, how.compute_dtype, how.grouped)
+            return grouped_product(
+                x, w, sizes_E, how.compute_dtype, how.grouped, how.expert_quantization
+            )
 
     h_RF = multiply("up", x_RD, up)
     gate_RF = multiply("gate", x_RD, gate[0]) if gate else None

@@ -9,7 +9,6 @@ bytes, changes with the number of devices (docs/log.md).
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -45,6 +44,11 @@ class Parts(NamedTuple):
     gather_again: bool = False
     on_tpu: bool = False
     gather_by_rows: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes along which it is cut."""
+        return tuple(axis for _, axes in self.cut for axis in axes)
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Bring a weight together."""
@@ -108,27 +112,6 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()
     return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *by_rows)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gathered(part: jax.Array, parts: Parts, compute: DTypeLike) -> jax.Array:
-    """Bring a weight together, rounded on its way; its gradient is scattered.
-
-    `model.linear.product` does so itself; this is for a weight that is used more than
-    once. The result has the part's dtype, so that gradients add up in that.
-    """
-    return parts.gather(part.astype(compute)).astype(part.dtype)
-
-
-def _gathered_forward(part: jax.Array, parts: Parts, compute: DTypeLike):
-    return gathered(part, parts, compute), None
-
-
-def _gathered_backward(parts: Parts, compute: DTypeLike, _, dwhole: jax.Array):
-    return (parts.scatter(dwhole),)
-
-
-gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def on_shards(

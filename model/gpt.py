@@ -129,9 +129,8 @@ class GPT(nnx.Module):
             by = self._rotation(positions_BT)
             for i, stack in enumerate(self._stacks):
                 own = None if cache is None else cache[i]
-                x_BTD, own, routing = run_stack(
-                    stack, x_BTD, by, segment_ids_BT, how, own, self.config.layer_unroll
-                )
+                rest = how.drawing(i), own, self.config.layer_unroll
+                x_BTD, own, routing = run_stack(stack, x_BTD, by, segment_ids_BT, *rest)
                 caches += [] if own is None else [own]
         # Else XLA may lay the norm out as its scale lies.
         x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")

@@ -10,7 +10,9 @@ megablox: TPU; jax's own Pallas kernels.
 triton: NVIDIA; a Pallas kernel that Triton compiles (model/grouped_triton.py).
 ragged: XLA's own, for a plan to trace and for tests to compare with.
 
-Operands and cotangents are rounded as `model.linear.product` rounds them.
+Operands and cotangents are rounded as `model.linear.product` rounds them; to float8, if
+asked for, all of them to e4m3, since Triton multiplies operands of one type; not by
+megablox, which has no products of eight bits.
 
 Shapes: M rows, D inputs, F outputs, E experts.
 """
@@ -25,6 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from model import grouped_scan, grouped_triton
 from model.choices import Grouped
+from model.float8 import FORWARD, float8_scale, to_float8
+from model.quantization import Quantization
 
 _LANES = 128
 
@@ -41,6 +45,7 @@ def grouped_product(
     sizes_E: Int[Array, "E"],
     compute: DTypeLike,
     body: Grouped = Grouped.scan,
+    float8: Quantization | None = None,
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
 
@@ -50,33 +55,60 @@ def grouped_product(
         sizes_E: int32 rows of each expert; their sum is at most M.
         compute: dtype of the products' operands; sums are float32.
         body: of the platform.
+        float8: instead of `compute`; each operand has one scale, whatever its expert.
 
     Returns:
         [M, F] in x's dtype; rows behind those of the last expert are zeros, and so is
         their gradient. Each gradient has its operand's dtype.
     """
-    return _product(x_MD, w_EDF, sizes_E, compute, body)  # pyright: ignore[reportReturnType]
+    return _product(x_MD, w_EDF, sizes_E, compute, body, float8)  # pyright: ignore[reportReturnType]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, w, sizes, compute: DTypeLike, body: Grouped):
-    return grouped_rows(
-        x.astype(compute), w.astype(compute), sizes, False, x.dtype, body
-    )
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(
+    x, w, sizes, compute: DTypeLike, body: Grouped, float8: Quantization | None
+):
+    return _forward(x, w, sizes, compute, body, float8)[0]
 
 
-def _forward(x, w, sizes, compute: DTypeLike, body: Grouped):
+def _forward(
+    x, w, sizes, compute: DTypeLike, body: Grouped, float8: Quantization | None
+):
     # As in `product`: of x what was rounded is kept, w is alive anyway.
     rounded = x.astype(compute)
-    y = grouped_rows(rounded, w.astype(compute), sizes, False, x.dtype, body)
-    return y, (rounded, w, sizes, jnp.zeros((), x.dtype))
+    (a, of_a), (b, of_b) = _operands(compute, float8, rounded, w)
+    y = grouped_rows(a, b, sizes, False, x.dtype, body)
+    return _scaled(y, of_a, of_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
 
 
-def _backward(compute: DTypeLike, body: Grouped, residuals, dy: jax.Array):
+def _backward(
+    compute: DTypeLike,
+    body: Grouped,
+    float8: Quantization | None,
+    residuals,
+    dy: jax.Array,
+):
     x, w, sizes, like_x = residuals
-    dy = dy.astype(compute)
-    dx = grouped_rows(dy, w.astype(compute), sizes, True, like_x.dtype, body)
-    return dx, grouped_matrices(x, dy, sizes, w.dtype, body), None
+    (a, of_a), (b, of_b) = _operands(compute, float8, x, w)
+    ((dy, of_dy),) = _operands(compute, float8, dy)
+    dx = grouped_rows(dy, b, sizes, True, like_x.dtype, body)
+    dw = grouped_matrices(a, dy, sizes, w.dtype, body)
+    return _scaled(dx, of_dy, of_b), _scaled(dw, of_a, of_dy), None
+
+
+def _operands(
+    compute: DTypeLike, float8: Quantization | None, *arrays: jax.Array
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Round arrays; return pairs with their scales, None but for float8."""
+    if float8 is None:
+        return [(x.astype(compute), None) for x in arrays]
+    rounded = [to_float8(x, FORWARD, float8_scale(x, FORWARD)) for x in arrays]
+    wide = jnp.float32 if float8.emulated else FORWARD
+    return [(x.values.astype(wide), x.scale) for x in rounded]
+
+
+def _scaled(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
+    return y if a is None or b is None else y * (a * b).astype(y.dtype)
 
 
 _product.defvjp(_forward, _backward)

@@ -2,24 +2,30 @@
 
 Operands are rounded to the compute dtype, products accumulate in float32, and the
 backward pass rounds the cotangent too, so that all three products of a linear layer
-run on the machine's fast units. Plain `x @ w` does neither: with bfloat16 operands
+run on the machine's fast units; those of eight bits have forms of their own
+(model/float8.py, model/int8.py). Plain `x @ w` does neither: with bfloat16 operands
 XLA's CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
 (docs/log.md has the figures). Nothing is flattened or transposed on the way: einsums
 with the weight's own dims are the form that XLA's CPU is fast on.
 """
 
+import zlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
+from model.choices import ComputeDtype
 from model.execution import Execution
+from model.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.gather import WHOLE, Parts, parts_of
+from model.int8 import int8_product
 from model.params import Kind, ParamInfo
 from model.parts import part
+from model.quantization import Quantization, transposed
 
 
 def product(
@@ -28,12 +34,30 @@ def product(
     b: Float[Array, "..."],
     compute: DTypeLike,
     parts: Parts = WHOLE,
+    quantization: Quantization | None = None,
+    keys_BT: Key[Array, "B T"] | None = None,
 ) -> Float[Array, "..."]:
     """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
 
     Every letter of an operand must stand in the other operand or in the result. The
-    result has a's dtype, each gradient has its operand's. `parts` tells of b.
+    result has a's dtype, each gradient has its operand's.
+
+    Args:
+        spec: the einsum.
+        a: left operand.
+        b: right operand.
+        compute: dtype that operands are rounded to; sums are float32.
+        parts: how b lies.
+        quantization: to eight bits instead; None: none. No letter may then stand in
+            both operands and the result.
+        keys_BT: for int8, of a's positions, to round the cotangent at random; None: to
+            the nearest.
     """
+    if quantization is not None:
+        how = compute, parts, quantization.emulated
+        if quantization.dtype is ComputeDtype.float8:
+            return float8_product(spec, a, b, *how)  # pyright: ignore[reportReturnType]
+        return int8_product(spec, a, b, *how, keys_BT)  # pyright: ignore[reportReturnType]
     return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
 
 
@@ -67,15 +91,42 @@ def _backward(spec: str, compute: DTypeLike, parts: Parts, residuals, dy: jax.Ar
     a, b, like_a, like_b = residuals
     if parts.gather_again:
         b = parts.gather(b.astype(compute))
-    operands, result = spec.split("->")
-    left, right = operands.split(",")
-    dy = dy.astype(compute)
-    da = _einsum(f"{result},{right}->{left}", dy, b, compute, like_a.dtype)
-    db = _einsum(f"{left},{result}->{right}", a, dy, compute, like_b.dtype)
+    dy, (of_a, of_b) = dy.astype(compute), transposed(spec)
+    da = _einsum(of_a, dy, b, compute, like_a.dtype)
+    db = _einsum(of_b, a, dy, compute, like_b.dtype)
     return da, parts.scatter(db)
 
 
 _product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gathered(
+    part: jax.Array, parts: Parts, compute: DTypeLike, float8: Quantization | None
+) -> jax.Array:
+    """Bring a weight together, rounded on its way; its gradient is scattered.
+
+    `product` does so itself; this is for a weight that is used more than once. The
+    result has the part's dtype, so that gradients add up in that; what was rounded to
+    float8 is rounded to the same once more.
+    """
+    if float8 is None:
+        return parts.gather(part.astype(compute)).astype(part.dtype)
+    if not parts.cut:
+        return part
+    values, scale = to_float8(part, FORWARD, float8_scale(part, FORWARD, parts.axes))
+    return (parts.gather(values).astype(jnp.float32) * scale).astype(part.dtype)
+
+
+def _gathered_forward(part: jax.Array, *how):
+    return gathered(part, *how), None
+
+
+def _gathered_backward(parts: Parts, compute: DTypeLike, float8, _, dwhole: jax.Array):
+    return (parts.scatter(dwhole),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def leading(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
@@ -129,7 +180,16 @@ class Linear(nnx.Module):
         """Apply to x [..., input dims]; the result has x's dtype."""
         with part(self.name):
             parts = parts_of(self.axes, how)
-            y = product(self.spec, x, self.weight[...], how.compute_dtype, parts)
+            keys_BT = how.drawing(zlib.crc32(self.name.encode())).keys_BT
+            y = product(
+                self.spec,
+                x,
+                self.weight[...],
+                how.compute_dtype,
+                parts,
+                how.quantization,
+                keys_BT,
+            )
             if self.bias is None:
                 return y
             return y + leading(self.bias[...], y.ndim).astype(y.dtype)

@@ -40,6 +40,10 @@ def describe(program: Program) -> None:
     if (sharing := shards_of(how.rules, program.mesh.shape)[1]) > 1:
         across = f", {how.context_attention} over {sharing} devices that share rows"
     print(f"attention   {how.attention}{across}, products in {how.compute_dtype}")
+    if how.quantization is not None:
+        dtype, emulated = how.quantization
+        machine = "rounded to it but multiplied in float32, slowly: a CPU has no other"
+        print(f"{dtype:<11} linear layers{', ' + machine if emulated else ''}")
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)

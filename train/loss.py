@@ -49,7 +49,8 @@ def loss_sum(
         batch.inputs, batch.positions, batch.segment_ids, how
     )
     C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
-    tiled = _Tiled(C, model.config, how, z_loss, model.head_axes)
+    nearest = how._replace(keys_BT=None)
+    tiled = _Tiled(C, model.config, nearest, z_loss, model.head_axes)
     with jax.named_scope("loss"), part("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets

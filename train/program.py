@@ -79,7 +79,10 @@ class Program:
     @functools.cached_property
     def train_step(self):
         """Jitted: (state, batch) -> (state, metrics); the old state is donated."""
-        step = make_train_step(self.model, self.optimizer, self.how, self.config.train)
+        config = self.config
+        step = make_train_step(
+            self.model, self.optimizer, self.how, config.train, config.seed
+        )
         return jax.jit(
             step,
             in_shardings=(self.shardings, self.batch_shardings),

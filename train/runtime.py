@@ -13,11 +13,18 @@ from data.machine import cache_folder, usable_cores
 from model.attention import across
 from model.attention.kernel import choose
 from model.axes import AxisRules
-from model.choices import Attention, ContextAttention, Dtype
+from model.choices import (
+    Attention,
+    ComputeDtype,
+    ContextAttention,
+    Dtype,
+    Grouped,
+)
 from model.execution import Execution
 from model.grouped import choose_grouped
+from model.quantization import Quantization
 from train.config import Config, Platform, RuntimeConfig
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.mesh import Device
 from train.mesh_sizes import num_shards
@@ -82,33 +89,35 @@ def execution(
         sizes: of the mesh axes.
 
     Raises:
-        ConfigError: if the platform cannot run the attention kernel asked for, or
-            devices cannot share a row as asked for.
+        ConfigError: if the platform cannot run the attention kernel or the products
+            asked for, or devices cannot share a row as asked for.
     """
     model, train = config.model, config.train
     platform, chip = device.platform, chip_of(device.device_kind)
-    length = config.data.sequence_length
-    try:
-        kernel = choose(model.attention, platform, length, model.head_size)
-    except ValueError as error:
-        mistake = Mistake("model.attention", model.attention, str(error))
-        raise ConfigError([mistake]) from None
-    compute = model.compute_dtype
+    kernel, quantization = check_all(
+        lambda: _kernel(config, platform), lambda: _quantization(config, device)
+    )
+    compute = Dtype.auto if quantization else Dtype(model.compute_dtype)
     if compute is Dtype.auto:
         plain_cpu = platform == "cpu" and not cpu_multiplies_bfloat16()
         compute = Dtype.float32 if plain_cpu else Dtype.bfloat16
+    grouped, float8 = choose_grouped(platform), None
+    if quantization and grouped is not Grouped.megablox:
+        float8 = quantization if quantization.dtype is ComputeDtype.float8 else None
     reduce = train.reduce_dtype
     if reduce is Dtype.auto:
         reduce = Dtype.float32 if platform == "cpu" else compute
     return Execution(
         activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
         compute_dtype=jnp.dtype(compute),
+        quantization=quantization,
+        expert_quantization=float8,
         reduce_dtype=jnp.dtype(reduce),
         gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
         on_tpu=platform == "tpu",
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),
-        grouped=choose_grouped(platform),
+        grouped=grouped,
         remat=train.remat,
         rules=rules,
     )
@@ -128,6 +137,34 @@ def _context_attention(
     except ValueError as error:
         rule = f"cannot serve: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
+
+
+def _kernel(config: Config, platform: str) -> Attention:
+    model, length = config.model, config.data.sequence_length
+    try:
+        return choose(model.attention, platform, length, model.head_size)
+    except ValueError as error:
+        mistake = Mistake("model.attention", model.attention, str(error))
+        raise ConfigError([mistake]) from None
+
+
+def _quantization(config: Config, device: Device) -> Quantization | None:
+    """Return how linear layers are quantized, None where they are not.
+
+    A CPU emulates, so that what another machine is to run can be tried.
+    """
+    dtype = config.model.compute_dtype
+    if dtype not in (ComputeDtype.float8, ComputeDtype.int8):
+        return None
+    if device.platform == "cpu":
+        return Quantization(dtype, emulated=True)
+    chip = chip_of(device.device_kind)
+    if chip is None or not chip.gains_by(dtype):
+        rule = f"is no faster than bfloat16 on {device.device_kind}; take bfloat16"
+        other = {"float8": "int8", "int8": "float8"}[dtype]
+        rule += f" or {other}" if chip and chip.gains_by(other) else ""
+        raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
+    return Quantization(dtype)
 
 
 def compiler_options(platform: str) -> dict[str, bool]:

@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
+from model.choices import ComputeDtype
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import GPT, bind
@@ -29,8 +30,11 @@ def make_train_step(
     optimizer: Optimizer,
     how: Execution,
     config: TrainConfig,
+    seed: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
+
+    What it draws at random is a function of seed, step and position.
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
@@ -41,7 +45,11 @@ def make_train_step(
     gradients = make_gradients(model, how, config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, grads, load = gradients(state.params, batch)
+        seeds_BT = None
+        if how.quantization and how.quantization.dtype is ComputeDtype.int8:
+            key = jax.random.fold_in(jax.random.key(seed), state.step)
+            seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
+        loss, grads, load = gradients(state.params, batch, seeds_BT)
         norm = optax.tree.norm(grads)
         with jax.named_scope("optimizer"):
             params, opt = optimizer.update(
@@ -73,10 +81,11 @@ def make_train_step(
 
 def make_gradients(
     model: GPT, how: Execution, config: TrainConfig
-) -> Callable[[Any, Batch], tuple[Float[Array, ""], Any, Load]]:
-    """Build `gradients(params, batch) -> (loss, gradients, load)`, of all microbatches.
+) -> Callable[..., tuple[Float[Array, ""], Any, Load]]:
+    """Build `gradients(params, batch, seeds_BT=None) -> (loss, gradients, load)`.
 
-    The load is how many tokens each expert got, [L, E]; None without experts.
+    They are of all microbatches. The load is how many tokens each expert got, [L, E];
+    None without experts. By int32 seeds of its positions a batch is rounded at random.
 
     Each device takes its own rows: weights are gathered and their gradients scattered
     where they are used (model/gather.py). Copies along other axes (data) add up once a
@@ -85,15 +94,20 @@ def make_gradients(
     """
     microbatches = config.accumulation_steps
 
-    def gradients(how: Execution, params: Any, batch: Batch):
+    def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
+        batch, _ = rows
         num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
         num_tokens = over_rows(batch.inputs.size, how)
 
         def mean_loss(
-            params: Any, part: Batch
+            params: Any, rows: tuple[Batch, jax.Array | None]
         ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
-            loss, nats, routing = loss_sum(bound, part, how, config.z_loss, chunk)
+            (part, seeds_BT), own = rows, how
+            if seeds_BT is not None:
+                keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
+                own = how._replace(keys_BT=keys_BT)
+            loss, nats, routing = loss_sum(bound, part, own, config.z_loss, chunk)
             loss, load = loss / num_targets, None
             if routing is not None:
                 loss, load = loss + jnp.mean(routing.loss) / num_tokens, routing.load_E
@@ -101,10 +115,10 @@ def make_gradients(
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
         if microbatches == 1:
-            grads, (loss, load) = value_and_grad(params, batch)
+            grads, (loss, load) = value_and_grad(params, rows)
         else:
 
-            def add(total, part: Batch):
+            def add(total, part: tuple[Batch, jax.Array | None]):
                 grads, measured = value_and_grad(params, part)
                 return jax.tree.map(jnp.add, total, (measured, grads)), None
 
@@ -113,7 +127,7 @@ def make_gradients(
             start = (jnp.zeros((), jnp.float32), no_load), zeros
             with jax.named_scope("microbatches"):
                 (loss, load), grads = jax.lax.scan(
-                    add, start, split(batch, microbatches)
+                    add, start, split(rows, microbatches)
                 )[0]
         return over_rows(loss, how), over_copies(grads, infos, how), load
 
@@ -123,7 +137,8 @@ def make_gradients(
     def results(specs: Any) -> Any:
         return REPLICATED, specs, REPLICATED
 
-    return by_rows(gradients, how, infos, results)
+    on_devices = by_rows(gradients, how, infos, results)
+    return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
 
 
 def balanced(params: Any, load_LE: Load, config: ModelConfig) -> Any:
@@ -141,14 +156,15 @@ def balanced(params: Any, load_LE: Load, config: ModelConfig) -> Any:
     return params | {"layers": layers}
 
 
-def split(batch: Batch, parts: int) -> Batch:
-    """Cut [B, T] into microbatches [parts, B/parts, T], each spread over all devices.
+def split(rows: Any, parts: int) -> Any:
+    """Cut arrays [B, ...] into microbatches [parts, B/parts, ...].
 
+    Each microbatch is spread over all devices.
     Every parts-th row goes to the same microbatch, so that no row changes its device.
     """
     return jax.tree.map(
         lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1),
-        batch,
+        rows,
     )
 
 

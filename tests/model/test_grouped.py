@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from model import grouped, grouped_triton
-from model.choices import Grouped
+from model.choices import ComputeDtype, Grouped
+from model.float8 import FORWARD, float8_scale, to_float8
 from model.grouped import choose_grouped, grouped_product
+from model.quantization import Quantization
 
 M, D, F = 200, 24, 40
 SIZES = {  # the last rows may be no one's
@@ -90,6 +92,23 @@ def test_operands_are_rounded_and_sums_are_not(interpreted, body):
     y = grouped_product(x.astype("bfloat16"), w, sizes, jnp.bfloat16, body)
     assert y.dtype == jnp.bfloat16
     assert (y == D).all()
+
+
+@pytest.mark.parametrize("body", [Grouped.scan, Grouped.ragged])
+def test_in_float8_all_three_products_have_rounded_operands(body):
+    def rounded(x):
+        values, scale = to_float8(x, FORWARD, float8_scale(x, FORWARD))
+        return values.astype(jnp.float32) * scale
+
+    x, w, dy = operands()
+    sizes = jnp.asarray(SIZES["mixed"], jnp.int32)
+    float8 = Quantization(ComputeDtype.float8, emulated=True)
+    y, back = jax.vjp(
+        lambda x, w: grouped_product(x, w, sizes, jnp.float32, body, float8), x, w
+    )
+    expected = plain(*map(rounded, (x, w, dy)), SIZES["mixed"])
+    for a, b in zip((y, *back(dy)), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
 def test_each_platform_has_its_body():

@@ -38,17 +38,25 @@ class Chip:
     core_memory: int | None = None
     achievable: Achievable = TPU
 
+    def gains_by(self, dtype: str) -> bool:
+        """Return whether products of this dtype are faster than bfloat16's."""
+        return self.flops.get(dtype, 0.0) > self.flops["bfloat16"]
 
-def _flops(bfloat16: float, float8: float | None = None) -> dict[str, float]:
-    rates = {"bfloat16": bfloat16 * 1e12}
-    return rates if float8 is None else rates | {"float8": float8 * 1e12}
+
+def _flops(
+    bfloat16: float, float8: float | None = None, int8: float | None = None
+) -> dict[str, float]:
+    rates = {"bfloat16": bfloat16, "float8": float8, "int8": int8}
+    return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 
 
 # TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state ICI
 # for a chip, both directions, all links together (v5e 400 GB/s, v6e 800, v5p and
 # tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all). FP8
-# and DCN of v5p and v6e: tpu7x's page. v4's links: arXiv:2304.01433. matrix_unit: v6e's
-# page; of the others jax, jax/_src/pallas/mosaic/tpu_info.py, which core_memory is of.
+# and DCN of v5p and v6e: tpu7x's page. int8 is stated for v5e, v5p and v6e alone (of
+# GPUs it is left out: nothing here was compiled in int8 for one). v4's links:
+# arXiv:2304.01433. matrix_unit: v6e's page; of the others jax, in
+# jax/_src/pallas/mosaic/tpu_info.py, which core_memory is of.
 # program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
 # GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as stas00/ml-engineering,
 # torchtitan and MLPerf's system files give them, not read off its datasheets. A100: 312
@@ -72,7 +80,7 @@ CHIPS = {
     ),
     "v5e": Chip(
         "TPU v5 lite",
-        _flops(197),
+        _flops(197, int8=393),
         hbm_bytes=16 * GIB,
         hbm_bandwidth=819 * GB,
         links=4,
@@ -84,7 +92,7 @@ CHIPS = {
     ),
     "v5p": Chip(
         "TPU v5",  # or "TPU v5p"
-        _flops(459, 459),
+        _flops(459, 459, int8=918),
         hbm_bytes=95 * GIB,
         hbm_bandwidth=2765 * GB,
         links=6,
@@ -96,7 +104,7 @@ CHIPS = {
     ),
     "v6e": Chip(
         "TPU v6 lite",
-        _flops(918, 918),
+        _flops(918, 918, int8=1836),
         hbm_bytes=32 * GIB,
         hbm_bandwidth=1638 * GB,
         links=4,

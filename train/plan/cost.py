@@ -38,12 +38,14 @@ class Flops:
     attention: of attention kernels; blocks that causality skips are not counted.
     whole_attention: as if they skipped none.
     unknown: kernels whose FLOPs are not counted.
+    eight_bits: the part of products whose operands have eight bits.
     """
 
     products: float
     attention: float = 0.0
     whole_attention: float = 0.0
     unknown: tuple[str, ...] = ()
+    eight_bits: float = 0.0
 
     @property
     def total(self) -> float:

@@ -23,7 +23,13 @@ from jax.sharding import Mesh
 
 from train.plan.compiled.attribution import part_of, scope
 from train.plan.compiled.collectives import KINDS, Collective, started
-from train.plan.compiled.flops import flops_between, kernel_flops, parts, product_flops
+from train.plan.compiled.flops import (
+    flops_between,
+    has_eight_bits,
+    kernel_flops,
+    parts,
+    product_flops,
+)
 from train.plan.compiled.hbm_bytes import memory_bytes
 from train.plan.compiled.hlo import BODY, Executed, Instruction, Loop, Module
 from train.plan.rates import Rates
@@ -201,14 +207,18 @@ class _Device:
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
             return _Cost(MEMORY, 0.0, "", "", sent)
-        products = attention = 0.0
+        products = attention = busy = 0.0
         for inner, computation in parts(self._module, executed):
-            products += product_flops(inner, computation)
+            product, rate = product_flops(inner, computation), self._rates.flops
+            if product and has_eight_bits(inner, computation):
+                rate = self._rates.eight_bits
+            products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
                 attention += math.prod(kernel_flops(inner, computation))
         moved = memory_bytes(self._module, instruction, within)
         flops = products + attention
-        seconds = max(flops / self._rates.flops, moved / self._rates.memory)
+        busy += attention / self._rates.flops
+        seconds = max(busy, moved / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
         users = within.users.get(instruction.name, ())
         done = [user.name for user in users if user.opcode.endswith("-done")]

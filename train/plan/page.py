@@ -74,7 +74,7 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
         why = "what this machine does in a second is not known"
         return {"missing": f"Not drawn: {why}."}
     try:
-        rates = rates_of(program.mesh, chip)
+        rates = rates_of(program.mesh, chip, program.config.model.compute_dtype)
         timelines = layer_timelines(module, program.mesh, rates)
     except ValueError as error:
         return {"missing": f"Not drawn: {error}."}

@@ -25,15 +25,22 @@ class Rates:
     flops: of matrix products that fill the units.
     memory: bytes from and to main memory.
     send: bytes to a group.
+    eight_bits: likewise of matrix products whose operands have eight bits.
     """
 
     flops: float
     memory: float
     send: Callable[[Group], float]
+    eight_bits: float
 
 
-def rates_of(mesh: Mesh, chip: Chip) -> Rates:
+def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     """Return what programs get of the vendor's figures.
+
+    Args:
+        mesh: of the devices.
+        chip: of each.
+        compute: model.compute_dtype.
 
     Raises:
         NotStated: if the vendor does not state a figure, also when it is asked for.
@@ -41,10 +48,12 @@ def rates_of(mesh: Mesh, chip: Chip) -> Rates:
     part = chip.achievable
     if chip.hbm_bandwidth is None:
         raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
+    bfloat16 = chip.flops["bfloat16"]
     return Rates(
-        flops=part.products * chip.flops["bfloat16"] / chip.devices,
+        flops=part.products * bfloat16 / chip.devices,
         memory=part.memory * chip.hbm_bandwidth / chip.devices,
         send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
+        eight_bits=part.products * chip.flops.get(compute, bfloat16) / chip.devices,
     )
 
 
@@ -78,18 +87,21 @@ def busy(
     Raises:
         NotStated: as `rates_of`.
     """
-    rates, flops, moved = rates_of(mesh, chip), cost.flops, cost.hbm_bytes
+    rates = rates_of(mesh, chip, model.compute_dtype)
+    flops, moved = cost.flops, cost.hbm_bytes
+    saved = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
     tensor, kernel = mesh.shape["tensor"], chip.achievable.attention
     if kernel is None:
         fill, attention_fill = matrix_fill(model, tensor, chip.matrix_unit)
         filled = flops.products / fill + flops.attention / attention_fill
-        products = filled / rates.flops
+        products = filled / rates.flops - saved / fill
         fill = flops.total / filled if filled else 1.0
     else:
         fill = depth_fill(model, tensor, chip.achievable.half_depth)
         peak = chip.flops["bfloat16"] / chip.devices
         attention = flops.attention / (kernel.part(model.head_size, length) * peak)
-        products = flops.products / fill / rates.flops + attention
+        # What short contractions lose is time that does not depend on the operands.
+        products = flops.products / fill / rates.flops - saved + attention
     memory, beside = moved.total / rates.memory, moved.products / rates.memory
     return Busy(products, memory, beside, fill)
 

@@ -90,7 +90,7 @@ def module(*body: str, inner: tuple[str, ...] = ()):
 
 def rates(send_s: float, memory: float = math.inf) -> Rates:
     """A product takes a second, a gathered matrix `send_s`."""
-    return Rates(DOT_FLOPS, memory, lambda group: SENT / send_s)
+    return Rates(DOT_FLOPS, memory, lambda group: SENT / send_s, 2 * DOT_FLOPS)
 
 
 def lane(timeline: Timeline, name: str) -> list[tuple]:
@@ -163,7 +163,7 @@ def check_invariants(step) -> list[Timeline]:
         return 50e9 if group.size > 1 else math.inf
 
     timelines = layer_timelines(
-        step.module, step.program.mesh, Rates(197e12, 819e9, send)
+        step.module, step.program.mesh, Rates(197e12, 819e9, send, 393e12)
     )
     for layer in timelines:
         lanes = {span.lane for span in layer.spans}

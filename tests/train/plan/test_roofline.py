@@ -1,6 +1,7 @@
 """Steps that one resource bounds, each by hand; and the rates of devices."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,22 @@ def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
     tokens = v5e.config.data.batch_size * v5e.config.data.sequence_length
     assert found.middle.tokens_per_second == pytest.approx(tokens / 2)
     assert found.middle.tokens_per_second_per_chip == pytest.approx(tokens / 2 / 256)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "rates"),
+    [("h100-8", "float8", (989.5e12, 1979e12)), ("v5e-256", "int8", (197e12, 393e12))],
+)
+def test_products_of_eight_bits_go_at_their_own_rate(composed, target, dtype, rates):
+    key = f"model.compute_dtype={dtype}"
+    at = machine(composed, target, "mesh=fsdp", "data.batch_size=256", key)
+    cost = execution(3e14, 0)
+    flops = replace(cost.flops, eight_bits=2e14)
+    plain, found = at.predict(cost), at.predict(replace(cost, flops=flops))
+    part = at.chip.achievable.products
+    saved = 2e14 / part * (1 / rates[0] - 1 / rates[1])
+    assert plain.products - found.products == pytest.approx(saved)
+    assert found.peak == plain.peak, "MFU is of bfloat16's peak"
 
 
 def test_memory_takes_its_own_time_unless_products_hide_it(v5e):

@@ -19,15 +19,19 @@ from train.plan.cost import (
 )
 
 _FLOATS = ("f", "bf")
+_CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 
 def count_flops(module: Module) -> Flops:
     """Add up a program."""
-    products = attention = whole = 0.0
+    products = attention = whole = eight_bits = 0.0
     unknown = set[str]()
     for executed in module.executed:
         for inner, computation in parts(module, executed):
-            products += executed.times * product_flops(inner, computation)
+            flops = executed.times * product_flops(inner, computation)
+            products += flops
+            if flops and has_eight_bits(inner, computation):
+                eight_bits += flops
             if inner.opcode == "custom-call":
                 flops, share = kernel_flops(inner, computation)
                 attention += executed.times * flops * share
@@ -35,7 +39,7 @@ def count_flops(module: Module) -> Flops:
                 known = flops or product_flops(inner, computation)
                 if not known and is_kernel(inner):
                     unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
-    return Flops(products, attention, whole, tuple(sorted(unknown)))
+    return Flops(products, attention, whole, tuple(sorted(unknown)), eight_bits)
 
 
 def multiplies(module: Module, executed: Executed) -> bool:
@@ -78,16 +82,27 @@ def _flops(module: Module, instruction: Instruction, computation: Computation) -
 
 def product_flops(instruction: Instruction, computation: Computation) -> float:
     """Count the FLOPs of a dot, a convolution, or rows grouped by expert; else 0."""
-    if instruction.opcode == "dot":
+    if instruction.opcode == "dot" or _CUBLAS in instruction.attributes:
         left = computation.operands(instruction)[0].arrays[0]
-        contracted = instruction.find(r" lhs_contracting_dims=\{([\d,]*)\}")
-        inner = math.prod(left.dims[int(dim)] for dim in contracted.split(",") if dim)
+        dims = r'"lhs_contracting_dimensions":\[([\d",]*)\]'
+        if instruction.opcode == "dot":
+            dims = r" lhs_contracting_dims=\{([\d,]*)\}"
+        contracted = re.findall(r"\d+", instruction.find(dims))
+        inner = math.prod(left.dims[int(dim)] for dim in contracted)
         return 2.0 * math.prod(instruction.arrays[0].dims) * inner
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction, computation)
     if instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name:
         return _grouped_flops(instruction, computation)
     return 0.0
+
+
+def has_eight_bits(instruction: Instruction, computation: Computation) -> bool:
+    """Tell whether the operands of a product have eight bits."""
+    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    if instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes:
+        arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
+    return all(array.dtype.startswith(("f8", "s8")) for array in arrays[:2])
 
 
 def _grouped_flops(instruction: Instruction, computation: Computation) -> float:

@@ -73,19 +73,21 @@ class LocalStep:
     def flops(self) -> Flops:
         """What a device multiplies: matrices, and in attention kernels."""
         products = sum(op.place.times * op.flops for op in self.update.each())
-        whole = attention = 0.0
+        whole = attention = eight_bits = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in self.gradients.each():
             flops, part = self.microbatches * op.place.times * op.flops, op.part
             if not op.is_kernel:
                 products += flops
+                if all(array.itemsize == 1 for array in op.operands[:2]):
+                    eight_bits += flops
                 continue
             if self.attention is Attention.cudnn:  # Splash was traced instead of it
                 again = CUDNN_PRODUCTS[True] / backward
                 flops, part = flops * (again if op.place.is_backward else 1.0), 0.5
             whole += flops
             attention += flops * part
-        return Flops(products, attention, whole)
+        return Flops(products, attention, whole, eight_bits=eight_bits)
 
 
 def local_step(program: Program) -> LocalStep:

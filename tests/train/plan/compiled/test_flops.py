@@ -5,6 +5,7 @@ import pytest
 from tests.train.compiled import DOWN, MATRICES, B, D, F, L, T, V, in_one
 from train.plan.compiled.flops import count_flops, product_flops
 from train.plan.compiled.hlo import parse
+from train.plan.compiled.trip_counts import read
 
 TOKENS = B * T
 ALL = ("full", "attention")  # products of a layer are recomputed
@@ -82,3 +83,33 @@ def test_zeros_between_the_inputs_do_not_count():
     module = parse(text)
     flops = product_flops(module.entry.root, module.entry)
     assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "eight"),
+    [("f8e5m2", "f8e4m3fn", True), ("s8", "s8", True), ("bf16", "f8e4m3fn", False)],
+)
+def test_products_of_eight_bits_count_apart(left, right, eight):
+    text = in_one(
+        f"  %a = {left}[16,64] parameter(0)\n"
+        f"  %b = {right}[64,32] parameter(1)\n"
+        "  ROOT %c = f32[16,32] dot(%a, %b), "
+        "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    )
+    done = count_flops(read(text))
+    assert done.products == 2 * 16 * 64 * 32
+    assert done.eight_bits == (done.products if eight else 0)
+
+
+def test_cublas_is_read():
+    text = in_one(
+        "  %a = f8e4m3fn[16,64] parameter(0)\n"
+        "  %b = f8e4m3fn[32,64] parameter(1)\n"
+        "  ROOT %c = (bf16[16,32], s8[1024]) custom-call(%a, %b), "
+        'custom_call_target="__cublas$lt$matmul$f8", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
+    )
+    done = count_flops(read(text))
+    assert done.products == done.eight_bits == 2 * 16 * 64 * 32
+    assert done.unknown == ()

@@ -1,0 +1,135 @@
+"""Steps whose linear layers multiply eight bits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.batches import Order
+from model.choices import Attention, ComputeDtype
+from model.config import ModelConfig
+from train.config import MESH_AXES
+from train.errors import ConfigError
+from train.feed import place
+from train.runtime import execution
+from train.sharding import axis_rules
+
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+SMALL = ("data.batch_size=4", "data.sequence_length=32")
+CONTEXT = ("mesh.context=2", "mesh.data=1")
+EXPERTS = ("model.mlp=moe", "model.num_experts=4", "model.expert_dim=32")
+
+
+def losses(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
+    """Train a little; return losses, and a matrix of the first layer."""
+    program = programs(*SMALL, *overrides, devices=devices)
+    order = Order(store, program.config.data, 0)
+    with jax.set_mesh(program.mesh):
+        state, found = program.init(), []
+        for step in range(steps):
+            batch = place(order.read(step), program.batch)
+            state, metrics = program.train_step(state, batch)
+            found.append(float(metrics["loss"]))
+        weight = state.params["layers"]["attention"]["query"]["weight"]
+        return found, jax.device_get(weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "more"),
+    [
+        ("float8", EXPERTS),
+        ("float8", ("train.remat=full",)),
+        ("int8", ()),
+        ("int8", CONTEXT),
+    ],
+)
+def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, more):
+    """What is rounded at random is a function of seed, step and position."""
+    dtype = f"model.compute_dtype={dtype}"
+    alone = () if more == CONTEXT else more
+    found, _ = losses(programs, store, dtype, *alone)
+    apart, _ = losses(programs, store, dtype, *MESH, *more, devices=8)
+    np.testing.assert_allclose(apart[0], found[0], rtol=1e-4)
+    # Then sums of another order were rounded, some the other way, by an eighth.
+    np.testing.assert_allclose(apart, found, rtol=3e-3)
+    plain, _ = losses(programs, store, *alone)
+    assert plain != found
+    np.testing.assert_allclose(found, plain, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
+    """And so a run that was stopped goes on as it would have."""
+    int8 = "model.compute_dtype=int8"
+    _, weight = losses(programs, store, int8, steps=1)
+    _, again = losses(programs, store, int8, steps=1)
+    np.testing.assert_array_equal(weight, again)
+    program = programs(*SMALL, int8)
+    batch = place(Order(store, program.config.data, 0).read(0), program.batch)
+    with jax.set_mesh(program.mesh):
+        first, later = (
+            program.train_step(program.init()._replace(step=jnp.int32(step)), batch)[1]
+            for step in (0, 1)
+        )
+    assert first["loss"] == later["loss"], "the forward pass rounds to the nearest"
+    assert first["grad_norm"] != later["grad_norm"]
+
+
+@pytest.mark.slow
+def test_microbatches_add_up_to_the_step(programs, store):
+    """Rows are rounded alike whichever microbatch they are in."""
+    int8 = "model.compute_dtype=int8"
+    whole, _ = losses(programs, store, int8)
+    parts, _ = losses(programs, store, int8, "train.accumulation_steps=2")
+    np.testing.assert_allclose(parts, whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "dtype", "instead"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", "float8", None),
+        ("NVIDIA B200", "gpu", "float8", None),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "float8", "take bfloat16"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "int8", "take bfloat16 or float8"),
+        ("some GPU", "gpu", "float8", "take bfloat16"),
+        ("TPU v5 lite", "tpu", "int8", None),
+        ("TPU v5", "tpu", "int8", None),
+        ("TPU v6 lite", "tpu", "int8", None),
+        ("TPU v5 lite", "tpu", "float8", "take bfloat16 or int8"),
+        ("TPU v5", "tpu", "float8", "take bfloat16 or int8"),
+        ("TPU v4", "tpu", "int8", "take bfloat16"),
+        ("TPU7x", "tpu", "float8", None),
+    ],
+)
+def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, instead):
+    device: Any = SimpleNamespace(platform=platform, device_kind=kind)
+    model = ModelConfig(compute_dtype=ComputeDtype(dtype), attention=Attention.xla)
+    config = composed("mesh=ddp")
+    rules = axis_rules(config.mesh)
+    settings = replace(config, model=model), device, rules, dict.fromkeys(MESH_AXES, 1)
+    if instead:
+        with pytest.raises(ConfigError) as caught:
+            execution(*settings)
+        (mistake,) = caught.value.mistakes
+        assert mistake.key == "model.compute_dtype"
+        assert mistake.rule.endswith(instead)
+        return
+    how = execution(*settings)
+    assert how.quantization == (dtype, False)
+    assert how.compute_dtype == how.activation_dtype == how.reduce_dtype == jnp.bfloat16
+    experts = how.quantization if platform == "gpu" else None
+    assert how.expert_quantization == experts
+
+
+def test_a_cpu_emulates_and_says_so(programs, capsys):
+    from train.describe import describe
+
+    program = programs(*SMALL, "model.compute_dtype=float8")
+    assert program.how.quantization == ("float8", True)
+    describe(program)
+    assert "linear layers" in capsys.readouterr().out
