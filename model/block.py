@@ -3,18 +3,22 @@
 Shapes: B batch, T time, D embed, F mlp, L layers.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
+from model.attention.xla import Local
 from model.config import ModelConfig
 from model.execution import Execution
 from model.experts import Experts
-from model.layers import MLP, Normalize, Rotation, SelfAttention
+from model.layers import MLP, Normalize, SelfAttention
 from model.parts import part
 from model.remat import layer_input, rematerialized
+from model.rope import Rotations
 from model.router import Routing
 
 
@@ -32,15 +36,16 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        by: Rotation | None,
+        by: Rotations | None,
         segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
         cache: KeysValues | None,
+        local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
-        """Run one layer."""
+        """Run one layer; a local one sees the model's window only."""
         a_BTD = self.attention_norm(x_BTD)
         with part("attention"):
-            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache)
+            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache, local)
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         h_BTD, routing = self.mlp_norm(x_BTD), None
         with part("mlp"):
@@ -63,34 +68,45 @@ def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) ->
     return stack(rngs)
 
 
+def depth_of(stack: Block) -> int:
+    """Return how many layers are stacked."""
+    return stack.attention_norm.scale.shape[0]
+
+
 def run_stack(
     stack: Block,
     x_BTD: Float[Array, "B T D"],
-    by: Rotation | None,
+    by: Rotations | None,
     segment_ids_BT: Int[Array, "B T"] | None,
     how: Execution,
     cache: KeysValues | None,
+    local: Sequence[bool],
     unroll: int,
 ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
-    """Run stacked layers, `unroll` in each iteration of a loop; -1: without one."""
+    """Run stacked layers, `unroll` in each iteration of a loop; -1: without one.
+
+    Which of them are local the loop is told layer by layer, if not all are alike.
+    """
     block, params = nnx.split(stack)
+    flags_L = jnp.asarray(local) if len({*local}) > 1 else None
 
     def layer(x_BTD: Float[Array, "B T D"], of_layer):
-        number, params, cache = of_layer
+        number, params, cache, flag = of_layer
         own = how if number is None else how.drawing(number)
+        here = local[0] if flag is None else Local(flag, sum(local), len(local))
         x_BTD = layer_input(x_BTD)
         run = nnx.merge(block, params)
-        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache)
+        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache, here)
         return x_BTD, rest
 
-    depth = stack.attention_norm.scale.shape[0]
+    depth = depth_of(stack)
     numbers = None if how.keys_BT is None else jnp.arange(depth)
     unroll = depth if unroll == -1 else min(unroll, depth)
     with jax.named_scope("layers"):
         x_BTD, (cache, routing) = jax.lax.scan(
             rematerialized(layer, how.remat, looped=unroll < depth),
             x_BTD,
-            (numbers, params, cache),
+            (numbers, params, cache, flags_L),
             unroll=True if unroll == depth else unroll,
         )
     return x_BTD, cache, routing

@@ -1,6 +1,10 @@
 """The named choices of a model's config."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 
 class Norm(StrEnum):
@@ -15,6 +19,39 @@ class Position(StrEnum):
 
     learned = "learned"
     rotary = "rotary"
+
+
+class Scaling(StrEnum):
+    """How rotary positions are stretched: all pairs alike, or by how fast they turn."""
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary positions of a model that goes on to rows longer than it has learned."""
+
+    kind: Scaling = Scaling.none  # the formula
+    factor: Annotated[float, Ge(1)] = 1.0  # by which pairs are slowed down
+    # Rows of the earlier training (llama3, yarn).
+    original_length: Annotated[int, Ge(1)] | None = None
+    # Pairs that turn less often in such a row are slowed by the whole factor: others'
+    # low_freq_factor (llama3), beta_slow (yarn).
+    slow_turns: Annotated[float, Gt(0)] = 1.0
+    # Those that turn more often are kept: high_freq_factor (llama3; null: 4), beta_fast
+    # (yarn; null: 32).
+    fast_turns: Annotated[float, Gt(0)] | None = None
+    # Times cosines and sines (yarn); null: 0.1 ln factor + 1.
+    attention_factor: Annotated[float, Gt(0)] | None = None
+    truncate: bool = True  # yarn: the bounds between pairs are whole numbers
+
+    @property
+    def most_turns(self) -> float:
+        """How often those pairs turn that are just kept."""
+        return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
 
 
 class Activation(StrEnum):

@@ -1,6 +1,8 @@
 """What a GPT is: its shape and its choices, nothing about how it is run."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
@@ -14,6 +16,8 @@ from model.choices import (
     Mlp,
     Norm,
     Position,
+    RopeScaling,
+    Scaling,
     Scores,
 )
 
@@ -51,6 +55,9 @@ Intermediate = Literal[
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
+# How far the queries of a layer see: `model.window` keys, or all before them.
+Reach = Literal["local", "global"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -72,8 +79,19 @@ class ModelConfig:
     norm_epsilon: Annotated[float, Gt(0)] = 1e-5  # added to the mean square
     position: Position = Position.rotary  # how the model knows where a token stands
     rope_theta: float = 10000.0  # the longest wavelength of rotary positions / 2 pi
+    # The same of local layers, which are not scaled then; null: as in the others.
+    rope_theta_local: Annotated[float, Gt(0)] | None = None
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     # The part of each head that is rotated; 1: the whole head.
     rotary_fraction: Annotated[float, Gt(0), Le(1)] = 1.0
+    # Keys that a query of a local layer sees, itself included; null: none is local.
+    window: Count | None = None
+    # Which layers are local, repeated over the depth; null: all, if there is a window.
+    layer_pattern: tuple[Reach, ...] | None = None
+    # The cap c of c tanh(score / c) in attention; null: none.
+    attention_soft_cap: Annotated[float, Gt(0)] | None = None
+    # Each head may attend to nothing: a learned score takes a part of the weights.
+    attention_sinks: bool = False
     activation: Activation = Activation.swiglu  # of the MLP; swiglu adds a gate
     qk_norm: bool = False  # normalise queries and keys of each head
     tied_head: bool = False  # the embedding is the head's weight too
@@ -143,6 +161,13 @@ class ModelConfig:
         return self.num_layers - self.dense_layers if self.mlp is Mlp.moe else 0
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None where it sees all before a query."""
+        pattern = self.layer_pattern or ("local",)
+        repeated = itertools.islice(itertools.cycle(pattern), self.num_layers)
+        return tuple(self.window if reach == "local" else None for reach in repeated)
+
+    @property
     def rotary_dim(self) -> int:
         """How many of a head's dims rotary positions rotate; even."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2
@@ -153,7 +178,7 @@ class ModelConfig:
 
         def check(ok: bool, field: str, rule: str) -> None:
             if not ok:
-                found.append((field, getattr(self, field), rule))
+                found.append((field, attrgetter(field)(self), rule))
 
         check(
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
@@ -172,6 +197,36 @@ class ModelConfig:
             "rotary_fraction",
             f"leaves {self.rotary_dim} of {self.head_size} head dims to rotate; "
             "raise it, or choose model.position=learned",
+        )
+        check(
+            self.rope_theta_local is None or self.window is not None,
+            "rope_theta_local",
+            "is of local layers, of which there are none; set model.window",
+        )
+        scaling = self.rope_scaling
+        turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
+        check(
+            not turns or scaling.original_length is not None,
+            "rope_scaling.original_length",
+            f"must be set with model.rope_scaling.kind={scaling.kind}: how long rows "
+            "were when the model was trained without it",
+        )
+        check(
+            not turns or scaling.slow_turns < scaling.most_turns,
+            "rope_scaling.slow_turns",
+            f"must be below model.rope_scaling.fast_turns={scaling.most_turns:g}",
+        )
+        check(
+            self.layer_pattern is None or self.window is not None,
+            "window",
+            "must be set with model.layer_pattern: it says how many keys a query of a "
+            "local layer sees",
+        )
+        check(
+            self.layer_pattern is None or {*self.layer_pattern} == {"local", "global"},
+            "layer_pattern",
+            "must have local and global layers; null, with model.window, makes all "
+            "local, null without it all global",
         )
         check(
             self.param_dtype is not Dtype.auto,

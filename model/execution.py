@@ -34,7 +34,7 @@ class Execution(NamedTuple):
     pipeline_microbatches: that pass through the stages one after another, where layers
         lie on several.
     pipeline_repeats: how often each does.
-    window: with a cache, how many of the newest keys are seen; None: all.
+    trained_length: with a cache, how many of the newest keys are seen; None: all.
     """
 
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
@@ -53,7 +53,7 @@ class Execution(NamedTuple):
     rules: AxisRules = ANYWHERE
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
-    window: int | None = None
+    trained_length: int | None = None
 
     def drawing(self, what: int | jax.Array) -> "Execution":
         """Return it with other keys, those of a part of the program."""

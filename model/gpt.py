@@ -16,58 +16,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
-from model.block import Block, make_stack, run_stack
+from model.block import Block, depth_of, make_stack, run_stack
 from model.choices import Init, Position
 from model.config import ModelConfig
+from model.embedding import Table, look_up
 from model.execution import Execution
-from model.gather import Parts, parts_of
-from model.layers import Normalize, Rotation, rotation, stds
+from model.layers import Normalize, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
-from model.parts import part
 from model.pipeline import run_pipeline
+from model.rope import Rotations, rotations
 from model.router import Routing
 
 _HEAD = "btd,dv->btv"
 Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of each stack of layers
-
-
-class Table(nnx.Module):
-    """An embedding table, looked up by id."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        size: int,
-        axis: str,
-        std: float,
-        rngs: nnx.Rngs,
-        padding: int = 0,
-    ):
-        """Draw the table from N(0, std²); rows that only pad are zero.
-
-        Args:
-            config: of the model.
-            size: the number of ids.
-            axis: their logical axis.
-            std: of the initial values.
-            rngs: to draw from.
-            padding: rows to add behind those of the ids.
-        """
-        shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
-        weight = std * jax.random.normal(rngs.params(), shape, dtype)
-        self.axes = axis, "embed"
-        self.weight = nnx.Param(
-            jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight,
-            info=ParamInfo(self.axes, Kind.table, padding=padding),
-        )
-
-    def __call__(
-        self, ids: Int[Array, "*dims"], parts: Parts
-    ) -> Float[Array, "*dims D"]:
-        """Return the rows of int32 ids; `parts` tells what to gather of the table."""
-        with part("embedding"):
-            return jnp.take(parts.gather(self.weight[...]), ids, axis=0, mode="clip")
 
 
 class GPT(nnx.Module):
@@ -123,13 +85,13 @@ class GPT(nnx.Module):
         caches, routing = list[KeysValues](), None
         if how.rules.cut(("layers",)):
             rows = positions_BT, segment_ids_BT
-            for stack in self._stacks:
-                x_BTD, routing = self._run_stages(stack, x_BTD, rows, how)
+            for stack, local in self._stacks:
+                x_BTD, routing = self._run_stages(stack, local, x_BTD, rows, how)
         else:
-            by = self._rotation(positions_BT)
-            for i, stack in enumerate(self._stacks):
+            by, unroll = self._rotations(positions_BT), self.config.layer_unroll
+            for i, (stack, local) in enumerate(self._stacks):
                 own = None if cache is None else cache[i]
-                rest = how.drawing(i), own, self.config.layer_unroll
+                rest = how.drawing(i), own, local, unroll
                 x_BTD, own, routing = run_stack(stack, x_BTD, by, segment_ids_BT, *rest)
                 caches += [] if own is None else [own]
         # Else XLA may lay the norm out as its scale lies.
@@ -139,6 +101,7 @@ class GPT(nnx.Module):
     def _run_stages(
         self,
         stack: Block,
+        local: Sequence[bool],
         x_BTD: Float[Array, "B T D"],
         rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
         how: Execution,
@@ -148,22 +111,31 @@ class GPT(nnx.Module):
 
         def run(params: Any, x_BTD: jax.Array, rows: Any, how: Execution):
             positions_BT, segment_ids_BT = rows
-            by, unroll = self._rotation(positions_BT), self.config.layer_unroll
+            by, unroll = self._rotations(positions_BT), self.config.layer_unroll
             own = nnx.merge(block, params)
-            x, _, routing = run_stack(own, x_BTD, by, segment_ids_BT, how, None, unroll)
+            here = local[: depth_of(own)]  # as in every stage (train/mesh_sizes.py)
+            x, _, routing = run_stack(
+                own, x_BTD, by, segment_ids_BT, how, None, here, unroll
+            )
             return x, routing
 
         return run_pipeline(run, params, x_BTD, rows, how)
 
-    def _rotation(self, positions_BT: Int[Array, "B T"]) -> Rotation | None:
+    def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
         if self.config.position is not Position.rotary:
             return None
-        return rotation(positions_BT, self.config)
+        return rotations(positions_BT, self.config)
 
     @property
-    def _stacks(self) -> list[Block]:
-        stacks = [self.dense_layers, self.layers]
-        return [stack for stack in stacks if stack is not None]
+    def _stacks(self) -> list[tuple[Block, list[bool]]]:
+        """The stacks of layers, in order, and which layers of each are local."""
+        found, local = [], [window is not None for window in self.config.windows]
+        for stack in (self.dense_layers, self.layers):
+            if stack is not None:
+                depth = depth_of(stack)
+                found.append((stack, local[:depth]))
+                local = local[depth:]
+        return found
 
     @property
     def head_weight(self) -> Float[Array, "in out"]:
@@ -192,35 +164,12 @@ class GPT(nnx.Module):
     def empty_cache(self, batch: int, length: int, how: Execution) -> Cache:
         """Return a cache with room for `length` positions of `batch` rows."""
         config, caches = self.config, list[KeysValues]()
-        for stack in self._stacks:
-            depth = stack.attention_norm.scale.shape[0]
+        for stack, _ in self._stacks:
+            depth = depth_of(stack)
             shape = (depth, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, how.activation_dtype)
             caches.append(KeysValues(zeros, zeros, jnp.zeros((depth,), jnp.int32)))
         return tuple(caches)
-
-
-def look_up(
-    lookups: Sequence[tuple[Table, Int[Array, "B T"]]], how: Execution
-) -> Float[Array, "B T D"]:
-    """Add up the rows of tables, in the activation dtype.
-
-    Where a device has only some columns of each row, it looks them up for all devices
-    that share the table, and one all-to-all makes x[B_(data, fsdp), T, D] of
-    x[B_data, T, D_fsdp]; or else, where that is less, the table is gathered.
-    """
-    lie = [parts_of(table.axes, how) for table, _ in lookups]  # only gathered
-    apart = dict(lie[0].cut).get(1, ()) if how.rules.rows_travel else ()
-    x_BTD = jnp.zeros((), jnp.float32)
-    for (table, ids_BT), parts in zip(lookups, lie, strict=True):
-        if apart:
-            parts = parts._replace(cut=tuple(cut for cut in parts.cut if cut[0] != 1))
-            ids_BT = jax.lax.all_gather(ids_BT, apart, axis=0, tiled=True)
-        x_BTD = x_BTD + table(ids_BT, parts)
-    x_BTD = x_BTD.astype(how.activation_dtype)
-    if apart:
-        x_BTD = jax.lax.all_to_all(x_BTD, apart, 0, 2, tiled=True)
-    return x_BTD
 
 
 def project(

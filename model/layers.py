@@ -1,11 +1,11 @@
-"""The parts of a layer: norms, rotary positions, attention, MLP.
+"""The parts of a layer: norms, attention, MLP.
 
 Shapes: B batch, T query time, S key time, D embed, N query heads, K key/value heads,
 G = N/K, H head dim, F mlp, L layers, V vocab.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
+from model.attention.xla import Local
 from model.choices import Activation, Init, Norm
 from model.config import ModelConfig
 from model.execution import Execution
@@ -21,6 +22,7 @@ from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
 from model.parts import part
 from model.remat import named
+from model.rope import Rotations, rotate
 
 
 class Normalize(nnx.Module):
@@ -48,34 +50,6 @@ class Normalize(nnx.Module):
             if self.bias is not None:
                 y = y + leading(self.bias[...], y.ndim).astype(y.dtype)
             return y.astype(x.dtype)
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines [B, T, 1, P] of the angles by which positions rotate pairs."""
-
-    cos: Float[Array, "B T 1 P"]
-    sin: Float[Array, "B T 1 P"]
-
-
-def rotation(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotation:
-    """Rotate pair i of position p by p theta^(-2i/R), R being 2P.
-
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
-    """
-    pairs = config.rotary_dim // 2
-    frequencies = config.rope_theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    positions_BT11 = positions_BT[..., None, None].astype(jnp.float32)
-    angles = positions_BT11 * leading(frequencies, 4)
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
-
-
-def rotate(x_BTNH: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the first 2P head dims, pair (i, i+P); the others stay."""
-    pairs = by.cos.shape[-1]
-    x = x_BTNH.astype(jnp.float32)
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    turned = [first * by.cos - second * by.sin, second * by.cos + first * by.sin]
-    return jnp.concatenate([*turned, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)
 
 
 def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
@@ -118,16 +92,24 @@ class SelfAttention(nnx.Module):
             return Normalize(*per_head) if config.qk_norm else None
 
         self.query_norm, self.key_norm = norm(), norm()
+        self.window, self.soft_cap = config.window, config.attention_soft_cap
+        sinks_N = jnp.zeros((N,), jnp.dtype(config.param_dtype))
+        info = ParamInfo(("heads",), Kind.vector)
+        self.sinks = nnx.Param(sinks_N, info=info) if config.attention_sinks else None
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        by: Rotation | None,
+        by: Rotations | None,
         segment_ids_BT: Int[Array, "B T"] | None,
         how: Execution,
         cache: KeysValues | None,
+        local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Attend; with a cache, also to what came before x, and give the longer one."""
+        """Attend; with a cache, also to what came before x, and give the longer one.
+
+        A local layer sees as far as the window, the others all.
+        """
         q_BTNH = named(self.query(x_BTD, how), "query")
         k_BTKH = named(self.key(x_BTD, how), "key")
         v_BTKH = named(self.value(x_BTD, how), "value")
@@ -135,7 +117,14 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if by is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, by), rotate(k_BTKH, by)
+            own = by.of(local)
+            q_BTNH, k_BTKH = rotate(q_BTNH, own), rotate(k_BTKH, own)
+        seen: dict[str, Any] = {
+            "window": self.window if local is not False else None,
+            "local": None if isinstance(local, bool) else local,
+            "soft_cap": self.soft_cap,
+            "sinks_N": None if self.sinks is None else self.sinks[...],
+        }
         if cache is None:
             o_BTNH = attention(
                 q_BTNH,
@@ -146,10 +135,12 @@ class SelfAttention(nnx.Module):
                 compute=how.compute_dtype,
                 rules=how.rules,
                 context=how.context_attention,
+                **seen,
             )
         else:
             cache = cache.append(k_BTKH, v_BTKH)
-            o_BTNH = cached_attention(q_BTNH, cache, how.compute_dtype, how.window)
+            to = cache, how.compute_dtype, how.trained_length
+            o_BTNH = cached_attention(q_BTNH, *to, **seen)
         a_BTD = named(self.output(o_BTNH, how), "attention_output")
         return a_BTD, cache
 

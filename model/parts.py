@@ -23,3 +23,8 @@ def expected(rows: int, of: int) -> AbstractContextManager:
 def unmasked() -> AbstractContextManager:
     """Say that an attention kernel's mask hides no key from any query."""
     return jax.named_scope("unmasked")
+
+
+def taken(times: int, of: int) -> AbstractContextManager:
+    """Say of a branch how often it is taken."""
+    return jax.named_scope(f"taken.{times}.{of}")

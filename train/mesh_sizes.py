@@ -80,6 +80,17 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         rule += f"{kind} (model.num_layers, of these model.dense_layers), which lie in "
         rule += "groups of as many on the stages; change stages, repeats or layers"
         mistakes.append(Mistake("mesh.pipeline", stages, rule))
+    else:
+        windows = config.model.windows
+        stacks = windows[:dense], windows[dense:]
+        for of in (stack for stack in stacks if stack):
+            size = len(of) // groups
+            if len({of[i : i + size] for i in range(0, len(of), size)}) > 1:
+                rule = f"must be the same in each group of {size} layers that a stage "
+                rule += "runs at once; its length must divide them: change stages, "
+                rule += "mesh.pipeline_repeats or the pattern"
+                pattern = config.model.layer_pattern
+                mistakes.append(Mistake("model.layer_pattern", pattern, rule))
     if mistakes:
         raise ConfigError(mistakes)
 

@@ -133,7 +133,7 @@ class Program:
         Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply
         (matrices and the head, tied or not; no embedding look-ups, no vectors; of
         experts those that a token takes) and C = heads x head dim; causal attention
-        is not halved. Source: PaLM,
+        is not halved. Of a layer with a window T is min(T, window). Source: PaLM,
         arXiv:2204.02311, appendix B.
         """
         model, infos = self.config.model, dict(named(self.infos, is_info))
@@ -148,7 +148,8 @@ class Program:
             model.num_heads * model.head_size,
         )
         multiplying //= model.num_experts
-        per_token = 6 * multiplying + 12 * model.num_layers * width * length
+        keys = sum(min(length, window or length) for window in model.windows)
+        per_token = 6 * multiplying + 12 * width * keys
         return per_token * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":

@@ -63,7 +63,7 @@ def sample_text(
         num_tokens,
         encoding.n_vocab,
         sampling,
-        program.how._replace(window=config.data.sequence_length),
+        program.how._replace(trained_length=config.data.sequence_length),
     )
     return [prompt + decode(encoding, np.asarray(row)) for row in out]
 

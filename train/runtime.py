@@ -132,8 +132,11 @@ def _context_attention(
     if devices == 1:
         return ContextAttention.ring
     kv_heads = config.model.kv_heads // num_shards(sizes, rules.spec("kv_heads")[0])
+    model = config.model
+    special = model.window, model.attention_soft_cap, model.attention_sinks or None
+    plain = special == (None, None, None)
     try:
-        return across.choose(asked, kernel, devices, length, kv_heads)
+        return across.choose(asked, kernel, devices, length, kv_heads, plain)
     except ValueError as error:
         rule = f"cannot serve: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
@@ -142,7 +145,14 @@ def _context_attention(
 def _kernel(config: Config, platform: str) -> Attention:
     model, length = config.model, config.data.sequence_length
     try:
-        return choose(model.attention, platform, length, model.head_size)
+        return choose(
+            model.attention,
+            platform,
+            length,
+            model.head_size,
+            soft_cap=model.attention_soft_cap is not None,
+            sinks=model.attention_sinks,
+        )
     except ValueError as error:
         mistake = Mistake("model.attention", model.attention, str(error))
         raise ConfigError([mistake]) from None

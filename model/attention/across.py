@@ -25,7 +25,7 @@ from model.attention.ring import Kernel, ring
 from model.choices import Attention, ContextAttention
 from model.remat import named
 
-Attend = Callable[[Array, Array, Array, Array | None], Array]
+Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
 KERNELS = {Attention.xla: xla, Attention.cudnn: cudnn, Attention.splash: splash}
 
 
@@ -35,6 +35,7 @@ def why_not(
     devices: int,
     sequence_length: int,
     kv_heads: int,
+    plain: bool,
 ) -> str | None:
     """Return why devices cannot attend so, or None where they can.
 
@@ -44,8 +45,14 @@ def why_not(
         devices: that share a row.
         sequence_length: of a row.
         kv_heads: key and value heads of a device, as `tensor` cuts them.
+        plain: whether there is no window, no soft cap and no sink.
     """
     multiple = devices
+    if way is ContextAttention.ring and not plain:
+        return (
+            "ring has neither model.window nor model.attention_soft_cap nor "
+            "model.attention_sinks; mesh.context_attention=ulysses has"
+        )
     if way is ContextAttention.ring:
         multiple = 2 * devices * KERNELS[kernel].MULTIPLE
     if way is ContextAttention.ulysses and kv_heads % devices:
@@ -69,6 +76,7 @@ def choose(
     devices: int,
     sequence_length: int,
     kv_heads: int,
+    plain: bool,
 ) -> ContextAttention:
     """Choose how devices attend, arguments as in `why_not`.
 
@@ -79,31 +87,41 @@ def choose(
     ways = [way for way in ContextAttention if asked in (auto, way) and way is not auto]
     reasons = []
     for way in ways:
-        reason = why_not(way, kernel, devices, sequence_length, kv_heads)
+        reason = why_not(way, kernel, devices, sequence_length, kv_heads, plain)
         if reason is None:
             return way
         reasons.append(reason)
     raise ValueError("; ".join(reasons))
 
 
-def attend(way: ContextAttention, kernel: ModuleType, axes: tuple[str, ...]) -> Attend:
+def attend(
+    way: ContextAttention,
+    kernel: ModuleType,
+    axes: tuple[str, ...],
+    window: int | None,
+    soft_cap: float | None,
+) -> Attend:
     """Return attention on a device's own rows, heads and positions.
 
     Args:
         way: not `auto`.
         kernel: the kernel's module.
         axes: mesh axes by hand along which devices share rows.
+        window: as in `attention`; a ring has none, and no soft cap.
+        soft_cap: as there.
     """
     if way is ContextAttention.ring:
         return partial(_ring, Kernel(kernel.forward, kernel.backward), axes)
     if way is ContextAttention.ulysses:
-        whole = _xla if kernel is xla else kernel.attend
+        own = _xla if kernel is xla else kernel.attend
+        whole = partial(own, window=window, soft_cap=soft_cap)
         return partial(_ulysses, whole, axes)
     assert kernel is xla
-    return partial(_all_gather, axes)
+    return partial(_all_gather, axes, window, soft_cap)
 
 
-def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids) -> Array:
+def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
+    assert sinks is None, "why_not"
     return ring(kernel, axes, q * q.shape[-1] ** -0.5, k, v, ids)
 
 
@@ -114,35 +132,56 @@ def _ulysses(
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     def exchange(x: Array, split: int, joined: int) -> Array:
         return jax.lax.all_to_all(x, axes, split, joined, tiled=True)
 
     q, k, v = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     ids = None if segment_ids_BT is None else _of_all(segment_ids_BT, axes)
-    return exchange(whole(q, k, v, ids), 1, 2)
+    if sinks_N is not None:  # of the own heads
+        own, first = q.shape[2], q.shape[2] * jax.lax.axis_index(axes)
+        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first, own)
+    return exchange(whole(q, k, v, ids, sinks_N), 1, 2)
 
 
 def _all_gather(
     axes: tuple[str, ...],
+    window: int | None,
+    soft_cap: float | None,
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     T = q_BTNH.shape[1]
     k_BSKH, v_BSKH = _of_all(k_BTKH, axes), _of_all(v_BTKH, axes)
     own_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
-    mask_BTS = (own_T[:, None] >= jnp.arange(k_BSKH.shape[1])[None])[None]
+    behind_TS = own_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
+    mask_BTS = (behind_TS >= 0)[None]
+    if window is not None:
+        mask_BTS &= (behind_TS < window)[None]
     if segment_ids_BT is not None:
         keys_BS = _of_all(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None]
-    o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, q_BTNH.dtype)
+    more = q_BTNH.dtype, soft_cap, sinks_N
+    o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
     return named(o_BTNH, "attention")
 
 
-def _xla(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    o = xla.attend(q, k, v, xla.mask(q.shape[1], segment_ids), q.dtype)
+def _xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array | None,
+    sinks: Array | None,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+) -> Array:
+    mask = xla.mask(q.shape[1], segment_ids, window)
+    o = xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks)
     return named(o, "attention")
 
 

@@ -37,15 +37,24 @@ def cached_attention(
     q_BTNH: Float[Array, "B T N H"],
     cache: KeysValues,
     compute: DTypeLike,
+    trained_length: int | None = None,
+    *,
     window: int | None = None,
+    local: xla.Local | None = None,
+    soft_cap: float | None = None,
+    sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend from the newest T positions of a cache to what it holds before them.
 
-    With a window each sees itself and the window - 1 before it: as far as a model
-    was trained to look.
+    None looks further back than rows were long in training. The window and what comes
+    after it are as in `attention`.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     newest_T = cache.length - T + jnp.arange(T)
     behind_TS = newest_T[:, None] - jnp.arange(S)[None]
-    mask_BTS = ((behind_TS >= 0) & (behind_TS < (window or S)))[None]
-    return xla.attend(q_BTNH, cache.keys, cache.values, mask_BTS, compute)
+    seen_TS = behind_TS >= 0
+    for reach in (trained_length, xla.reach(window, local, S)):
+        if reach is not None:
+            seen_TS &= behind_TS < reach
+    keys, values = cache.keys, cache.values
+    return xla.attend(q_BTNH, keys, values, seen_TS[None], compute, soft_cap, sinks_N)

@@ -15,7 +15,9 @@ from model.attention.ring import Documents, Result
 MULTIPLE = 2  # positions are even
 
 
-def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
+def why_not(
+    platform: str, sequence_length: int, head_dim: int, soft_cap: bool, sinks: bool
+) -> str | None:
     """Return why the kernel cannot be used, or None where it can."""
     if platform not in ("cuda", "gpu"):
         return "cudnn attention needs an NVIDIA GPU"
@@ -23,6 +25,10 @@ def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
         return "cudnn attention needs a head dim that is a multiple of 8, up to 256"
     if sequence_length % MULTIPLE:
         return "cudnn attention needs an even sequence length"
+    if soft_cap:
+        return "cudnn attention does not cap scores (model.attention_soft_cap)"
+    if sinks:
+        return "cudnn attention has no sinks (model.attention_sinks)"
     return None
 
 
@@ -31,12 +37,23 @@ def attend(
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Run NVIDIA's kernel on a device's own rows and heads."""
+    assert (sinks_N, soft_cap) == (None, None), "why_not"
     documents = segment_ids_BT
     same = _same(None if documents is None else (documents, documents))
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=same, is_causal=True, implementation="cudnn"
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=same,
+        is_causal=True,  # without it a window sees what comes after, too (jax#39576)
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
     )
 
 

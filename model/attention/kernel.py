@@ -8,6 +8,9 @@ diagonal. None falls back to another: what a kernel cannot do is an error.
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -16,11 +19,18 @@ from model.attention import across, xla
 from model.attention.across import KERNELS
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
+from model.parts import taken
 from model.remat import named
 
 
 def choose(
-    asked: Attention, platform: str, sequence_length: int, head_dim: int
+    asked: Attention,
+    platform: str,
+    sequence_length: int,
+    head_dim: int,
+    *,
+    soft_cap: bool = False,
+    sinks: bool = False,
 ) -> Attention:
     """Choose the kernel: the one asked for, or with `auto` the platform's own.
 
@@ -32,7 +42,8 @@ def choose(
     kernel = best.get(platform, Attention.xla) if asked is Attention.auto else asked
     reason = None
     if kernel is not Attention.xla:
-        reason = KERNELS[kernel].why_not(platform, sequence_length, head_dim)
+        of = platform, sequence_length, head_dim, soft_cap, sinks
+        reason = KERNELS[kernel].why_not(*of)
     if reason:
         raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
     return kernel
@@ -48,6 +59,10 @@ def attention(
     compute: DTypeLike,
     rules: AxisRules = ANYWHERE,
     context: ContextAttention = ContextAttention.ring,
+    window: int | None = None,
+    local: xla.Local | None = None,
+    soft_cap: float | None = None,
+    sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend from each position to itself and those before it in its document.
 
@@ -60,29 +75,55 @@ def attention(
         compute: dtype of the products' operands.
         rules: where activations lie; kernels work shard by shard.
         context: how devices that share rows attend to each other's keys; not `auto`.
+        window: how many keys a query sees at most, itself included; None: all.
+        local: whether the window holds here, where that is known only as it runs.
+        soft_cap: c of c tanh(score / c); None: scores are as they are.
+        sinks_N: a score of each head that takes weight and gives nothing.
 
     Returns:
         [B, T, N, H] in q's dtype.
     """
-    if implementation is Attention.xla and not rules.sequence:
-        mask_BTS = xla.mask(q_BTNH.shape[1], segment_ids_BT)
-        o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, compute)
+    T, alone = q_BTNH.shape[1], not rules.sequence
+    if window is not None and window >= T and alone:
+        window = None
+    if implementation is Attention.xla and alone:
+        mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
+        more = compute, soft_cap, sinks_N
+        o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
         return named(o_BTNH, "attention")
-    dtype = q_BTNH.dtype
+    dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
-    kernel = KERNELS[implementation]
-    if rules.sequence:
-        attend = across.attend(context, kernel, rules.sequence)
-    else:
-        assert kernel is not xla
-        attend = kernel.attend
-    if rules.activations:  # XLA cannot partition a kernel by itself
+
+    def attend(window: int | None) -> Callable[..., Array]:
+        if alone:
+            assert kernel is not xla
+            own = partial(kernel.attend, window=window, soft_cap=soft_cap)
+        else:
+            own = across.attend(context, kernel, rules.sequence, window, soft_cap)
+        if not rules.activations:
+            return own
+        # XLA cannot partition a kernel by itself.
         q_spec = rules.spec("batch", None, "heads", None)
         kv_spec = rules.spec("batch", None, "kv_heads", None)
-        attend = jax.shard_map(
-            attend,
-            in_specs=(q_spec, kv_spec, kv_spec, rules.spec("batch", None)),
+        ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
+        return jax.shard_map(
+            own,
+            in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
             out_specs=q_spec,
             check_vma=False,
         )
-    return attend(q, k, v, segment_ids_BT).astype(dtype)
+
+    arguments = q, k, v, segment_ids_BT, sinks_N
+    if window is None or local is None:
+        return attend(window)(*arguments).astype(dtype)
+
+    def branch(window: int | None, times: int) -> Callable[..., Array]:
+        def run(*arguments: Array | None) -> Array:
+            with taken(times, local.of):
+                return attend(window)(*arguments)
+
+        return run
+
+    # A kernel's mask is fixed as it is compiled: one for each kind of layer.
+    kinds = branch(window, local.times), branch(None, local.of - local.times)
+    return jax.lax.cond(local.flag, *kinds, *arguments).astype(dtype)

@@ -17,9 +17,11 @@ from model.parts import unmasked
 MULTIPLE = 128  # blocks are of so many positions
 
 
-def why_not(platform: str, sequence_length: int, head_dim: int) -> str | None:
+def why_not(
+    platform: str, sequence_length: int, head_dim: int, soft_cap: bool, sinks: bool
+) -> str | None:
     """Return why the kernel cannot be used, or None where it can."""
-    del head_dim  # any
+    del head_dim, soft_cap, sinks  # any
     if platform != "tpu":
         return "splash attention needs a TPU"
     if sequence_length % MULTIPLE:
@@ -32,8 +34,16 @@ def attend(
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Run the Pallas kernel on a device's own rows and heads."""
+    """Run the Pallas kernel on a device's own rows and heads.
+
+    With a window, blocks that lie behind it are skipped too. `interpret` is for tests.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
     )
@@ -44,11 +54,20 @@ def attend(
     T, N, H = q_BTNH.shape[1:]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
-    kernel = _kernel(masks.CausalMask((T, T)), N, residual_checkpoint_name="attention")
+    seen = masks.CausalMask((T, T))
+    if window is not None:
+        seen = masks.LocalMask((T, T), (window - 1, 0), 0)
+    kernel = _kernel(
+        seen,
+        N,
+        residual_checkpoint_name="attention",
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
 
     def row(q_NTH, k_KSH, v_KSH, segments_T):
         ids = splash.SegmentIds(segments_T, segments_T)
-        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids)
+        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks_N)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
     out = jax.vmap(row)(q, k, v, segment_ids_BT)

@@ -4,6 +4,8 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, G =
 H head dim.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,9 +18,36 @@ MULTIPLE = 1  # positions of a chunk
 _MASKED = -1e30
 
 
-def mask(T: int, segment_ids_BT: Int[Array, "B T"] | None) -> Bool[Array, "_ T T"]:
-    """Tell for each query which keys it sees: those before it in its document."""
+class Local(NamedTuple):
+    """Whether a layer is local, which is known only as it runs; `times` of `of` are."""
+
+    flag: Bool[Array, ""]
+    times: int
+    of: int
+
+
+def reach(
+    window: int | None, local: Local | None, length: int
+) -> Int[Array, ""] | int | None:
+    """Return how many keys a query sees in a layer that may be a local one."""
+    if window is None or local is None:
+        return window
+    return jnp.where(local.flag, window, length)
+
+
+def mask(
+    T: int,
+    segment_ids_BT: Int[Array, "B T"] | None,
+    window: Int[Array, ""] | int | None = None,
+) -> Bool[Array, "_ T T"]:
+    """Tell for each query which keys it sees: those before it in its document.
+
+    With a window it is itself and the window - 1 before it.
+    """
     causal_BTS = jnp.tril(jnp.ones((T, T), bool))[None]
+    if window is not None:
+        behind_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+        causal_BTS &= (behind_TS < window)[None]
     if segment_ids_BT is None:
         return causal_BTS
     return causal_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])
@@ -30,16 +59,29 @@ def attend(
     v_BSKH: Float[Array, "B S K H"],
     mask_BTS: Bool[Array, "_ T S"],
     compute: DTypeLike,
+    soft_cap: float | None = None,
+    sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend where the mask is true, with scores [B, K, G, T, S] in memory."""
+    """Attend where the mask is true, with scores [B, K, G, T, S] in memory.
+
+    A sink is one more score, of a value that is zero: it takes its part of the weights
+    from the sum over all others.
+    """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, compute)
     scores_BKGTS = scores_BKGTS.astype(jnp.float32)
+    if soft_cap is not None:
+        scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
     o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, compute)
+    if sinks_N is not None:
+        lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
+        sinks_BKGT = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1)
+        kept_BTKG = jnp.moveaxis(jax.nn.sigmoid(lse_BKGT - sinks_BKGT), -1, 1)
+        o_BTKGH = o_BTKGH * kept_BTKG[..., None].astype(o_BTKGH.dtype)
     return o_BTKGH.reshape(B, T, N, H)
 
 

@@ -7,6 +7,8 @@ No GPU and no driver is needed: train/hardware/devices.py describes the machine.
 """
 
 import importlib.util
+import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +43,7 @@ GPT2 = ["model=gpt2_124m", "model.embed_dim=256", "model.mlp_dim=768"]
 GPT2 += ["model.max_sequence_length=null", "mesh=fsdp", f"data.batch_size={8 * ROWS}"]
 LLAMA = ["model=llama3_1b", "model.embed_dim=512", "model.mlp_dim=768"]
 LLAMA += ["model.num_kv_heads=2", "mesh=fsdp_tensor", f"data.batch_size={4 * ROWS}"]
+LLAMA += ["model.window=300", "model.layer_pattern=[local,global]"]
 STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2": GPT2,
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
@@ -87,6 +90,19 @@ def test_a_step_runs_cudnn_forward_and_backward(compiled, name, expected):
     for call in cudnn_calls(result.text):
         # Causal inside the kernel, which then skips what lies above the diagonal.
         assert '"mask_type": "CAUSAL"' in call
+
+
+def test_local_layers_have_a_kernel_of_their_own(compiled):
+    windows = Counter(
+        re.search(r'"sliding_window_length": ?(\d+)', call)[1]
+        for call in cudnn_calls(compiled["llama"].text)
+    )
+    assert windows == {"0": 2, "300": 2}  # forward and backward
+    done = count_flops(read(compiled["llama"].text))
+    whole = (2 + 5) * 2 * 2 * (HEADS // 2) * T * T * 128  # heads lie apart in pairs
+    assert done.whole_attention == 2 * whole
+    seen = sum(min(i + 1, 300) for i in range(T)) / T**2
+    assert done.attention == pytest.approx(whole * (0.5 + seen))
 
 
 @pytest.mark.parametrize(("name", "forward"), [("gpt2_full", 2), ("gpt2_kept", 1)])

@@ -1,4 +1,4 @@
-"""Four tiny models that together use every choice a model has."""
+"""Five tiny models that together use every choice a model has."""
 
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,16 @@ TINY = {
         logit_soft_cap=2.0,
         layer_unroll=-1,
     ),
+    "gemma": ModelConfig(
+        num_layers=3,
+        num_heads=2,
+        embed_dim=16,
+        vocab_size=32,
+        window=3,
+        layer_pattern=("local", "global"),
+        attention_soft_cap=2.0,
+        attention_sinks=True,
+    ),
     "moe": ModelConfig(
         num_layers=2,
         num_heads=2,
@@ -58,6 +68,8 @@ TINY = {
         expert_dim=12,
         shared_experts=1,
         dense_layers=1,
+        window=4,
+        layer_pattern=("local", "global"),
         router=Scores.sigmoid,
         router_bias_rate=0.1,
     ),

@@ -1,14 +1,17 @@
 """One door, three kernels: which is taken, and what it computes."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.attention import splash
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention, choose
+from model.attention.xla import Local
 from model.choices import Attention
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -46,6 +49,13 @@ def test_a_kernel_that_cannot_serve_is_an_error(
 ):
     with pytest.raises(ValueError, match=f"{reason}.*model.attention=xla"):
         choose(kernel, platform, length, head_dim)
+
+
+@pytest.mark.parametrize("lacked", ["soft_cap", "sinks"])
+def test_cudnn_names_what_it_lacks(lacked):
+    with pytest.raises(ValueError, match=f"model.attention_{lacked}.*attention=xla"):
+        choose(AUTO, "cuda", 1024, 64, **{lacked: True})
+    assert choose(AUTO, "tpu", 1024, 64, **{lacked: True}) is SPLASH
 
 
 @pytest.mark.parametrize(
@@ -88,6 +98,60 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
     )
 
 
+def by_formula(q, k, v, seen, soft_cap=None, sinks=None):
+    """Attention in float64: of each query over the keys it sees."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    weights = np.where(seen, np.exp(scores), 0)
+    sums = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        sums = sums + np.exp(np.asarray(sinks, np.float64))[:, None, None]
+    return np.einsum("bnts,bsnh->btnh", weights / sums, v)
+
+
+def seen_in(window: int = 9):
+    """Which of 9 keys each of 9 queries sees."""
+    behind = np.arange(9)[:, None] - np.arange(9)
+    return (behind >= 0) & (behind < window)
+
+
+SINKS = jnp.asarray([-1.0, 0.0, 2.0, 5.0])
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 9])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_query_sees_as_many_keys_as_the_window_is_wide(window, packed):
+    q, k, v = inputs(2)
+    documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]]) if packed else None
+    seen = seen_in(window)
+    if packed:
+        same = documents[:, :, None] == documents[:, None]
+        seen = seen & np.asarray(same)[:, None]
+    how = {"implementation": XLA, "compute": jnp.float32, "window": window}
+    found = attention(q, k, v, documents, **how)
+    np.testing.assert_allclose(found, by_formula(q, k, v, seen), atol=2e-6)
+    for local, expected in ((True, found), (False, None)):
+        here = Local(jnp.asarray(local), 1, 2)
+        told = attention(q, k, v, documents, **how, local=here)
+        if expected is None:
+            expected = attention(q, k, v, documents, **how | {"window": None})
+        np.testing.assert_array_equal(told, expected)
+
+
+@pytest.mark.parametrize(
+    ("soft_cap", "sinks"), [(0.5, None), (None, SINKS), (2.0, SINKS)]
+)
+def test_caps_and_sinks_are_their_formulas(soft_cap, sinks):
+    q, k, v = inputs(2)
+    how = {"implementation": XLA, "compute": jnp.float32}
+    found = attention(q, k, v, None, **how, soft_cap=soft_cap, sinks_N=sinks)
+    expected = by_formula(q, k, v, seen_in(), soft_cap, sinks)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
 def test_attention_rounds_operands_and_keeps_the_dtype():
     q, k, v = inputs(2)
     exact = attention(q, k, v, None, implementation=XLA, compute=jnp.float32)
@@ -99,27 +163,55 @@ def test_attention_rounds_operands_and_keeps_the_dtype():
     assert narrow.dtype == jnp.bfloat16
 
 
-def test_attention_to_a_cache_is_attention_to_the_row():
+@pytest.mark.parametrize(
+    "seen", [{}, {"window": 3, "soft_cap": 1.0, "sinks_N": SINKS}], ids=["all", "local"]
+)
+def test_attention_to_a_cache_is_attention_to_the_row(seen):
     q, k, v = inputs(2)
-    whole = attention(q, k, v, None, implementation=XLA, compute=jnp.float32)
+    whole = attention(q, k, v, None, implementation=XLA, compute=jnp.float32, **seen)
     room = jnp.full((2, 12, 2, 8), jnp.nan_to_num(jnp.inf))  # not yet written: huge
     cache = KeysValues(room, room, jnp.int32(0))
     for start, end in itertools.pairwise((0, 4, 5, 9)):
         cache = cache.append(k[:, start:end], v[:, start:end])
-        out = cached_attention(q[:, start:end], cache, jnp.float32)
+        out = cached_attention(q[:, start:end], cache, jnp.float32, **seen)
         np.testing.assert_allclose(out, whole[:, start:end], atol=2e-6)
     assert cache.length == 9
     np.testing.assert_array_equal(cache.keys[:, :9], k)
     np.testing.assert_array_equal(cache.values[:, :9], v)
 
 
-@pytest.mark.parametrize("window", [1, 3, 9])
-def test_a_window_bounds_how_far_a_cache_is_looked_back_into(window):
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_a_rows_length_bounds_how_far_a_cache_is_looked_back_into(length):
     q, k, v = inputs(2)
     cache = KeysValues(k, v, jnp.int32(9))
-    found = cached_attention(q, cache, jnp.float32, window)
-    behind = np.arange(9)[:, None] - np.arange(9)
-    expected = jax.nn.dot_product_attention(
-        q, k, v, mask=(behind >= 0) & (behind < window)
-    )
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    for window in (None, 2):
+        found = cached_attention(q, cache, jnp.float32, length, window=window)
+        expected = by_formula(q, k, v, seen_in(min(length, window or length)))
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 1, 129, 200])
+def test_splash_is_the_formula_forward_and_backward(window):
+    """Interpreted; blocks of 128 positions, so that some lie behind the window."""
+    q, k, v = inputs(2, T=384)
+    documents = jnp.asarray([[1] * 150 + [2] * 234, [1] * 384])
+    more = {"window": window, "soft_cap": 2.0}
+    cotangent = jnp.sin(jnp.arange(q.size).reshape(q.shape))
+
+    def ours(q, k, v, sinks):
+        own = partial(splash.attend, **more, interpret=True)
+        return jnp.sum(own(q, k, v, documents, sinks) * cotangent)
+
+    def xlas(q, k, v, sinks):
+        how = {"implementation": XLA, "compute": jnp.float32, **more}
+        out = attention(q, k, v, documents, **how, sinks_N=sinks)
+        return jnp.sum(out * cotangent)
+
+    arguments = q, k, v, SINKS
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        found = jax.value_and_grad(ours, (0, 1, 2, 3))(*arguments)
+    expected = jax.value_and_grad(xlas, (0, 1, 2, 3))(*arguments)
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(own / scale, other / scale, atol=2e-5)

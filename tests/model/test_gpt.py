@@ -126,8 +126,14 @@ def reference_loss(params, config: ModelConfig, tokens):
             q, k = turned(q), turned(k)
         k, v = (jnp.repeat(y, config.num_heads // config.kv_heads, 2) for y in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(H)
-        weights = jnp.where(np.tri(T, dtype=bool), jnp.exp(scores), 0)
-        weights = weights / weights.sum(-1, keepdims=True)
+        if config.attention_soft_cap is not None:
+            cap = config.attention_soft_cap
+            scores = cap * jnp.tanh(scores / cap)
+        behind = np.arange(T)[:, None] - np.arange(T)
+        seen = (behind >= 0) & (behind < (config.windows[index] or T))
+        weights = jnp.where(seen, jnp.exp(scores), 0)
+        nothing = jnp.exp(part["sinks"])[:, None, None] if "sinks" in part else 0
+        weights = weights / (nothing + weights.sum(-1, keepdims=True))
         heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
         x = x + linear(heads, part["output"], 2)
         h, mlp = norm(x, **layer["mlp_norm"]), layer["mlp"]

@@ -1,10 +1,11 @@
 """What a model may be."""
 
 from dataclasses import asdict, replace
+from operator import attrgetter
 
 import pytest
 
-from model.choices import Dtype, Position
+from model.choices import Dtype, Position, RopeScaling, Scaling
 from model.config import ModelConfig
 from train.cli.schema import convert
 
@@ -29,6 +30,21 @@ from train.cli.schema import convert
         ({"param_dtype": Dtype.auto}, ["param_dtype"]),
         ({"embedding_std": 0.0}, ["embedding_std"]),
         ({"norm_epsilon": 0.0}, ["norm_epsilon"]),
+        ({"window": 0}, ["window"]),
+        ({"attention_soft_cap": 0.0}, ["attention_soft_cap"]),
+        ({"layer_pattern": ("local", "global")}, ["window"]),
+        ({"rope_theta_local": 100.0}, ["rope_theta_local"]),
+        ({"rope_scaling": RopeScaling(factor=0.5)}, ["rope_scaling.factor"]),
+        (
+            {"rope_scaling": RopeScaling(Scaling.yarn, 8.0)},
+            ["rope_scaling.original_length"],
+        ),
+        (
+            {"rope_scaling": RopeScaling(Scaling.llama3, 8.0, 8192, slow_turns=4.0)},
+            ["rope_scaling.slow_turns"],
+        ),
+        ({"window": 4, "layer_pattern": ("local",)}, ["layer_pattern"]),
+        ({"window": 4, "layer_pattern": ()}, ["layer_pattern"]),
     ],
 )
 def test_every_mistake_is_named_with_its_value(change, fields):
@@ -37,7 +53,7 @@ def test_every_mistake_is_named_with_its_value(change, fields):
     found = [tuple(mistake) for mistake in bounds] or config.mistakes()
     assert [field for field, _, _ in found] == fields
     for field, value, rule in found:
-        assert value == getattr(config, field)
+        assert value == attrgetter(field)(config)
         assert len(rule) > 10
 
 
@@ -60,6 +76,22 @@ def test_what_is_right_has_no_mistakes(change):
 )
 def test_presets_have_no_mistakes(composed, preset):
     assert composed(f"model={preset}").model.mistakes() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, (None,) * 4),
+        ({"window": 8}, (8,) * 4),
+        (
+            {"window": 8, "layer_pattern": ("local", "local", "global")},
+            (8, 8, None, 8),
+        ),
+        ({"window": 8, "layer_pattern": ("global", "local")}, (None, 8, None, 8)),
+    ],
+)
+def test_a_pattern_is_repeated_over_the_depth(change, windows):
+    assert replace(ModelConfig(), **change).windows == windows
 
 
 def test_sizes_that_are_left_out_follow_from_the_others():

@@ -49,6 +49,10 @@ LARGE = (
     *("model.num_kv_heads=8", "data.sequence_length=1024"),
 )
 GPT2 = ("model=gpt2_124m", "model.tied_head=true", f"model.mlp_dim={F}")
+LOCAL = (
+    *("data.sequence_length=2048", "model.layer_pattern=[local,local,global]"),
+    *("model.window=300", "model.attention_soft_cap=50", "model.attention_sinks=true"),
+)
 # Target and overrides beside SHAPE.
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("v5e-8", ("mesh=ddp",)),
@@ -58,6 +62,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp_attention": ("v5e-4", ("mesh=ddp", "train.remat=[attention]")),
     "shared_heads": ("v5e-4", ("mesh=ddp", "model.num_kv_heads=2")),
     "gpt2_full": ("v5e-4", (*GPT2, "mesh=ddp", "train.remat=full")),
+    "local": ("v5e-4", (*LOCAL, "mesh=ddp", "train.remat=[attention]")),
     "fsdp": ("v5e-8", ("mesh=fsdp",)),
     "fsdp_tiles": ("v5e-8", ("mesh=fsdp", TILES)),
     "tensor": ("v5e-8", TENSOR),

@@ -6,8 +6,10 @@ import pytest
 from flax import nnx
 
 from data.batches import Batch, Order
+from model.choices import ContextAttention
 from model.gpt import GPT, params_of
 from tests.train.test_experts import distance
+from train.errors import ConfigError
 from train.step import make_gradients
 
 GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")
@@ -53,6 +55,12 @@ def gradients(programs):
     return gradients
 
 
+LOCAL = (
+    *("model.window=5", "model.layer_pattern=[local,global]"),
+    *("model.attention_soft_cap=2", "model.attention_sinks=true"),
+)
+
+
 def slow(*overrides):
     return pytest.param(overrides, marks=pytest.mark.slow)
 
@@ -79,3 +87,32 @@ def test_gradients_are_those_of_one_device(gradients, batches, mesh):
         found = gradients(*GROUPED, *mesh, batch=batch)
         assert found[0] == pytest.approx(loss, rel=1e-5)
         assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2"),
+        (ALL_GATHER, "mesh.context=4", "mesh.tensor=2"),
+        ("mesh.fsdp=4", "mesh.tensor=2"),
+    ],
+    ids=" ".join,
+)
+def test_windows_caps_and_sinks_are_those_of_one_device(gradients, batches, mesh):
+    own, batch = (*GROUPED, *LOCAL), batches["packed"]
+    loss, grads, _ = gradients(*own, "mesh=single", batch=batch, devices=1)
+    found = gradients(*own, *mesh, batch=batch)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.parametrize("override", ["model.window=5", "model.attention_sinks=true"])
+def test_a_ring_refuses_windows_and_sinks_and_auto_takes_another_way(
+    programs, override
+):
+    cut = (*GROUPED, override, "mesh.context=2", "mesh.data=1")
+    with pytest.raises(ConfigError, match="context_attention=ulysses has"):
+        programs(*cut, RING, devices=2)
+    chosen = programs(*cut, devices=2).how.context_attention
+    assert chosen is not ContextAttention.ring

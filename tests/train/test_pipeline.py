@@ -84,6 +84,27 @@ def test_gradients_are_those_of_one_device(gradients, alone, mesh):
     assert distance(found[1], grads) < 1e-5
 
 
+LOCAL = ("model.window=5", "model.layer_pattern=[local,global]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2")], ids=" ".join
+)
+def test_local_layers_are_those_of_one_device(gradients, alone, mesh):
+    loss, grads, _ = alone(*DEEP, *LOCAL)
+    found = gradients(*DEEP, *LOCAL, *mesh)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
+def test_a_pattern_is_the_same_on_each_stage(programs):
+    three = "model.layer_pattern=[local,local,global]"
+    with pytest.raises(ConfigError) as error:
+        programs(*DEEP, *LOCAL, three, "mesh.pipeline=2", "mesh.data=4", devices=8)
+    assert [m.key for m in error.value.mistakes] == ["model.layer_pattern"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",

@@ -16,7 +16,9 @@ a permute.
 
 import dataclasses
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from train.console import print_table
@@ -62,6 +64,23 @@ def expected_part(scope: str) -> float:
 def is_unmasked(scope: str) -> bool:
     """Tell whether an attention kernel sees all, by model/parts.py's scope."""
     return "unmasked" in scope
+
+
+def taken_part(scopes: Iterable[str]) -> Fraction | None:
+    """Return how often a branch is taken by the scopes inside; None: none says so."""
+    found = re.findall(r"taken\.(\d+)\.(\d+)", " ".join(scopes))
+    return Fraction(int(found[0][0]), int(found[0][1])) if found else None
+
+
+def causal_blocks(grid: Sequence[int]) -> tuple[int, int]:
+    """Return how many blocks of scores a causal kernel computes, and of how many.
+
+    Args:
+        grid: of its mask: [n, w] or [w, n], n blocks of a row's queries (or keys), and
+            w as many as a window reaches over.
+    """
+    w, n = sorted(grid)
+    return sum(min(i + 1, w) for i in range(n)), n * n
 
 
 @dataclass(frozen=True)

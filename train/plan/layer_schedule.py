@@ -153,10 +153,13 @@ class _Device:
                 for _ in range(loop.trips):
                     self.run(loop.body)
             elif instruction.opcode in ("call", "conditional"):
-                for called in instruction.called:
-                    self.run(called)
+                # Of branches the one that is taken most often.
+                self.run(max(instruction.called, key=self._times))
             else:
                 self._step(instruction, self._cost_of(executed))
+
+    def _times(self, name: str) -> int:
+        return max((executed.times for executed in self._bodies[name]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
         work = (cost.kind, cost.seconds, cost.label, cost.detail)

@@ -14,6 +14,7 @@ from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
     Flops,
+    causal_blocks,
     expected_part,
     is_unmasked,
 )
@@ -53,9 +54,11 @@ def multiplies(module: Module, executed: Executed) -> bool:
 
 
 def parts(module: Module, executed: Executed) -> list[tuple[Instruction, Computation]]:
-    """Give an executed instruction and what it holds."""
-    own = (executed.instruction, executed.computation)
-    return [own, *module.inside(executed.instruction)]
+    """Give an executed instruction and what it holds that is not executed itself."""
+    instruction = executed.instruction
+    own = (instruction, executed.computation)
+    alone = instruction.opcode in ("call", "conditional")
+    return [own] if alone else [own, *module.inside(instruction)]
 
 
 def flops_between(
@@ -151,8 +154,9 @@ def kernel_flops(
 ) -> tuple[float, float]:
     """Count the FLOPs of an attention kernel, and the share of them that it computes.
 
-    Splash skips whole blocks above the diagonal; how many there are stands in the
-    shape of its mask. For a causal cuDNN kernel the share is taken to be one half.
+    Splash skips whole blocks above the diagonal and behind a window; how many there are
+    stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
+    one half, with a window the part of all scores that is seen.
     """
     target = instruction.find(r'custom_call_target="([^"]*)"')
     arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
@@ -160,7 +164,9 @@ def kernel_flops(
         (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
         causal = '"mask_type": "CAUSAL"' in instruction.attributes
         products = CUDNN_PRODUCTS["Backward" in target]
-        return 2.0 * products * B * N * T * S * H, 0.5 if causal else 1.0
+        window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
+        share = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5
+        return 2.0 * products * B * N * T * S * H, share if causal else 1.0
     for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
@@ -169,8 +175,8 @@ def kernel_flops(
             if is_unmasked(instruction.op_name):
                 return flops, 1.0
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
-            blocks = masks[0][-1] if masks else 1
-            return flops, (blocks + 1) / (2 * blocks)
+            computed, blocks = causal_blocks(masks[0][-2:]) if masks else (1, 1)
+            return flops, computed / blocks
     return 0.0, 1.0
 
 

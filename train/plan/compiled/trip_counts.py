@@ -2,8 +2,8 @@
 
 Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
-read counts once and is listed in `Module.unread`. Of a conditional every branch counts
-as taken.
+read counts once and is listed in `Module.unread`. A branch of a conditional counts as
+often as a scope in it says that it is taken (model/parts.py), or else always.
 """
 
 import re
@@ -21,6 +21,7 @@ from train.plan.compiled.hlo import (
     is_kept,
     parse,
 )
+from train.plan.cost import taken_part
 
 _MOST_TRIPS = 1_000_000
 _FORWARDED = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
@@ -80,7 +81,10 @@ def _run(
         elif instruction.opcode in ("call", "conditional"):
             for name in instruction.called:
                 called = module.computations[name]
-                _run(module, called, times, loops, lambda number, element: None)
+                scopes = (i.op_name for i in called.instructions.values())
+                part = taken_part(scopes) if instruction.opcode != "call" else None
+                often = times if part is None else max(1, round(times * part))
+                _run(module, called, often, loops, lambda number, element: None)
 
 
 def _loop(

@@ -84,7 +84,8 @@ class LocalStep:
                 continue
             if self.attention is Attention.cudnn:  # Splash was traced instead of it
                 again = CUDNN_PRODUCTS[True] / backward
-                flops, part = flops * (again if op.place.is_backward else 1.0), 0.5
+                flops *= again if op.place.is_backward else 1.0
+                part = min(part, 0.5)
             whole += flops
             attention += flops * part
         return Flops(products, attention, whole, eight_bits=eight_bits)

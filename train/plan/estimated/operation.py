@@ -5,6 +5,12 @@ from dataclasses import dataclass, field
 
 from train.plan.estimated.arrays import Array, Place
 
+# Same values in another dtype or shape.
+SHAPES = {
+    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+    *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
+}
+
 
 @dataclass(eq=False)
 class Operation:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.cost import expected_part, is_unmasked
+from train.plan.cost import causal_blocks, expected_part, is_unmasked
 from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
 from train.plan.estimated.collectives import Sending
 
@@ -102,9 +102,11 @@ def kernel_flops(
     flops = cells * _flops_inside(params["jaxpr"]) * local.size / traced.size
     if is_unmasked(scope):
         return flops, 1.0
-    masks = [v.aval for v in equation.invars if v.aval.dtype == np.int8]
-    blocks = masks[0].shape[-1] if masks else 1
-    return flops, (blocks + 1) / (2 * blocks)
+    masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
+    if not masks:
+        return flops, 1.0
+    computed, blocks = causal_blocks(masks[0])  # the grid is as long as the mask
+    return flops * blocks / math.prod(masks[0]), computed / blocks
 
 
 def _flops_inside(jaxpr: Any) -> float:

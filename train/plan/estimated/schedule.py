@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from train.plan.estimated.arrays import Array
-from train.plan.estimated.operation import Operation
-from train.plan.estimated.walk import SHAPES
+from train.plan.estimated.operation import SHAPES, Operation
 
 _OPAQUE = (
     *("dot_general", "ragged_dot_general", "pallas_call", "scan"),

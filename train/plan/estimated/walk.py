@@ -7,11 +7,13 @@ over a dim that is cut stays a partial one until something needs all of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Literal
 
 from model.axes import mesh_axes
+from train.plan.cost import taken_part
 from train.plan.estimated.arrays import (
     Array,
     Axes,
@@ -23,14 +25,9 @@ from train.plan.estimated.arrays import (
     ways,
 )
 from train.plan.estimated.collectives import Sending
-from train.plan.estimated.operation import Operation
+from train.plan.estimated.operation import SHAPES, Operation
 from train.plan.estimated.products import grouped, kernel_flops, multiply
 
-# Same values in another dtype or shape.
-SHAPES = {
-    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
-    *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
-}
 # Linear in all operands at once: partial sums may pass.
 _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
@@ -89,13 +86,33 @@ class Walk:
             return self._shard_map(params, operands)
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if name == "cond":
-            inner, operands = params["branches"][-1], operands[1:]
-        elif name == "while":  # of unknown length: once
+            return self._branches(params["branches"], operands[1:])
+        if name == "while":  # of unknown length: once
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
         if inner is None or name == "pallas_call":
             return self._plain(equation, operands)
         return self.run(inner, operands)
+
+    def _branches(self, branches: Sequence[Any], operands: list[Array]) -> list[Array]:
+        """Walk the last branch, as often as a scope in it says, or else always.
+
+        Of the others that say how often they are taken what kernels multiply counts.
+        """
+        times, held, results = self._times, self.operations, list[Array]()
+        for branch in branches:
+            scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
+            part, last = taken_part(scopes), branch is branches[-1]
+            if part is None and not last:
+                continue
+            self._times = times if part is None else round(times * part)
+            self.operations = held if last else []
+            results = self.run(branch, operands)
+            if not last:
+                kernels = [op for op in self.operations if op.is_kernel]
+                held += [replace(op, operands=[], results=[]) for op in kernels]
+        self._times, self.operations = times, held
+        return results
 
     def _scan(self, equation: Any, operands: list[Array]) -> list[Array]:
         """Walk a loop once; what has a dim more outside is sliced, or stacked."""

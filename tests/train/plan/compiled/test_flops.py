@@ -52,6 +52,19 @@ def test_executed_flops_are_those_derived_by_hand(
     assert done.unknown == ()
 
 
+def test_a_window_leaves_blocks_out(stored_step):
+    """Of 4 x 4 blocks a global layer computes 10, a local one of 300 keys 7."""
+    step, tokens, length = stored_step("local"), 8 * TOKENS, 2048
+    done, chips = count_flops(step.module), step.program.mesh.size
+    layer = (FORWARD + BACKWARD) * 2 * length * D * tokens
+    assert done.whole_attention * chips == L * layer
+    assert done.attention * chips == (2 * 7 + 10) / 16 * layer
+    keys = 2 * 300 + length
+    assert step.program.flops_per_step == tokens * (
+        6 * (L * MATRICES + V * D) + 12 * keys * D
+    )
+
+
 @pytest.mark.parametrize("mesh", ["mesh=ddp", "mesh=fsdp"])
 def test_on_a_cpu_attention_is_products_over_the_whole_square(compile_step, mesh):
     step = compile_step(mesh, "model.compute_dtype=float32")

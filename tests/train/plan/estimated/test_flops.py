@@ -7,7 +7,7 @@ from train.plan.estimated.step import estimate_step
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp_full", "ddp_attention", "ddp_dots", "fsdp", "tensor_only"]
+    "name", ["ddp_full", "ddp_attention", "ddp_dots", "fsdp", "tensor_only", "local"]
 )
 def test_flops_are_those_of_the_compiled_step(stored_step, name):
     step = stored_step(name)

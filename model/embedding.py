@@ -1,0 +1,78 @@
+"""Tables of embeddings: a row for each token, or for each position.
+
+Shapes: B batch, T time, D embed.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model.config import ModelConfig
+from model.execution import Execution
+from model.gather import Parts, parts_of
+from model.params import Kind, ParamInfo
+from model.parts import part
+
+
+class Table(nnx.Module):
+    """An embedding table, looked up by id."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        size: int,
+        axis: str,
+        std: float,
+        rngs: nnx.Rngs,
+        padding: int = 0,
+    ):
+        """Draw the table from N(0, std²); rows that only pad are zero.
+
+        Args:
+            config: of the model.
+            size: the number of ids.
+            axis: their logical axis.
+            std: of the initial values.
+            rngs: to draw from.
+            padding: rows to add behind those of the ids.
+        """
+        shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
+        weight = std * jax.random.normal(rngs.params(), shape, dtype)
+        self.axes = axis, "embed"
+        self.weight = nnx.Param(
+            jnp.pad(weight, ((0, padding), (0, 0))) if padding else weight,
+            info=ParamInfo(self.axes, Kind.table, padding=padding),
+        )
+
+    def __call__(
+        self, ids: Int[Array, "*dims"], parts: Parts
+    ) -> Float[Array, "*dims D"]:
+        """Return the rows of int32 ids; `parts` tells what to gather of the table."""
+        with part("embedding"):
+            return jnp.take(parts.gather(self.weight[...]), ids, axis=0, mode="clip")
+
+
+def look_up(
+    lookups: Sequence[tuple[Table, Int[Array, "B T"]]], how: Execution
+) -> Float[Array, "B T D"]:
+    """Add up the rows of tables, in the activation dtype.
+
+    Where a device has only some columns of each row, it looks them up for all devices
+    that share the table, and one all-to-all makes x[B_(data, fsdp), T, D] of
+    x[B_data, T, D_fsdp]; or else, where that is less, the table is gathered.
+    """
+    lie = [parts_of(table.axes, how) for table, _ in lookups]  # only gathered
+    apart = dict(lie[0].cut).get(1, ()) if how.rules.rows_travel else ()
+    x_BTD = jnp.zeros((), jnp.float32)
+    for (table, ids_BT), parts in zip(lookups, lie, strict=True):
+        if apart:
+            parts = parts._replace(cut=tuple(cut for cut in parts.cut if cut[0] != 1))
+            ids_BT = jax.lax.all_gather(ids_BT, apart, axis=0, tiled=True)
+        x_BTD = x_BTD + table(ids_BT, parts)
+    x_BTD = x_BTD.astype(how.activation_dtype)
+    if apart:
+        x_BTD = jax.lax.all_to_all(x_BTD, apart, 0, 2, tiled=True)
+    return x_BTD

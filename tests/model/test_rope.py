@@ -1,0 +1,148 @@
+"""Rotary positions by their properties; stretched ones against transformers' too."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.attention.xla import Local
+from model.choices import RopeScaling, Scaling
+from model.config import ModelConfig
+from model.rope import frequencies, rotate, rotations
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+CONFIG = ModelConfig(embed_dim=64, num_heads=2)
+
+
+def turned(x, start: int, config: ModelConfig = CONFIG):
+    positions = start + jnp.arange(x.shape[1])[None]
+    return rotate(x, rotations(positions, config).of(False))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_rotary_scores_depend_on_the_distance_only(fraction):
+    config = replace(CONFIG, rotary_fraction=fraction)
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 6, 2, 32))
+
+    def scores(q_start, k_start):
+        return jnp.einsum(
+            "btnh,bsnh->bnts", turned(q, q_start, config), turned(k, k_start, config)
+        )
+
+    np.testing.assert_allclose(scores(0, 0), scores(100, 100), atol=2e-4)
+    assert np.abs(scores(0, 0) - scores(5, 0)).max() > 0.1
+
+
+def test_rotary_keeps_lengths_and_leaves_position_zero():
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
+    np.testing.assert_array_equal(turned(x, 0)[:, 0], x[:, 0])
+    pairs = jnp.hypot(x[..., :16], x[..., 16:])
+    after = turned(x, 7)
+    np.testing.assert_allclose(
+        jnp.hypot(after[..., :16], after[..., 16:]), pairs, rtol=1e-5
+    )
+
+
+def test_rotary_turns_the_pairs_at_the_published_rates():
+    x = jnp.zeros((1, 1, 1, 32)).at[..., :16].set(1.0)
+    after = turned(x, 3)[0, 0, 0]
+    rates = 10000.0 ** (-np.arange(16) / 16)
+    np.testing.assert_allclose(after[:16], np.cos(3 * rates), atol=1e-6)
+    np.testing.assert_allclose(after[16:], np.sin(3 * rates), atol=1e-6)
+
+
+def test_a_rotary_fraction_leaves_the_rest_untouched():
+    config = replace(CONFIG, rotary_fraction=0.3)
+    assert config.rotary_dim == 8
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
+    after = turned(x, 1, config)
+    np.testing.assert_array_equal(after[..., 8:], x[..., 8:])
+    assert (after[..., :8] != x[..., :8]).all()
+
+
+def test_rotary_angles_of_late_positions_are_exact_in_bfloat16_too():
+    x = jnp.zeros((1, 1, 1, 32), jnp.bfloat16).at[..., :16].set(1.0)
+    after = turned(x, 10_001)
+    angles = 10_001 * 10000.0 ** (-np.arange(16) / 16)
+    expected = np.concatenate([np.cos(angles), np.sin(angles)])
+    assert after.dtype == jnp.bfloat16
+    np.testing.assert_allclose(after[0, 0, 0].astype(jnp.float32), expected, atol=0.01)
+
+
+LLAMA3 = RopeScaling(Scaling.llama3, factor=8.0, original_length=8192)
+YARN = RopeScaling(Scaling.yarn, factor=16.0, original_length=4096)
+
+
+@pytest.mark.parametrize(("scaling", "fast"), [(LLAMA3, 4), (YARN, 32)])
+def test_fast_pairs_are_kept_and_slow_ones_slowed_by_the_factor(scaling, fast):
+    usual = np.asarray(frequencies(128, 500_000.0, RopeScaling()), np.float64)
+    found = np.asarray(frequencies(128, 500_000.0, scaling), np.float64)
+    turns = scaling.original_length * usual / (2 * np.pi)
+    ratio = found / usual
+    assert (np.diff(ratio) < 1e-6).all()
+    # Of yarn a pair beyond either bound has its share too: they are whole pairs.
+    np.testing.assert_allclose(ratio[turns > 1.3 * fast], 1, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 0.7], 1 / scaling.factor, rtol=1e-6)
+    between = ratio[(turns < 0.8 * fast) & (turns > 1.3)]
+    assert len(between) > 3
+    assert ((between < 0.99) & (between > 1.01 / scaling.factor)).all()
+
+
+def test_linear_scaling_is_slower_positions():
+    config = replace(CONFIG, rope_scaling=RopeScaling(Scaling.linear, factor=4.0))
+    x = jax.random.normal(jax.random.key(0), (1, 1, 2, 32))
+    np.testing.assert_allclose(turned(x, 12, config), turned(x, 3), atol=1e-6)
+
+
+def test_yarn_sharpens_attention():
+    config = replace(CONFIG, rope_scaling=YARN)
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
+    ratio = jnp.linalg.norm(turned(x, 5, config)) / jnp.linalg.norm(x)
+    assert ratio == pytest.approx(0.1 * np.log(16) + 1)
+
+
+def test_local_layers_may_have_a_base_of_their_own_and_are_not_scaled():
+    config = replace(CONFIG, rope_scaling=LLAMA3, rope_theta_local=100.0)
+    positions = jnp.arange(6)[None]
+    both = rotations(positions, config)
+    alone = rotations(positions, replace(CONFIG, rope_theta=100.0)).of(False)
+    for local in (True, Local(jnp.asarray(True), 1, 2)):
+        jax.tree.map(np.testing.assert_array_equal, both.of(local), alone)
+    assert np.abs(both.of(False).cos - alone.cos).max() > 0.1
+    told = both.of(Local(jnp.asarray(False), 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, told, both.of(False))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theirs"),
+    [
+        (RopeScaling(Scaling.linear, factor=8.0), {"rope_type": "linear"}),
+        (
+            LLAMA3,
+            {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        ),
+        (YARN, {"rope_type": "yarn"}),
+        (
+            replace(YARN, truncate=False, slow_turns=2.0, fast_turns=20.0),
+            {"rope_type": "yarn", "truncate": False, "beta_slow": 2, "beta_fast": 20},
+        ),
+    ],
+)
+@pytest.mark.parametrize(("size", "theta"), [(128, 500_000.0), (64, 10_000.0)])
+def test_frequencies_are_those_of_transformers(scaling, theirs, size, theta):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    settings = {"rope_theta": theta, "factor": scaling.factor} | theirs
+    settings["original_max_position_embeddings"] = scaling.original_length
+    config = transformers.LlamaConfig(
+        head_dim=size, rope_parameters=settings, max_position_embeddings=10**6
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu")
+    found = frequencies(size, theta, scaling)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+    if scaling.kind is Scaling.yarn:
+        assert factor == pytest.approx(0.1 * np.log(scaling.factor) + 1)
