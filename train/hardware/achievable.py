@@ -37,7 +37,7 @@ class Achievable:
     memory: of main memory. links: of ICI or NVLink. network: of DCN, network cards.
     half_depth: contracted elements at which a GPU's product reaches half its rate.
     attention: of a GPU's kernel; None: attention runs at the rate of products.
-    start_s: seconds to start a collective.
+    start_s: seconds to start a collective; an all-reduce goes round twice.
     hop_s: more for each further slice or node that it goes through.
     unhidden: part of what a collective takes beside products that still delays them;
         TPU: between slices; GPU: of all, by the processors that NCCL takes.
@@ -71,7 +71,7 @@ TPU = Achievable(
     memory=0.85,
     links=0.74,
     network=0.33,
-    hop_s=130e-6,
+    hop_s=65e-6,
     unhidden=0.14,
     spread=0.014,
 )
@@ -88,7 +88,7 @@ TPU = Achievable(
 #     all-gather 361.4, reduce-scatter 362.9, ring all-reduce 367.2 of 450 GB/s; A100
 #     all-reduce 234.9 of 300; the same part of network cards.
 # start_s, hop_s: the same, network/benchmarks: all-reduce of 1 to 128 MiB takes 20 to
-#     80 us more than its bytes on 8 x H200, 160 to 370 us on 4 nodes of B200.
+#     80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
 # products: settled on public runs; the best of many shapes, briefly, is 0.87 on A100,
 #     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
@@ -103,8 +103,8 @@ HOPPER = Achievable(
     network=0.80,
     half_depth=240,
     attention=Attention({64: 0.43, 128: 0.54}, half_length=320),
-    start_s=50e-6,
-    hop_s=40e-6,
+    start_s=25e-6,
+    hop_s=20e-6,
     unhidden=0.15,
     spread=0.014,
 )

@@ -14,6 +14,10 @@ from train.units import format_bytes, format_count, format_seconds
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
 _MUCH_EXPOSED = 0.1  # of the step
 _NARROW = 0.9  # part of the matrix units that is used
+_RANGE = {
+    "tpu": "low: all that can overlap does; high: only what is scheduled to",
+    "gpu": "20 % to either side of kernels one after the other",
+}
 # Of public runs, by platform (benchmarks/results/*_published.json).
 _SEEN = {
     "tpu": "five public runs (16 to 32 B) lay in the range, 1 to 9 % off the middle",
@@ -186,8 +190,8 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     return [
         (
             "predicted",
-            f"{_span(step, format_seconds)} a step, estimated (low: all that can "
-            "overlap does; high: only what is scheduled to)",
+            f"{_span(step, format_seconds)} a step, estimated "
+            f"({_RANGE[prediction.platform]})",
         ),
         (
             "tokens/s",

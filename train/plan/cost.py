@@ -25,6 +25,7 @@ from train.console import print_table
 from train.units import format_bytes, format_flops
 
 COMPILED, ESTIMATED = "compiled", "estimated"
+ACTIVATION_AXES = {"tensor", "context", "expert"}  # those that carry activations
 # How many products over [T, S] an attention kernel computes. Splash: the backward pass
 # is two kernels, each of which makes the scores and their cotangent again. cuDNN: two
 # of the forward pass; scores again and the four gradients.

@@ -34,11 +34,10 @@ from model.config import ModelConfig
 from train.hardware.achievable import slowest
 from train.hardware.chips import Chip
 from train.hardware.interconnect import bandwidth, hops, num_parts
-from train.plan.cost import CollectiveTotal, StepCost
+from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, StepCost
 from train.plan.rates import busy
 
 FAR = ("DCN", "network")  # networks between slices, or nodes
-_WAITED_FOR = {"tensor", "context", "expert"}  # axes that carry activations
 # Nine of ten public runs lie as far from the middle at most (docs/log.md).
 GPU_SPREAD = 0.2
 
@@ -251,7 +250,7 @@ def _links(
         parts = num_parts(mesh, axes) * (more if network in FAR else 1)
         timed = [_timed(total, rate, parts, mesh, chip) for total in totals]
         seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
-        waits = _WAITED_FOR & {*axes} or network == "DCN"
+        waits = ACTIVATION_AXES & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
@@ -275,7 +274,8 @@ def _timed(
     part = chip.achievable
     far = hops(mesh, total.axes, total.network)
     seconds = total.sent * (far if total.kind.endswith("all-to-all") else 1.0) / rate
-    start = total.count * (part.start_s + part.hop_s * max(0.0, parts - 1))
+    rounds = total.count * (2 if total.kind == "all-reduce" else 1)
+    start = rounds * (part.start_s + part.hop_s * max(0.0, parts - 1))
     if total.network == "ICI":
         return seconds, seconds * total.overlapped
     if total.network == "DCN":

@@ -18,7 +18,7 @@ class Exchange(NamedTuple):
     """A collective of a step; `payload` is of all `count` times that it runs.
 
     once: however many microbatches the step has (train/rows.py's scope).
-    backward: of the backward pass.
+    body: of the loop that it stands in.
     """
 
     axes: Axes
@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
     serves: str
     in_layers: bool
     once: bool
-    backward: bool
+    body: int
 
 
 class Sending:
@@ -47,7 +47,7 @@ class Sending:
         axes, times = self.wide(axes), place.times
         if axes and payload:
             label = label or place.scope.strip("/").split("/")[-1]
-            where = place.in_layers, "copies" in place.scope, place.is_backward
+            where = place.in_layers, "copies" in place.scope, place.body
             found = Exchange(axes, kind, times, times * payload, label, *where)
             self.exchanges.append(found)
 

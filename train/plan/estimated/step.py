@@ -5,6 +5,8 @@ Milliseconds for each candidate of a search; the compilers' own figures are
 """
 
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -13,6 +15,7 @@ import jax
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import group_along
 from train.plan.cost import (
+    ACTIVATION_AXES,
     ESTIMATED,
     CollectiveTotal,
     StepCost,
@@ -33,6 +36,7 @@ _BESIDE = {
     "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
+_JOINED = 30 * 2**20  # bytes that XLA's GPU compiler gathers at once, as it was seen to
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
@@ -111,10 +115,19 @@ def _totals(
     return sorted(rows, key=lambda row: -row.sent)
 
 
-def _starts(found: Iterable[Exchange], platform: str) -> int:
-    """Count collectives of a kind; XLA's GPU compiler joins those of one loop."""
-    if platform == "tpu":
+def _starts(found: list[Exchange], platform: str) -> int:
+    """Count collectives of a kind and axes.
+
+    XLA's GPU compiler joins what an iteration of a loop gathers, and what it scatters,
+    but nothing of which one needs another's result.
+    """
+    if platform == "tpu" or ACTIVATION_AXES & {*found[0].axes}:
         return sum(e.count for e in found)
-    return sum(
-        count for *_, count in {(e.in_layers, e.backward, e.count) for e in found}
-    )
+    iterations = defaultdict[tuple[int, int], list[float]](list)
+    for e in found:
+        iterations[e.body, e.count].append(e.payload / e.count)
+    gathers, starts = found[0].kind == "all-gather", 0
+    for (_, count), payloads in iterations.items():
+        full = math.ceil(sum(payloads) / _JOINED) if gathers else 1
+        starts += count * min(len(payloads), full)
+    return starts
