@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
 from model.attention.xla import Local
+from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.execution import Execution
 from model.experts import Experts
@@ -23,15 +24,28 @@ from model.router import Routing
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: x + attention(norm x), then x + mlp(norm x)."""
+    """Residual block: x + norm(attention(norm x)), then x + norm(mlp(norm x)).
+
+    Of the norms there are those before, the usual ones, or those after, or both.
+    """
 
     def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
         """Make one layer, `routed` to experts or with one MLP."""
         F = config.mlp_size
-        self.attention_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+
+        def norm(*places: NormPlacement) -> Normalize | None:
+            if config.norm_placement not in places:
+                return None
+            return Normalize(config, config.norm, embed=config.embed_dim)
+
+        before = NormPlacement.before, NormPlacement.both
+        after = NormPlacement.after, NormPlacement.both
+        self.attention_norm = norm(*before)
         self.attention = SelfAttention(config, rngs)
-        self.mlp_norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.attention_output_norm = norm(*after)
+        self.mlp_norm = norm(*before)
         self.mlp = Experts(config, rngs) if routed else MLP(config, F, rngs)
+        self.mlp_output_norm = norm(*after)
 
     def __call__(
         self,
@@ -43,18 +57,25 @@ class Block(nnx.Module):
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Run one layer; a local one sees the model's window only."""
-        a_BTD = self.attention_norm(x_BTD)
+        a_BTD = _through(self.attention_norm, x_BTD)
         with part("attention"):
             a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache, local)
+        a_BTD = _through(self.attention_output_norm, a_BTD)
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
-        h_BTD, routing = self.mlp_norm(x_BTD), None
+        h_BTD, routing = _through(self.mlp_norm, x_BTD), None
         with part("mlp"):
             if isinstance(self.mlp, Experts):
                 h_BTD, routing = self.mlp(h_BTD, how)
             else:
                 h_BTD = self.mlp(h_BTD, how)
-            x_BTD = x_BTD + h_BTD
+            x_BTD = x_BTD + _through(self.mlp_output_norm, h_BTD)
         return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache, routing
+
+
+def _through(
+    norm: Normalize | None, x_BTD: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    return x_BTD if norm is None else norm(x_BTD)
 
 
 def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) -> Block:
@@ -70,7 +91,7 @@ def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) ->
 
 def depth_of(stack: Block) -> int:
     """Return how many layers are stacked."""
-    return stack.attention_norm.scale.shape[0]
+    return stack.attention.query.weight.shape[0]
 
 
 def run_stack(

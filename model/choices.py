@@ -1,5 +1,6 @@
 """The named choices of a model's config."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -12,6 +13,21 @@ class Norm(StrEnum):
 
     layernorm = "layernorm"
     rmsnorm = "rmsnorm"
+
+
+class NormPlacement(StrEnum):
+    """What a layer normalises: what goes into attention and MLP, comes out, or both."""
+
+    before = "before"
+    after = "after"
+    both = "both"
+
+
+class NormSpan(StrEnum):
+    """Over what queries and keys are normalised: each head, or all heads together."""
+
+    head = "head"
+    projection = "projection"
 
 
 class Position(StrEnum):
@@ -49,16 +65,22 @@ class RopeScaling:
     truncate: bool = True  # yarn: the bounds between pairs are whole numbers
 
     @property
+    def yarn_factor(self) -> float:
+        """By what yarn multiplies cosines and sines."""
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    @property
     def most_turns(self) -> float:
         """How often those pairs turn that are just kept."""
         return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
 
 
 class Activation(StrEnum):
-    """Non-linearity of the MLP; `swiglu` adds a gate, `relu2` is relu squared."""
+    """Non-linearity of the MLP; `swiglu` and `geglu` add a gate, `relu2` is relu²."""
 
     gelu = "gelu"
     swiglu = "swiglu"
+    geglu = "geglu"
     relu2 = "relu2"
 
 

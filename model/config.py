@@ -15,6 +15,8 @@ from model.choices import (
     Init,
     Mlp,
     Norm,
+    NormPlacement,
+    NormSpan,
     Position,
     RopeScaling,
     Scaling,
@@ -76,6 +78,8 @@ class ModelConfig:
     max_sequence_length: int | None = None  # learned positions; null: the data's
 
     norm: Norm = Norm.rmsnorm  # before each block and before the head
+    norm_placement: NormPlacement = NormPlacement.before  # in each layer
+    norm_unit_offset: bool = False  # norms multiply by 1 + scale, zero at first
     norm_epsilon: Annotated[float, Gt(0)] = 1e-5  # added to the mean square
     position: Position = Position.rotary  # how the model knows where a token stands
     rope_theta: float = 10000.0  # the longest wavelength of rotary positions / 2 pi
@@ -90,12 +94,17 @@ class ModelConfig:
     layer_pattern: tuple[Reach, ...] | None = None
     # The cap c of c tanh(score / c) in attention; null: none.
     attention_soft_cap: Annotated[float, Gt(0)] | None = None
+    # Scores are divided by this number's root; null: by that of the head's dim.
+    query_scale_dim: Count | None = None
     # Each head may attend to nothing: a learned score takes a part of the weights.
     attention_sinks: bool = False
-    activation: Activation = Activation.swiglu  # of the MLP; swiglu adds a gate
-    qk_norm: bool = False  # normalise queries and keys of each head
+    activation: Activation = Activation.swiglu  # of the MLP; those on -glu add a gate
+    qk_norm: bool = False  # normalise queries and keys
+    qk_norm_over: NormSpan = NormSpan.head  # each head's, or all together
     tied_head: bool = False  # the embedding is the head's weight too
     bias: bool = False  # in linear layers and LayerNorm
+    qkv_bias: bool = False  # of queries, keys and values, whatever the others have
+    scaled_embedding: bool = False  # a token's row, times sqrt(embed_dim)
     # The cap c of c tanh(logits / c); null: none.
     logit_soft_cap: Annotated[float, Gt(0)] | None = None
     mlp: Mlp = Mlp.dense  # moe: experts, of which each token takes a few
@@ -144,6 +153,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Dim of a head, H."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether an MLP has a gate."""
+        return self.activation in (Activation.swiglu, Activation.geglu)
 
     @property
     def mlp_size(self) -> int:

@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from model.axes import mesh_axes
-from model.choices import Activation
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import parts_of
@@ -56,8 +55,7 @@ class Experts(nnx.Module):
         embed, experts, hidden = ("embed", D), ("experts", E), ("mlp", F)
         self.router = Router(config, rngs)
         self.up = weight(std, experts, embed, hidden)
-        gated = config.activation is Activation.swiglu
-        self.gate = weight(std, experts, embed, hidden) if gated else None
+        self.gate = weight(std, experts, embed, hidden) if config.gated else None
         self.down = weight(residual_std, experts, hidden, embed)
         shared = config.shared_experts * F
         self.shared = MLP(config, shared, rngs) if shared else None

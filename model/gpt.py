@@ -7,6 +7,7 @@ Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value
 H head dim.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class GPT(nnx.Module):
         self.dense_layers = make_stack(config, apart, False, rngs) if apart else None
         rest = config.num_layers - apart
         self.layers = make_stack(config, rest, experts > 0, rngs)
-        self.norm = Normalize(config, config.embed_dim, "embed", config.norm)
+        self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
 
     def features(
@@ -81,7 +82,10 @@ class GPT(nnx.Module):
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
             lookups.append((self.positions, positions_BT))
-        x_BTD = how.rules.constrain(look_up(lookups, how), "batch", "seq", "embed")
+        x_BTD = look_up(lookups, how)
+        if self.config.scaled_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.embed_dim)
+        x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
         caches, routing = list[KeysValues](), None
         if how.rules.cut(("layers",)):
             rows = positions_BT, segment_ids_BT

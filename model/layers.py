@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
 from model.attention.xla import Local
-from model.choices import Activation, Init, Norm
+from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.execution import Execution
 from model.linear import Linear, leading
@@ -26,26 +26,30 @@ from model.rope import Rotations, rotate
 
 
 class Normalize(nnx.Module):
-    """LayerNorm or RMSNorm over the last dim, in float32."""
+    """LayerNorm or RMSNorm over the last dims, in float32."""
 
-    def __init__(self, config: ModelConfig, size: int, axis: str, kind: Norm):
-        """Start as the identity scale."""
-        dtype = jnp.dtype(config.param_dtype)
-        info = ParamInfo((axis,), Kind.vector)
+    def __init__(self, config: ModelConfig, kind: Norm, **dims: int):
+        """Start as the identity scale, over dims that are given by their axes."""
+        dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
+        info = ParamInfo(tuple(dims), Kind.vector)
         self.kind, self.epsilon = kind, config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones((size,), dtype), info=info)
+        self.over = tuple(range(-len(dims), 0))
+        self.offset = 1.0 if config.norm_unit_offset else 0.0
+        scale = jnp.full(shape, 1.0 - self.offset, dtype)
+        self.scale = nnx.Param(scale, info=info)
         biased = kind is Norm.layernorm and config.bias
-        zeros = jnp.zeros((size,), dtype)
+        zeros = jnp.zeros(shape, dtype)
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
-    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Normalize x over its last dim; the dtype stays."""
+    def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        """Normalize x over its last dims; the dtype stays."""
         with part("norm"):
             y = x.astype(jnp.float32)
             if self.kind is Norm.layernorm:
-                y = y - jnp.mean(y, axis=-1, keepdims=True)
-            variance = jnp.mean(y * y, axis=-1, keepdims=True)
+                y = y - jnp.mean(y, axis=self.over, keepdims=True)
+            variance = jnp.mean(y * y, axis=self.over, keepdims=True)
             scale = leading(self.scale[...], y.ndim).astype(y.dtype)
+            scale = scale + self.offset if self.offset else scale
             y = y * jax.lax.rsqrt(variance + self.epsilon) * scale
             if self.bias is not None:
                 y = y + leading(self.bias[...], y.ndim).astype(y.dtype)
@@ -71,27 +75,23 @@ class SelfAttention(nnx.Module):
         H = config.head_size
         std, _ = stds(config, D)
         _, residual_std = stds(config, N * H)
-        common = {
-            "bias": config.bias,
-            "dtype": jnp.dtype(config.param_dtype),
-            "rngs": rngs,
-        }
+        common = {"dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
+        inward = common | {"std": std, "bias": config.bias or config.qkv_bias}
         heads, kv = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = Linear(
-            "query", "btd,dnh->btnh", (D, N, H), heads, std=std, **common
-        )
-        self.key = Linear("key", "btd,dkh->btkh", (D, K, H), kv, std=std, **common)
-        self.value = Linear("value", "btd,dkh->btkh", (D, K, H), kv, std=std, **common)
+        self.query = Linear("query", "btd,dnh->btnh", (D, N, H), heads, **inward)
+        self.key = Linear("key", "btd,dkh->btkh", (D, K, H), kv, **inward)
+        self.value = Linear("value", "btd,dkh->btkh", (D, K, H), kv, **inward)
+        outward = common | {"std": residual_std, "bias": config.bias}
         out = ("heads", "head_dim", "embed")
-        self.output = Linear(
-            "output", "btnh,nhd->btd", (N, H, D), out, std=residual_std, **common
-        )
+        self.output = Linear("output", "btnh,nhd->btd", (N, H, D), out, **outward)
 
-        def norm() -> Normalize | None:
-            per_head = (config, H, "head_dim", Norm.rmsnorm)
-            return Normalize(*per_head) if config.qk_norm else None
+        def norm(**heads: int) -> Normalize | None:
+            heads = heads if config.qk_norm_over is NormSpan.projection else {}
+            dims = heads | {"head_dim": H}
+            return Normalize(config, Norm.rmsnorm, **dims) if config.qk_norm else None
 
-        self.query_norm, self.key_norm = norm(), norm()
+        self.query_norm, self.key_norm = norm(heads=N), norm(kv_heads=K)
+        self.query_scale = (H / (config.query_scale_dim or H)) ** 0.5
         self.window, self.soft_cap = config.window, config.attention_soft_cap
         sinks_N = jnp.zeros((N,), jnp.dtype(config.param_dtype))
         info = ParamInfo(("heads",), Kind.vector)
@@ -116,6 +116,8 @@ class SelfAttention(nnx.Module):
         q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if self.query_scale != 1:
+            q_BTNH = q_BTNH * self.query_scale
         if by is not None:
             own = by.of(local)
             q_BTNH, k_BTKH = rotate(q_BTNH, own), rotate(k_BTKH, own)
@@ -150,7 +152,9 @@ def activate(
     h: Float[Array, "*dims F"],
     gate: Float[Array, "*dims F"] | None,
 ) -> Float[Array, "*dims F"]:
-    """Apply the non-linearity of an MLP; swiglu's is the gate's."""
+    """Apply the non-linearity of an MLP; with a gate it is the gate's."""
+    if kind is Activation.geglu and gate is not None:
+        return jax.nn.gelu(gate, approximate=True) * h
     if gate is not None:
         return jax.nn.silu(gate) * h
     if kind is Activation.gelu:
@@ -174,8 +178,8 @@ class MLP(nnx.Module):
         self.activation = config.activation
         widen = ("btd,df->btf", (D, F), ("embed", "mlp"))
         self.up = Linear("up", *widen, std=std, **common)
-        gated = config.activation is Activation.swiglu
-        self.gate = Linear("gate", *widen, std=std, **common) if gated else None
+        gate = config.gated
+        self.gate = Linear("gate", *widen, std=std, **common) if gate else None
         self.down = Linear(
             "down", "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
         )

@@ -63,8 +63,7 @@ def _rotation(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.kind is not Scaling.yarn:
         return Rotation(cos, sin)
-    factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
-    return Rotation(factor * cos, factor * sin)
+    return Rotation(scaling.yarn_factor * cos, scaling.yarn_factor * sin)
 
 
 def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]:

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.choices import Activation, Init, Mlp, Norm, Position, Scores
+from model.choices import (
+    Activation,
+    Init,
+    Mlp,
+    Norm,
+    NormPlacement,
+    NormSpan,
+    Position,
+    Scores,
+)
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
@@ -57,6 +66,16 @@ TINY = {
         layer_pattern=("local", "global"),
         attention_soft_cap=2.0,
         attention_sinks=True,
+        norm_placement=NormPlacement.both,
+        norm_unit_offset=True,
+        rope_theta_local=100.0,
+        query_scale_dim=3,
+        activation=Activation.geglu,
+        qk_norm=True,
+        qk_norm_over=NormSpan.projection,
+        qkv_bias=True,
+        scaled_embedding=True,
+        tied_head=True,
     ),
     "moe": ModelConfig(
         num_layers=2,
@@ -94,7 +113,8 @@ class Tiny:
         rng = np.random.default_rng(1)
 
         def draw(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-            around = 1.0 if "scale" in str(path) else 0.0
+            scale = "scale" in str(path) and not self.config.norm_unit_offset
+            around = 1.0 if scale else 0.0
             return jnp.asarray(around + 0.3 * rng.normal(size=like.shape), like.dtype)
 
         return jax.tree_util.tree_map_with_path(draw, params_of(self.model))

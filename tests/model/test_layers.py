@@ -22,7 +22,7 @@ CONFIG = ModelConfig(embed_dim=64, num_heads=2)
 
 @pytest.mark.parametrize("kind", Norm)
 def test_a_norm_gives_unit_scale_whatever_the_input(kind):
-    norm = Normalize(replace(CONFIG, bias=True), 64, "embed", kind)
+    norm = Normalize(replace(CONFIG, bias=True), kind, embed=64)
     x = 3 + 7 * jax.random.normal(jax.random.key(0), (2, 5, 64))
     y = norm(x)
     np.testing.assert_allclose(jnp.mean(y**2, -1), 1, rtol=1e-4)
@@ -36,7 +36,7 @@ def test_a_norm_gives_unit_scale_whatever_the_input(kind):
 
 @pytest.mark.parametrize("kind", Norm)
 def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
-    norm = Normalize(CONFIG, 64, "embed", kind)
+    norm = Normalize(CONFIG, kind, embed=64)
     x = jax.random.normal(jax.random.key(0), (2, 5, 64), jnp.bfloat16)
     exact = norm(x.astype(jnp.float32)).astype(jnp.bfloat16)
     assert norm(x).dtype == jnp.bfloat16
@@ -45,7 +45,7 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
 
 def test_only_a_layernorm_with_bias_has_one():
     def bias(kind, biased):
-        return Normalize(replace(CONFIG, bias=biased), 64, "embed", kind).bias
+        return Normalize(replace(CONFIG, bias=biased), kind, embed=64).bias
 
     assert bias(Norm.layernorm, True).shape == (64,)
     assert bias(Norm.layernorm, False) is None

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from data.config import DataConfig, Source
-from model.choices import Activation, ComputeDtype, Mlp, Position
+from model.choices import ComputeDtype, Mlp, Position
 from model.config import LOGICAL_AXES
 from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
 from train.errors import Mistake, nearest
@@ -202,7 +202,7 @@ def without_effect(config: Config) -> list[str]:
         for key in changed
         if unused and key.startswith(prefix)
     ]
-    gated, remat = model.activation is Activation.swiglu, config.train.remat
+    gated, remat = model.gated, config.train.remat
     if "mlp_gate" in remat and not gated:
         warnings.append(
             f"train.remat keeps mlp_gate in vain: model.activation={model.activation} "

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from model.choices import Activation
 from model.config import ModelConfig
 from train.hardware.chips import Chip
 from train.hardware.interconnect import Group, NotStated, bandwidth
@@ -152,6 +151,6 @@ def _matrices(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
     D, H = model.embed_dim, model.head_size
     heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
     F = model.mlp_size // tensor
-    widened = 3 if model.activation is Activation.swiglu else 2
+    widened = 3 if model.gated else 2
     of_a_layer = [(D, heads)] * 2 + [(D, kv)] * 2 + [(D, F)] * widened
     return of_a_layer * model.num_layers + [(D, (model.vocab_size or 1) // tensor)]

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
+from model.choices import Position
 from model.params import named
 from train.errors import ConfigError, Mistake
 from train.pretrained.families import Family, family_of
+from train.pretrained.settings import rope_of
 from train.pretrained.tensors import Parts
 from train.program import Program
 
@@ -129,25 +131,28 @@ def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
 def _other_settings(folder: Folder, family: Family, program: Program) -> Iterator[str]:
     """Yield what the folder's config.json says otherwise, where it says it."""
     theirs, model = folder.settings, program.config.model
-    if theirs.get("model_type") != family.name:
+    if theirs.get("model_type") not in (family.name, *family.also):
         yield (
             f"holds a model of type {theirs.get('model_type')}; model.* makes one of "
             f"family {family.name}"
         )
         return
-    ours = family.settings(model) | {"tie_word_embeddings": model.tied_head}
-    rope = theirs.get("rope_parameters") or {}
-    scaled = theirs.get("rope_scaling") or rope
-    kind = scaled.get("rope_type", scaled.get("type", "default"))
-    if kind != "default":
-        yield f"scales rotary positions ({kind}), which no model here does"
-    theta = rope.get("rope_theta", theirs.get("rope_theta"))
-    theirs = {**theirs, "rope_theta": theta}
+    ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
+    ours |= family.settings(model)
+    if not theirs.get("use_sliding_window", True):
+        theirs = {**theirs, "sliding_window": None}
     for key, value in ours.items():
         there = theirs.get(key)
-        skipped = key.startswith("rope_") and key != "rope_theta"
-        if not skipped and there is not None and there != value:
+        if not key.startswith("rope_") and there is not None and there != value:
             yield f"has {key}={there} in its config.json, model.* makes it {value}"
+    if model.position is not Position.rotary:
+        return
+    turned = rope_of(theirs)
+    for kind, own in rope_of(ours).items():
+        for key, value in own.items():
+            there = turned.get(kind, {}).get(key)
+            if there is not None and there != value:
+                yield f"has {key}={there} in its config.json, model.* makes it {value}"
 
 
 def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:

@@ -1,106 +1,64 @@
 """The families of models that others know, by the switches of ours that make them.
 
-Sources: transformers 5.23, models/{gpt2,llama,qwen3}/modeling_*.py and
-configuration_*.py, for names, layouts and settings. Our rotary pairs (i, i + P) are
-those of transformers, so no dim is permuted.
+Sources: transformers 5.23, models/*/modeling_*.py and configuration_*.py, for names,
+layouts and settings. Our rotary pairs (i, i + P) are those of transformers, so no dim
+is permuted, and where norms multiply by 1 + scale we keep the same scale.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from model.choices import Activation, Mlp, Norm, Position
+from model.choices import (
+    Activation,
+    Mlp,
+    Norm,
+    NormPlacement,
+    NormSpan,
+    Position,
+    Scaling,
+)
 from model.config import ModelConfig
 from train.errors import ConfigError, Mistake
+from train.pretrained import names, settings
 
-_ROTARY = {
+SOME = object()  # anything but null
+# Switches whose other choices a family has by saying so.
+_USUAL: dict[str, Any] = {
     "norm": Norm.rmsnorm,
+    "norm_placement": NormPlacement.before,
+    "norm_unit_offset": False,
     "position": Position.rotary,
     "rotary_fraction": 1.0,
+    "rope_theta_local": None,
+    "rope_scaling.kind": Scaling.none,
+    "window": None,
+    "layer_pattern": None,
+    "query_scale_dim": None,
+    "attention_soft_cap": None,
+    "attention_sinks": False,
     "activation": Activation.swiglu,
-    "mlp": Mlp.dense,
-    "logit_soft_cap": None,
-}
-_LEARNED = {
-    "norm": Norm.layernorm,
-    "position": Position.learned,
-    "activation": Activation.gelu,
-    "mlp": Mlp.dense,
     "qk_norm": False,
+    "qkv_bias": False,
+    "scaled_embedding": False,
+    "mlp": Mlp.dense,
     "logit_soft_cap": None,
 }
-_LLAMA = {
-    "model.embed_tokens.weight": ["embedding.weight"],
-    "model.layers.{}.input_layernorm.weight": ["layers.attention_norm.scale"],
-    "model.layers.{}.self_attn.q_proj": ["layers.attention.query"],
-    "model.layers.{}.self_attn.k_proj": ["layers.attention.key"],
-    "model.layers.{}.self_attn.v_proj": ["layers.attention.value"],
-    "model.layers.{}.self_attn.q_norm.weight": ["layers.attention.query_norm.scale"],
-    "model.layers.{}.self_attn.k_norm.weight": ["layers.attention.key_norm.scale"],
-    "model.layers.{}.self_attn.o_proj": ["layers.attention.output"],
-    "model.layers.{}.post_attention_layernorm.weight": ["layers.mlp_norm.scale"],
-    "model.layers.{}.mlp.gate_proj": ["layers.mlp.gate"],
-    "model.layers.{}.mlp.up_proj": ["layers.mlp.up"],
-    "model.layers.{}.mlp.down_proj": ["layers.mlp.down"],
-    "model.norm.weight": ["norm.scale"],
-    "lm_head.weight": ["head.weight"],
+
+
+def _usual(*free: str, **needs: Any) -> dict[str, Any]:
+    """Return the usual switches but for some; those that are free may be anything."""
+    return {k: v for k, v in (_USUAL | needs).items() if k not in free}
+
+
+_GEMMA = {
+    "norm_placement": NormPlacement.both,
+    "norm_unit_offset": True,
+    "window": SOME,
+    "activation": Activation.geglu,
+    "scaled_embedding": True,
+    "bias": False,
 }
-_GPT2 = {
-    "transformer.wte.weight": ["embedding.weight"],
-    "transformer.wpe.weight": ["positions.weight"],
-    "transformer.h.{}.ln_1.weight": ["layers.attention_norm.scale"],
-    "transformer.h.{}.ln_1.bias": ["layers.attention_norm.bias"],
-    "transformer.h.{}.attn.c_attn": [
-        f"layers.attention.{name}" for name in ("query", "key", "value")
-    ],
-    "transformer.h.{}.attn.c_proj": ["layers.attention.output"],
-    "transformer.h.{}.ln_2.weight": ["layers.mlp_norm.scale"],
-    "transformer.h.{}.ln_2.bias": ["layers.mlp_norm.bias"],
-    "transformer.h.{}.mlp.c_fc": ["layers.mlp.up"],
-    "transformer.h.{}.mlp.c_proj": ["layers.mlp.down"],
-    "transformer.ln_f.weight": ["norm.scale"],
-    "transformer.ln_f.bias": ["norm.bias"],
-    "lm_head.weight": ["head.weight"],
-}
-
-
-def _llama(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_size": model.embed_dim,
-        "intermediate_size": model.mlp_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_epsilon,
-        "attention_bias": model.bias,
-        "mlp_bias": model.bias,
-        "attention_dropout": 0.0,
-        # Version 5 of transformers reads the first, version 4 the other two.
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-    }
-
-
-def _qwen3(model: ModelConfig) -> dict[str, Any]:
-    settings = _llama(model)
-    del settings["mlp_bias"]
-    return settings | {"use_sliding_window": False}
-
-
-def _gpt2(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_embd": model.embed_dim,
-        "n_inner": model.mlp_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": model.norm_epsilon,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-    }
 
 
 class Family(NamedTuple):
@@ -108,44 +66,45 @@ class Family(NamedTuple):
 
     name: `model_type` of transformers.
     architecture: its class there.
-    needs: fields of `ModelConfig`, and what they must be.
+    needs: fields of `ModelConfig`, and what they must be: a value, SOME, or a function
+        of the model.
     names: of tensors, {} being the layer's number, and the parameters that lie in each
         side by side; a name without ending stands for a weight and a bias.
-    turned: matrices lie as [outputs, inputs].
-    biased: it is GPT-2's kind: with biases, which are zeros where our model has none,
-        and as many key and value heads as query heads, all of the usual size.
-    length: what it calls the longest row.
     settings: of config.json.
+    also: other types whose folders differ in nothing that config.json does not say.
+    turned: matrices lie as [outputs, inputs].
+    zeros: biases that our model lacks are written, as zeros.
+    length: what it calls the longest row.
     """
 
     name: str
     architecture: str
     needs: dict[str, Any]
     names: dict[str, list[str]]
-    turned: bool
-    biased: bool
-    length: str
     settings: Callable[[ModelConfig], dict[str, Any]]
+    also: tuple[str, ...] = ()
+    turned: bool = True
+    zeros: bool = False
+    length: str = "max_position_embeddings"
 
     def mistakes(self, model: ModelConfig) -> list[Mistake]:
         """List what a model of this family cannot be."""
-        needs = dict(self.needs)
-        if self.biased:
-            needs |= {"num_kv_heads": model.num_heads}
-            needs |= {"head_dim": model.embed_dim // model.num_heads}
-        have = {field: getattr(model, field) for field in needs}
-        have |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
-        rule = "must be {} for transformers' {}, the family that fits best; a model "
-        rule += "that no family can hold stays in the run's checkpoints"
-        return [
-            Mistake(
-                f"model.{field}",
-                have[field],
-                rule.format("null" if value is None else value, self.name),
+        found = list[Mistake]()
+        sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+        for field, need in self.needs.items():
+            have = sizes.get(field, attrgetter(field)(model))
+            need = need(model) if callable(need) else need
+            if have == need or (need is SOME and have is not None):
+                continue
+            said = {None: "null", SOME: "set"}.get(need, need)
+            rule = (
+                f"must be {said} for transformers' {self.name}, the family that fits "
             )
-            for field, value in needs.items()
-            if have[field] != value
-        ]
+            rule += (
+                "best; a model that no family can hold stays in the run's checkpoints"
+            )
+            found.append(Mistake(f"model.{field}", have, rule))
+        return found
 
     def tensors(self) -> dict[str, list[str]]:
         """Return the parameters that lie side by side in each tensor, by its name."""
@@ -157,36 +116,90 @@ class Family(NamedTuple):
         return names
 
 
+_SCALED = "rope_scaling.kind"
 FAMILIES = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        _ROTARY | {"qk_norm": False},
-        _LLAMA,
-        turned=True,
-        biased=False,
-        length="max_position_embeddings",
-        settings=_llama,
+        _usual(_SCALED),
+        names.LLAMA,
+        settings.llama,
+        also=("mistral",),
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        _usual(_SCALED, window=SOME, bias=False),
+        names.LLAMA,
+        settings.mistral,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        _usual(_SCALED, qkv_bias=True, bias=False),
+        names.LLAMA,
+        settings.qwen2,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        _ROTARY | {"qk_norm": True, "bias": False},
-        _LLAMA,
-        turned=True,
-        biased=False,
-        length="max_position_embeddings",
-        settings=_qwen3,
+        _usual(_SCALED, qk_norm=True, qk_norm_over=NormSpan.head, bias=False),
+        names.LLAMA,
+        settings.qwen,
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        _usual(
+            _SCALED,
+            norm_placement=NormPlacement.after,
+            qk_norm=True,
+            qk_norm_over=NormSpan.projection,
+            bias=False,
+        ),
+        names.OLMO2,
+        settings.llama,
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _usual(
+            *("layer_pattern", "query_scale_dim", "attention_soft_cap"),
+            "logit_soft_cap",
+            **_GEMMA,
+        ),
+        names.GEMMA,
+        settings.gemma2,
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _usual(
+            *("layer_pattern", "query_scale_dim", _SCALED),
+            **_GEMMA,
+            rope_theta_local=SOME,
+            qk_norm=True,
+            qk_norm_over=NormSpan.head,
+        ),
+        names.GEMMA,
+        settings.gemma3,
     ),
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        _LEARNED,
-        _GPT2,
+        _usual(
+            *("rotary_fraction", _SCALED),
+            norm=Norm.layernorm,
+            position=Position.learned,
+            activation=Activation.gelu,
+            num_kv_heads=lambda model: model.num_heads,
+            head_dim=lambda model: model.embed_dim // model.num_heads,
+        ),
+        names.GPT2,
+        settings.gpt2,
         turned=False,
-        biased=True,
+        zeros=True,
         length="n_positions",
-        settings=_gpt2,
     ),
 )
 

@@ -48,8 +48,8 @@ class Parts:
 
     def _present(self, name: str) -> bool:
         """Tell whether there is such a parameter, or a bias that is zero."""
-        biased = self.family.biased and name.endswith(".bias")
-        return name in self.infos or biased
+        zero = self.family.zeros and name.endswith(".bias")
+        return name in self.infos or zero
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
         """Bring a tensor to this machine's memory."""

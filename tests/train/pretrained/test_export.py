@@ -33,6 +33,24 @@ MODELS = {
         "model.tied_head=true",
     ),
     "qwen3": ("model=qwen3_nano",),
+    "llama 3.1": (
+        "model=llama_nano",
+        "model.rope_scaling.kind=llama3",
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
+    "llama, yarn": (
+        "model=llama_nano",
+        "model.rope_scaling.kind=yarn",
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
+    "mistral": ("model=mistral_nano", "model.window=7"),
+    "qwen2": ("model=qwen2_nano",),
+    "olmo2": ("model=olmo2_nano",),
+    "gemma2": ("model=gemma2_nano", "model.window=7", "model.attention_soft_cap=2"),
+    "gemma3": (
+        *("model=gemma3_nano", "model.window=7", "model.layer_pattern=[local,global]"),
+        *("model.rope_scaling.kind=linear", "model.rope_scaling.factor=4"),
+    ),
     "gpt2": ("model=gpt2_nano", "model.max_sequence_length=48"),
     "gpt2 without biases, untied": (
         "model=gpt2_nano",
@@ -79,7 +97,7 @@ def test_transformers_computes_the_same_logits(model, tmp_path):
     how = program.how._replace(rules=ANYWHERE, compute_dtype=jnp.dtype("float32"))
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
     bound = bind(program.model, params)
-    features, _ = bound.features(jnp.asarray(tokens, jnp.int32), positions, None, how)
+    features, *_ = bound.features(jnp.asarray(tokens, jnp.int32), positions, None, how)
     logits = bound.logits(features, how)[..., : BYTES.n_vocab]
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -141,7 +159,17 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
 
 
 @pytest.mark.parametrize(
-    ("preset", "count"), [("llama3_8b", 8_030_261_248), ("gpt2_124m", 124_439_808)]
+    ("preset", "count"),
+    [
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_1_8b", 8_030_261_248),
+        ("mistral_7b", 7_241_732_096),
+        ("qwen2_5_7b", 7_615_616_512),
+        ("olmo2_7b", 7_298_617_344),
+        ("gemma2_9b", 9_241_705_984),
+        ("gemma3_4b", 3_880_263_168),
+        ("gpt2_124m", 124_439_808),
+    ],
 )
 def test_full_size_models_have_their_published_size(preset, count):
     model = compose([f"model={preset}"]).model

@@ -43,7 +43,9 @@ def exported(programs, tmp_path_factory):
     ("name", "mesh"),
     [
         ("llama", CUBE),
-        ("qwen3", ()),
+        ("olmo2", CUBE),
+        pytest.param("qwen2", (), marks=pytest.mark.slow),
+        pytest.param("gemma3", CUBE, marks=pytest.mark.slow),
         ("gpt2 without biases, untied", ("mesh.params.head_dim=fsdp", "mesh.fsdp=2")),
     ],
 )
@@ -69,7 +71,13 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
         np.testing.assert_array_equal(ours, own, err_msg=path)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
+        *("gemma2", "gemma3", "gpt2"),
+    ],
+)
 def test_transformers_own_folder_loads(programs, tmp_path, family):
     transformers = pytest.importorskip("transformers")
     program = programs(*MODELS[family], "model.num_layers=2", VOCABULARY, devices=1)
@@ -133,12 +141,42 @@ def test_no_folder_is_a_mistake(llama, tmp_path):
         check_folder(str(tmp_path), llama[1]())
 
 
-def test_scaled_positions_are_refused(llama):
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_positions_must_be_scaled_alike(llama, version):
     folder, program = llama
     settings = json.loads((folder / "config.json").read_text())
-    settings["rope_parameters"] |= {"rope_type": "llama3", "factor": 8.0}
+    if version == 5:
+        settings["rope_parameters"] |= SCALED
+    else:
+        del settings["rope_parameters"]
+        settings["rope_scaling"] = SCALED
     (folder / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="scales rotary positions"):
+    with pytest.raises(ConfigError, match=r"rope_type=llama3 .* makes it default"):
+        check_folder(str(folder), program())
+    alike = "model.rope_scaling.kind=llama3", "model.rope_scaling.original_length=32"
+    check_folder(str(folder), program(*alike, "model.rope_scaling.factor=8"))
+    with pytest.raises(ConfigError, match=r"factor=8.0 .* makes it 4.0"):
+        check_folder(str(folder), program(*alike, "model.rope_scaling.factor=4"))
+
+
+def test_a_mistral_without_window_is_a_llama(llama):
+    folder, program = llama
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "mistral", "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    check_folder(str(folder), program())
+    settings |= {"sliding_window": 8}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="has sliding_window=8"):
         check_folder(str(folder), program())
 
 

@@ -1,0 +1,56 @@
+"""Tensors of each family of models, and the parameters of ours that lie in each.
+
+Source: what `save_pretrained` of transformers 5.23 writes. {} is the layer's number; a
+name without ending stands for a weight and a bias.
+"""
+
+LLAMA = {
+    "model.embed_tokens.weight": ["embedding.weight"],
+    "model.layers.{}.input_layernorm.weight": ["layers.attention_norm.scale"],
+    "model.layers.{}.self_attn.q_proj": ["layers.attention.query"],
+    "model.layers.{}.self_attn.k_proj": ["layers.attention.key"],
+    "model.layers.{}.self_attn.v_proj": ["layers.attention.value"],
+    "model.layers.{}.self_attn.q_norm.weight": ["layers.attention.query_norm.scale"],
+    "model.layers.{}.self_attn.k_norm.weight": ["layers.attention.key_norm.scale"],
+    "model.layers.{}.self_attn.o_proj": ["layers.attention.output"],
+    "model.layers.{}.post_attention_layernorm.weight": ["layers.mlp_norm.scale"],
+    "model.layers.{}.mlp.gate_proj": ["layers.mlp.gate"],
+    "model.layers.{}.mlp.up_proj": ["layers.mlp.up"],
+    "model.layers.{}.mlp.down_proj": ["layers.mlp.down"],
+    "model.norm.weight": ["norm.scale"],
+    "lm_head.weight": ["head.weight"],
+}
+GPT2 = {
+    "transformer.wte.weight": ["embedding.weight"],
+    "transformer.wpe.weight": ["positions.weight"],
+    "transformer.h.{}.ln_1.weight": ["layers.attention_norm.scale"],
+    "transformer.h.{}.ln_1.bias": ["layers.attention_norm.bias"],
+    "transformer.h.{}.attn.c_attn": [
+        f"layers.attention.{name}" for name in ("query", "key", "value")
+    ],
+    "transformer.h.{}.attn.c_proj": ["layers.attention.output"],
+    "transformer.h.{}.ln_2.weight": ["layers.mlp_norm.scale"],
+    "transformer.h.{}.ln_2.bias": ["layers.mlp_norm.bias"],
+    "transformer.h.{}.mlp.c_fc": ["layers.mlp.up"],
+    "transformer.h.{}.mlp.c_proj": ["layers.mlp.down"],
+    "transformer.ln_f.weight": ["norm.scale"],
+    "transformer.ln_f.bias": ["norm.bias"],
+    "lm_head.weight": ["head.weight"],
+}
+
+
+_PLACES = ("input_layernorm", "post_attention_layernorm")
+_OUTPUTS = {
+    "model.layers.{}.post_attention_layernorm.weight": [
+        "layers.attention_output_norm.scale"
+    ],
+    "model.layers.{}.post_feedforward_layernorm.weight": [
+        "layers.mlp_output_norm.scale"
+    ],
+}
+OLMO2 = {k: v for k, v in LLAMA.items() if k.split(".")[-2] not in _PLACES} | _OUTPUTS
+GEMMA = (
+    LLAMA
+    | _OUTPUTS
+    | {"model.layers.{}.pre_feedforward_layernorm.weight": ["layers.mlp_norm.scale"]}
+)

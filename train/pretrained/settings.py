@@ -1,0 +1,124 @@
+"""What config.json says of a model of each family."""
+
+from typing import Any
+
+from model.choices import Scaling
+from model.config import ModelConfig
+
+
+def _rope(model: ModelConfig) -> dict[str, Any]:
+    """Return how positions are rotated, for versions 5 and 4 of transformers."""
+    scaling, own = model.rope_scaling, dict[str, Any]()
+    if scaling.kind is not Scaling.none:
+        own = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+    if scaling.kind in (Scaling.llama3, Scaling.yarn):
+        own["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind is Scaling.llama3:
+        own["low_freq_factor"] = scaling.slow_turns
+        own["high_freq_factor"] = scaling.most_turns
+    if scaling.kind is Scaling.yarn:
+        own |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.most_turns}
+        own["truncate"] = scaling.truncate
+        own["attention_factor"] = scaling.yarn_factor
+    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | own
+    return {
+        "rope_parameters": usual,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": own or None,
+    }
+
+
+def llama(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Llama, and OLMo 2 (which ignores mlp_bias)."""
+    return {
+        "hidden_size": model.embed_dim,
+        "intermediate_size": model.mlp_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_bias": model.bias,
+        "mlp_bias": model.bias,
+        "attention_dropout": 0.0,
+        **_rope(model),
+    }
+
+
+def qwen(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Qwen 3."""
+    settings = llama(model)
+    del settings["mlp_bias"]
+    return settings | {"use_sliding_window": False}
+
+
+def qwen2(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Qwen 2 and 2.5."""
+    settings = qwen(model)
+    del settings["attention_bias"]  # there always is one
+    return settings
+
+
+def mistral(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Mistral."""
+    return llama(model) | {"sliding_window": model.window}
+
+
+def gemma2(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Gemma 2."""
+    settings = llama(model)
+    del settings["hidden_act"], settings["mlp_bias"]
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    return settings | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": model.query_scale_dim or model.head_size,
+        "attn_logit_softcapping": model.attention_soft_cap,
+        "final_logit_softcapping": model.logit_soft_cap,
+        "sliding_window": model.window,
+        "layer_types": [kinds[window is None] for window in model.windows],
+    }
+
+
+def gemma3(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Gemma 3, its text model."""
+    settings, theta = gemma2(model), model.rope_theta_local
+    local = {"rope_type": "default", "rope_theta": theta}
+    both = {
+        "full_attention": settings["rope_parameters"],
+        "sliding_attention": local,
+    }
+    return settings | {"rope_parameters": both, "rope_local_base_freq": theta}
+
+
+def gpt2(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of GPT-2."""
+    return {
+        "n_embd": model.embed_dim,
+        "n_inner": model.mlp_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what config.json says of rotary positions, by kind of layer.
+
+    Source: transformers 5.23, modeling_rope_utils.py, for what older versions wrote.
+    """
+    given = settings.get("rope_parameters") or {}
+    if "full_attention" in given:
+        return given
+    theta = {"rope_type": "default", "rope_theta": settings.get("rope_theta")}
+    usual = theta | (settings.get("rope_scaling") or {}) | given
+    usual["rope_type"] = usual.pop("type", usual["rope_type"])
+    local = settings.get("rope_local_base_freq")
+    if local is None:
+        return {"full_attention": usual}
+    of_local = {"rope_type": "default", "rope_theta": local}
+    return {"full_attention": usual, "sliding_attention": of_local}
