@@ -103,6 +103,7 @@ class LogWindow:
                 "grad_norm": float(last["grad_norm"]),
                 "learning_rate": float(last["learning_rate"]),
                 "tokens": step * program.tokens_per_step,
+                "flops": step * program.flops_per_step,
                 "tokens_per_second": speed,
                 "step_seconds": seconds / len(steps),
                 "mfu": math.nan if mfu is None else mfu,

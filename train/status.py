@@ -1,6 +1,8 @@
 """`python -m train.status run.dir=...`: how far a run is, and what its time went to."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import time
@@ -10,6 +12,9 @@ from typing import Any
 
 import yaml
 from etils import epath
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
@@ -26,6 +31,7 @@ from train.run.starts import newest_start, read_results
 from train.run.storage import run_folder
 from train.units import format_seconds
 
+_FOLLOW_S = 2.0
 _SILENT_S = 180.0  # uploads come once a minute
 _SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation
 
@@ -36,6 +42,7 @@ class StatusConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     json: bool = False  # print one JSON object, for programs
+    follow: bool = False  # show it again and again, until nobody is at the run
 
 
 @dataclass(frozen=True)
@@ -104,12 +111,29 @@ def read_status(folder: epath.Path) -> Status:
 
 def main(asked: StatusConfig) -> int:
     """Print the status of a run."""
-    status = read_status(run_folder(run_dir(Config(run=asked.run))))
-    if asked.json:
+    folder = run_folder(run_dir(Config(run=asked.run)))
+    status = read_status(folder)
+    if asked.follow:
+        _follow(folder, status)
+    elif asked.json:
         print(json.dumps(_plain(status)))
     else:
         _print(status)
     return 0
+
+
+def _follow(folder: epath.Path, status: Status) -> None:
+    """Draw the status in place; off a terminal it is printed once, at the end."""
+    with Live(auto_refresh=False, console=Console()) as live:
+        while True:
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown):
+                _print(status)
+            live.update(Text(shown.getvalue()), refresh=True)
+            if status.owner is None:
+                return
+            time.sleep(_FOLLOW_S)
+            status = read_status(folder)
 
 
 def _live_owner(

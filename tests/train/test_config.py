@@ -348,7 +348,7 @@ def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
 
 
 def test_a_command_has_no_keys_that_it_does_not_read():
-    assert {field.name for field in fields(StatusConfig)} == {"run", "json"}
+    assert {field.name for field in fields(StatusConfig)} == {"run", "json", "follow"}
 
 
 def test_no_suggestion_is_better_than_a_silly_one():

@@ -30,7 +30,7 @@ train.load_run
     train.start
     launch
     train.__main__ train.plan.__main__ train.evaluate train.sample train.export \
-train.checkpoints train.status data.prepare data.inspect data.verify \
+train.checkpoints train.status train.report data.prepare data.inspect data.verify \
 data.train_tokenizer launch.__main__
 """
 RANK = {

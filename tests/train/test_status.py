@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from etils import epath
 
+import train.status
 from tests.fleet import REPOSITORY
+from train.config import RunConfig
 from train.run.liveness import Owner
 from train.run.metrics import EventLog, open_metrics, read_metrics
-from train.status import read_status
+from train.status import StatusConfig, main, read_status
 
 OWNER = Owner.current()
 
@@ -162,6 +164,19 @@ def test_the_command_says_it_to_people_and_to_programs(tmp_path):
     assert found["save"]["sealed"]
     assert found["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
     assert [start["code"] for start in found["starts"]] == [None, None]
+
+
+def test_a_run_is_followed_until_nobody_is_at_it(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, owner=OWNER)
+    monkeypatch.setattr(train.status, "_FOLLOW_S", 0.0)
+    seen = [read_status(epath.Path(tmp_path))] * 3
+    seen.append(replace(seen[0], state="stopped: preempted", owner=None))
+    monkeypatch.setattr(train.status, "read_status", lambda folder: seen.pop(0))
+    assert main(StatusConfig(RunConfig(dir=str(tmp_path)), follow=True)) == 0
+    assert seen == []
+    out = capsys.readouterr().out
+    assert out.count("state ") == 1
+    assert "stopped: preempted" in out
 
 
 def test_no_run_is_a_mistake_of_the_command_line(tmp_path):

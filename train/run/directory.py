@@ -22,6 +22,7 @@ from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
+from train.run.live_report import LiveReport
 from train.run.metrics import EventLog, open_metrics, read_events
 from train.run.starts import Continuation, compare_with_run, record_start
 from train.run.storage import run_folder, write_whole
@@ -50,6 +51,10 @@ class RunDir:
     lease: Lease | None
     metrics: Appender | None = None
     tracker: Tracker = field(default_factory=Tracker)
+
+    def __post_init__(self):
+        """Prepare the report that is written beside the steps."""
+        self.report = LiveReport(self.path)
 
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which goes on after `step` updates, and begin to log.
@@ -87,6 +92,8 @@ class RunDir:
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
         self.tracker.log(step, values)
+        if self.write:
+            self.report.update()
 
     def ready_to_save(self) -> None:
         """Make sure, on process 0, that the run is ours and its logs are kept.
@@ -142,12 +149,7 @@ class RunDir:
         self.tracker.finish()
         self.events.close()
         if self.write:
-            from train.run.report import write_report  # not needed to take a step
-
-            try:
-                write_report(self.path)
-            except Exception as error:  # it must not hide how the run ended
-                log.warning("%s/report.html was not written: %s", self.path, error)
+            self.report.close()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from train.units import format_count, format_seconds
 
 Row = dict[str, Any]
 Point = tuple[float, float | None]  # step and value; None if it is not finite
-_TEMPLATE = Path(__file__).with_name("report.html")
+TEMPLATE = Path(__file__).with_name("report.html")
 _METRICS = (
     *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
     *("eval/loss", "eval/bits_per_byte", "expert_load"),
@@ -38,10 +38,13 @@ _SET = re.compile("eval/[^/]+/loss")
 _MAX_POINTS = 1000
 
 
-def write_report(run_dir: epath.Path | Path) -> epath.Path:
-    """Write `<run_dir>/report.html` atomically and return its path."""
+def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
+    """Write `<run_dir>/report.html` atomically and return its path.
+
+    `live`: browsers shall load it again, for it will be written again.
+    """
     report = epath.Path(run_dir) / "report.html"
-    write_page(report, _TEMPLATE, report_data(run_dir))
+    write_page(report, TEMPLATE, report_data(run_dir) | {"live": live})
     return report
 
 
@@ -57,13 +60,13 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     rows, events = read_metrics(run_dir), read_events(run_dir)
     goodput = account(events)
     sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
-    series = {key: _series(rows, key) for key in (*_METRICS, *sets)}
+    series = {key: series_of(rows, key) for key in (*_METRICS, *sets)}
     of_sets = "Loss of validation sets", tuple(sets.items()), False
-    charts = (_chart(series, *chart) for chart in (*_CHARTS, of_sets))
+    charts = (chart(series, *each) for each in (*_CHARTS, of_sets))
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, goodput, num_steps),
-        "charts": [chart for chart in charts if chart],
+        "charts": [drawn for drawn in charts if drawn],
         "restarts": _restarts(events),
         "goodput": _goodput(goodput),
         "config": config,
@@ -98,12 +101,14 @@ def _from_config(text: str) -> tuple[str | None, int | None]:
     return str(name) if name else None, total if isinstance(total, int) else None
 
 
-def _series(rows: Sequence[Row], key: str) -> list[Point]:
+def series_of(rows: Sequence[Row], key: str) -> list[Point]:
+    """Return the values of a metric by step, those that are not finite as None."""
     points = [(finite(row.get("step")), row[key]) for row in rows if key in row]
     return [(step, finite(value)) for step, value in points if step is not None]
 
 
-def _finite(points: Sequence[Point]) -> list[tuple[float, float]]:
+def finite_points(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """Return the points that have a value."""
     return [(x, y) for x, y in points if y is not None]
 
 
@@ -119,7 +124,7 @@ def _figures(
     series: dict[str, list[Point]], goodput: Goodput, num_steps: int | None
 ) -> list[tuple[str, str, str]]:
     """Return the headline figures that are known: title, value and note."""
-    known = {key: _finite(points) for key, points in series.items()}
+    known = {key: finite_points(points) for key, points in series.items()}
     items: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
         # A later start may have gone on beyond what the first was to do.
@@ -151,7 +156,7 @@ def _figures(
     return items
 
 
-def _chart(
+def chart(
     series: dict[str, list[Point]],
     title: str,
     lines: Sequence[tuple[str, str]],
@@ -162,7 +167,7 @@ def _chart(
     A spike a hundred times the rest would flatten all else: the axis ends at three
     times the 98th percentile when something lies above that, and `cut` is the spike.
     """
-    drawn = [point for key, _ in lines for point in _finite(series[key])]
+    drawn = [point for key, _ in lines for point in finite_points(series[key])]
     if not drawn:
         return None
     values = sorted(y for _, y in drawn)

@@ -19,6 +19,7 @@ from train.config import Config
 from train.evaluate import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
+from train.report import ReportConfig
 from train.sample import SampleConfig
 from train.status import StatusConfig
 
@@ -41,6 +42,7 @@ def page() -> str:
         "train.sample": SampleConfig,
         "train.export": ExportConfig,
         "train.status": StatusConfig,
+        "train.report": ReportConfig,
         "train.checkpoints": CheckpointsConfig,
         "data.prepare": PrepareConfig,
         "data.inspect": InspectConfig,

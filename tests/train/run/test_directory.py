@@ -13,7 +13,7 @@ from train.run.starts import Continuation
 def test_a_report_that_fails_does_not_hide_how_the_run_ended(
     tmp_path, monkeypatch, caplog
 ):
-    def full(path):
+    def full(path, live=False):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("train.run.report.write_report", full)

@@ -1,0 +1,60 @@
+"""Two runs on one page, and what the command says of them."""
+
+import json
+
+import pytest
+
+from tests.train.pages import data_of, drawn
+from train.cli.schema import to_yaml
+from train.config import Config, OptimizerConfig
+from train.errors import ConfigError
+from train.report import ReportConfig, main
+
+
+def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
+    folder.mkdir()
+    config = Config(optimizer=OptimizerConfig(learning_rate=rate))
+    (folder / "config.yaml").write_text(to_yaml(config))
+    rows = [
+        {"step": s, "loss": rate / s, "tokens": 100 * s}
+        | ({"flops": flops * s} if flops else {})
+        for s in steps
+    ]
+    rows.insert(1, {"step": 15, "eval/loss": 2.0, "eval/bits_per_byte": 1.0})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+    return str(folder)
+
+
+def test_two_runs_are_compared(tmp_path, capsys):
+    runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.2, None)]
+    page = tmp_path / "ab.html"
+    assert main(ReportConfig(runs, str(page))) == 0
+    data = data_of(page.read_text())
+    (_, _, figures), (_, _, differences) = data["tables"]
+    assert figures[0] == ["a", "20", "2K", "0.0050", "2.0000", "1.0000"]
+    assert differences == [["optimizer.learning_rate", "0.1", "0.2"]]
+    loss, validation, *_ = data["axes"]["tokens"]
+    a, b = loss["lines"]
+    assert a == {"name": "a", "points": [[1000, 0.01], [2000, 0.005]]}
+    assert validation["lines"][1]["points"] == [[1500, 2.0]]
+    assert b["points"][0] == [1000, 0.02]
+    over_flops = data["axes"]["FLOPs"][0]["lines"]
+    assert [len(line["points"]) for line in over_flops] == [2, 0]
+    seen = drawn(page.read_text())
+    assert ("value", "FLOPs") in seen.attributes
+    assert "optimizer.learning_rate\n0.1\n0.2" in seen.text
+    assert "optimizer.learning_rate" in capsys.readouterr().out
+
+
+def test_one_run_is_drawn_again(tmp_path, capsys):
+    main(ReportConfig([_run(tmp_path / "a", 0.1, None)]))
+    assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"
+
+
+def test_each_folder_without_a_run_is_named(tmp_path):
+    run = _run(tmp_path / "a", 0.1, None)
+    with pytest.raises(ConfigError) as error:
+        main(ReportConfig([run, f"{tmp_path}/b", f"{tmp_path}/c"]))
+    values = [mistake.value for mistake in error.value.mistakes]
+    assert values == [f"{tmp_path}/b", f"{tmp_path}/c"]

@@ -1,0 +1,30 @@
+import time
+
+from tests.train.pages import data_of
+from train.run import live_report
+from train.run.live_report import LiveReport
+
+
+def test_a_page_that_lives_is_loaded_again_until_the_end(tmp_path, monkeypatch):
+    report = tmp_path / "report.html"
+    live = LiveReport(tmp_path)
+    live.update()
+    assert live._thread is None  # it is not yet time
+    live._due_s = 0.0
+    live.update()
+    assert live._thread is not None
+    live._thread.join()
+    assert data_of(report.read_text())["live"] is True
+    assert live._due_s > time.monotonic()
+    live.close()
+    assert data_of(report.read_text())["live"] is False
+
+
+def test_what_goes_wrong_is_said_once(tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").write_text("")
+    live = LiveReport(tmp_path / "file")
+    live._write()
+    live.close()
+    (record,) = caplog.records
+    assert "report.html was not written" in record.getMessage()
+    assert record.name == live_report.__name__

@@ -1,0 +1,60 @@
+"""`python -m train.report runs=[runs/a,runs/b]`: compare runs, or draw one again."""
+
+from dataclasses import dataclass, field
+
+from train.cli.command import run_command
+from train.errors import ConfigError, Mistake
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Keys of `python -m train.report`."""
+
+    runs: list[str] = field(default_factory=list)  # their directories
+    output: str = "comparison.html"  # of several; of one it is its own report.html
+
+
+def validate(config: ReportConfig) -> list[Mistake]:
+    """List the mistakes: no run to draw."""
+    rule = "must name directories of runs: runs=[runs/a,runs/b]"
+    return [] if config.runs else [Mistake("runs", config.runs, rule)]
+
+
+def main(asked: ReportConfig) -> int:
+    """Write the page and print its tables.
+
+    Raises:
+        ConfigError: naming each directory that holds no run.
+    """
+    from pathlib import Path
+
+    from etils import epath
+
+    from train.console import print_table
+    from train.run.comparison import compare
+    from train.run.page import write_page
+    from train.run.report import TEMPLATE, write_report
+    from train.run.storage import run_folder
+
+    folders = [run_folder(run, "runs") for run in asked.runs]
+    rule = "must be the directory of a run; there is no {}/config.yaml"
+    missing = [folder for folder in folders if not (folder / "config.yaml").exists()]
+    if missing:
+        raise ConfigError(
+            [Mistake("runs", str(folder), rule.format(folder)) for folder in missing]
+        )
+    if len(folders) == 1:
+        print(write_report(folders[0]))
+        return 0
+    data = compare(folders)
+    for title, headers, rows in data["tables"]:
+        print_table(rows, headers, title)
+        print()
+    output = epath.Path(Path(asked.output).absolute())
+    write_page(output, TEMPLATE, data)
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main, "report", ReportConfig, validate)

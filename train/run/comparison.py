@@ -1,0 +1,93 @@
+"""Several runs side by side: their last figures, their curves, where configs differ."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from train.identity import flatten
+from train.run.metrics import read_metrics
+from train.run.report import Point, Row, chart, finite_points, series_of
+from train.run.starts import read_run
+from train.units import format_count
+
+_CHARTS = (  # title, metric, whether the axis starts at zero
+    ("Loss", "loss", False),
+    ("Validation loss", "eval/loss", False),
+    ("Bits per byte", "eval/bits_per_byte", False),
+    ("Gradient norm", "grad_norm", True),
+    ("Learning rate", "learning_rate", True),
+    ("Tokens per second", "tokens_per_second", True),
+)
+_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # and their metrics
+_OWN = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
+
+
+def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
+    """Return what a page shows of several runs, as plain values.
+
+    Args:
+        folders: of the runs, each with a config.yaml.
+
+    Returns:
+        Tables as (title, headers, rows), and charts by the axis they are drawn over; a
+        run that does not know its FLOPs is missing over those.
+    """
+    names = [folder.name for folder in folders]
+    if len({*names}) < len(names):
+        names = [str(folder) for folder in folders]
+    rows = dict(zip(names, map(read_metrics, folders), strict=True))
+    configs = [flatten(read_run(str(folder))) for folder in folders]
+    figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
+    return {
+        "name": ", ".join(names),
+        "tables": [
+            ("Runs", ["", "Steps", "Tokens", "Loss", "Validation", "Bits"], figures),
+            ("Config", ["", *names], _differences(configs)),
+        ],
+        "axes": {axis: _charts(rows, metric) for axis, metric in _AXES.items()},
+        "restarts": [],
+    }
+
+
+def _figures(rows: Sequence[Row]) -> list[str]:
+    """Return the last step, tokens and loss, the best validation loss and its bits."""
+    last = {key: value for row in rows for key, value in row.items()}
+    scores = dict(finite_points(series_of(rows, "eval/loss")))
+    best = min(scores, key=lambda step: scores[step], default=None)
+    bits = dict(series_of(rows, "eval/bits_per_byte")).get(best or 0)
+    return [
+        f"{last.get('step', 0):,}",
+        format_count(last.get("tokens") or 0),
+        *(
+            "-" if value is None else f"{value:.4f}"
+            for value in (last.get("loss"), best and scores[best], bits)
+        ),
+    ]
+
+
+def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """Return a row for each key whose values differ, but for where a run lies."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys]
+    return [row for row in rows if len({*row[1:]}) > 1 and not row[0].startswith(_OWN)]
+
+
+def _charts(rows: Mapping[str, Sequence[Row]], axis: str | None) -> list[Any]:
+    """Return the charts over steps, or over another metric that grows with them."""
+    charts = []
+    for title, key, from_zero in _CHARTS:
+        series = {name: _over(of_run, key, axis) for name, of_run in rows.items()}
+        lines = [(name, name) for name in series]
+        charts.append(chart(series, title, lines, from_zero))
+    return [drawn for drawn in charts if drawn]
+
+
+def _over(rows: Sequence[Row], key: str, axis: str | None) -> list[Point]:
+    """Return a metric over steps, or over what each of them adds to another."""
+    points = series_of(rows, key)
+    if axis is None:
+        return points
+    known = [row for row in rows if row.get(axis) and row.get("step")]
+    each = known[-1][axis] / known[-1]["step"] if known else None
+    return [(x * each, y) for x, y in points] if each else []
