@@ -1,6 +1,6 @@
 """Text from a model: one prefill, then a token at a time with a cache of keys.
 
-Shapes: B samples, P prompt tokens, S = P + num_tokens, V vocab.
+Shapes: B samples, P tokens of the longest prompt, T tokens from `shared` on, V vocab.
 """
 
 from functools import partial
@@ -22,31 +22,39 @@ class Sampling(NamedTuple):
     top_p: float | None = None  # among the likeliest that together reach p
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
+@partial(jax.jit, static_argnums=(0, 5, 6, 7, 8, 9))
 def generate(
     model: GPT,
     params: Any,
     prompt_BP: jax.Array,
+    lengths_B: jax.Array,
     key: jax.Array,
+    shared: int,
     num_tokens: int,
     vocab_size: int,
     sampling: Sampling,
     how: Execution,
 ) -> jax.Array:
-    """Continue prompts.
+    """Continue prompts of any lengths.
+
+    The first `shared` tokens of all are read at once; then each row goes on a token at
+    a time: with its prompt's as long as there are any, then with what it draws.
 
     Args:
         model: abstract.
         params: its parameters.
-        prompt_BP: int32, at least one token each.
+        prompt_BP: int32; what follows a shorter prompt is not read.
+        lengths_B: int32, of the prompts.
         key: random key.
-        num_tokens: how many to add.
+        shared: at least 1, at most the shortest prompt.
+        num_tokens: how many to add to the longest.
         vocab_size: the tokenizer's; ids beyond it pad the vocabulary, never drawn.
         sampling: how to draw.
         how: execution; its placement rules are left out, a batch may be one row.
 
     Returns:
-        int32 [B, num_tokens].
+        int32 [B, P - shared + num_tokens]: the tokens from `shared` on, so row b has
+        its own from lengths_B[b] - shared on.
     """
     how = how._replace(rules=ANYWHERE)
     model = bind(model, params)
@@ -60,17 +68,19 @@ def generate(
         logits_BV = jnp.where(
             jnp.arange(logits_BV.shape[-1]) < vocab_size, logits_BV, -jnp.inf
         )
-        return cache, pick(logits_BV, jax.random.fold_in(key, step), sampling)
+        drawn_B = pick(logits_BV, jax.random.fold_in(key, step), sampling)
+        own_B = prompt_BP[:, jnp.minimum(shared + step, P - 1)]
+        return cache, jnp.where(shared + step < lengths_B, own_B, drawn_B)
 
     cache = model.empty_cache(B, P + num_tokens, how)
-    cache, first_B = draw(cache, prompt_BP, 0, 0)
+    cache, first_B = draw(cache, prompt_BP[:, :shared], 0, 0)
 
     def next_token(carry, step):
         cache, token_B = carry
-        cache, following_B = draw(cache, token_B[:, None], P + step - 1, step)
+        cache, following_B = draw(cache, token_B[:, None], shared + step - 1, step)
         return (cache, following_B), following_B
 
-    steps = jnp.arange(1, num_tokens)
+    steps = jnp.arange(1, P - shared + num_tokens)
     _, rest_TB = jax.lax.scan(next_token, (cache, first_B), steps)
     return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
 

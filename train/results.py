@@ -4,68 +4,22 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from etils import epath
 
 from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
-from data.tokenizer import decode, encode
 from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
-from train.errors import ConfigError, Mistake
 from train.evaluation import Score, as_metrics
-from train.generate import Sampling, generate
 from train.program import Program
 from train.run.goodput import account
 from train.run.metrics import read_events
+from train.sampling import continue_prompts
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one
 _SAMPLE_TOKENS = 400
-_PLAIN = Sampling()
-
-
-def sample_text(
-    program: Program,
-    params: Any,
-    sources: Sources,
-    prompt: str,
-    num_tokens: int,
-    sampling: Sampling = _PLAIN,
-    seed: int = 0,
-    num_samples: int = 1,
-) -> list[str]:
-    """Continue a prompt; an empty one is an end of text, so that a document begins.
-
-    Each position sees as many before it as a training row had.
-
-    Raises:
-        ConfigError: if prompt and tokens are more than the model has positions.
-    """
-    encoding, config = sources.encoding, program.config
-    ids = encode(encoding, prompt.encode())
-    if not len(ids):
-        ids = np.array([encoding.eot_token])
-    room = config.model.max_sequence_length
-    if config.model.position is Position.learned and room is not None:
-        left = room - len(ids)
-        if num_tokens > left:
-            rule = f"must be at most {left}: the model has {room} learned positions"
-            raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
-    out = generate(
-        program.model,
-        params,
-        jnp.tile(jnp.asarray(ids, jnp.int32), (num_samples, 1)),
-        jax.random.key(seed),
-        num_tokens,
-        encoding.n_vocab,
-        sampling,
-        program.how._replace(trained_length=config.data.sequence_length),
-    )
-    return [prompt + decode(encoding, np.asarray(row)) for row in out]
 
 
 def results(
@@ -97,8 +51,8 @@ def results(
         "validation_bytes": scored_bytes,
         "compressed_bytes": len(text),
         "compressed": compression_bits_per_byte(text),  # bits per byte
-        "sample": sample_text(
-            program, params, sources, "", min(_SAMPLE_TOKENS, room - 1)
+        "sample": continue_prompts(
+            program, params, sources, [""], min(_SAMPLE_TOKENS, room - 1)
         )[0],
     }
 

@@ -1,6 +1,11 @@
 """`python -m train.sample run.dir=... prompt=...`: generate text from a checkpoint."""
 
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Gt, Le
@@ -8,6 +13,9 @@ from annotated_types import Gt, Le
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
+from train.errors import ConfigError, Mistake
+
+Continue = Callable[[Sequence[str], int], list[str]]  # prompts, seed
 
 
 @dataclass(frozen=True)
@@ -18,40 +26,117 @@ class SampleConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     step: Step | None = None  # of the checkpoint, or best; null: the newest
     prompt: str = ""  # text to go on from
+    # A file of prompts instead: one a line; of .jsonl the key prompt of each record.
+    prompts: str | None = None
+    output: str | None = None  # a file for {"prompt": ..., "text": ...} lines
+    interactive: bool = False  # go on from what is typed, turn by turn
     num_tokens: Count = 256  # to generate
+    stop: list[str] = field(default_factory=list)  # texts before which one ends
     temperature: NotNegative = 0.8  # 0: always the likeliest token
     top_k: Count | None = None  # draw from the k likeliest tokens only; null: from all
     # Draw from the likeliest that make up this part of all chances; null: from all.
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    num_samples: Count = 1  # continuations, each drawn anew
+    num_samples: Count = 1  # continuations of each prompt, each drawn anew
+    batch_size: Count = 64  # continuations that are generated at once
     seed: int = 0  # of the draws
 
 
+def validate(config: SampleConfig) -> list[Mistake]:
+    """List the mistakes: no run, or two kinds of prompts."""
+    mistakes = must_name_run(config)
+    if config.prompts and (config.prompt or config.interactive):
+        other = "interactive=true" if config.interactive else "prompt"
+        rule = f"cannot be with {other}; leave one of them out"
+        mistakes.append(Mistake("prompts", config.prompts, rule))
+    for key in ("num_samples", "output"):
+        if config.interactive and getattr(config, key) != getattr(SampleConfig(), key):
+            rule = "is not for interactive=true; leave one of them out"
+            mistakes.append(Mistake(key, getattr(config, key), rule))
+    return mistakes
+
+
 def main(asked: SampleConfig) -> int:
-    """Print prompt and continuation, samples separated by a line of dashes."""
+    """Print prompt and continuation, samples separated by a line of dashes.
+
+    Raises:
+        ConfigError: if the prompts cannot be read, or are too long.
+    """
+    prompts = read_prompts(asked.prompts) if asked.prompts else [asked.prompt]
     import jax
 
     from train.console import printable
     from train.generate import Sampling
     from train.load_run import load_run
-    from train.results import sample_text
+    from train.sampling import continue_prompts
 
     program, sources, _, params = load_run(asked.run, asked.runtime, asked.step)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    with jax.set_mesh(program.mesh):
-        texts = sample_text(
-            program,
-            params,
-            sources,
-            asked.prompt,
-            asked.num_tokens,
-            sampling,
-            asked.seed,
-            asked.num_samples,
-        )
-    print(f"\n{'-' * 72}\n".join(map(printable, texts)))
+
+    def go_on(prompts: Sequence[str], seed: int) -> list[str]:
+        given = program, params, sources, prompts, asked.num_tokens, sampling
+        with jax.set_mesh(program.mesh):
+            return continue_prompts(*given, seed, asked.stop)
+
+    if asked.interactive:
+        for text in chat(go_on, asked.prompt, asked.seed):
+            print(printable(text), flush=True)
+        return 0
+    began, texts = time.monotonic(), dict[int, str]()
+    rows = [prompt for prompt in prompts for _ in range(asked.num_samples)]
+    # Of one length in a batch, if that can be: less is generated in vain.
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
+    for first in range(0, len(rows), asked.batch_size):
+        numbers = by_length[first : first + asked.batch_size]
+        of_batch = go_on([rows[i] for i in numbers], asked.seed + first)
+        texts |= dict(zip(numbers, of_batch, strict=True))
+    seconds = time.monotonic() - began
+    if asked.output:
+        lines = [{"prompt": rows[i], "text": texts[i]} for i in range(len(rows))]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        Path(asked.output).write_text(text)
+    else:
+        whole = (printable(rows[i] + texts[i]) for i in range(len(rows)))
+        print(f"\n{'-' * 72}\n".join(whole))
+    count = len(rows) * asked.num_tokens
+    speed = f"{count / seconds:,.0f} tokens/s, compilation included"
+    print(f"{count:,} tokens in {seconds:.1f} s: {speed}", file=sys.stderr)
     return 0
 
 
+def read_prompts(path: str) -> list[str]:
+    """Read a file of prompts, empty lines left out.
+
+    Raises:
+        ConfigError: if there is no such file, or no prompt in it.
+    """
+    try:
+        lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
+        if Path(path).suffix == ".jsonl":
+            lines = [str(json.loads(line)["prompt"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"cannot be read: {type(error).__name__}: {error}"
+        raise ConfigError([Mistake("prompts", path, rule)]) from None
+    if not lines:
+        raise ConfigError([Mistake("prompts", path, "holds no prompt")])
+    return lines
+
+
+def chat(go_on: Continue, text: str, seed: int) -> Iterator[str]:
+    """Yield what the model adds to each line that is typed, until the input ends.
+
+    All that was said so far is the prompt; an empty line lets the model go on.
+    """
+    turn = 0
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        text += f"{line}\n" if line else ""
+        (added,) = go_on([text], seed + turn)
+        text, turn = text + added, turn + 1
+        yield added
+
+
 if __name__ == "__main__":
-    run_command(main, "sample", SampleConfig, must_name_run)
+    run_command(main, "sample", SampleConfig, validate)

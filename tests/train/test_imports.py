@@ -19,7 +19,7 @@ LAYERS = """
     train.hardware
     train.runtime train.sharding train.optimizer train.spikes train.state \
 train.loss train.rows train.step train.program train.feed train.evaluation \
-train.generate train.describe
+train.generate train.sampling train.describe
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.memory

@@ -49,7 +49,7 @@ TEXT = b"".join(b"line %d of a text that compresses well\n" % n for n in range(1
 
 def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
     """Give the results of a run that scored so much of a text of 10,001 tokens."""
-    monkeypatch.setattr(train.results, "sample_text", lambda *args: ["\x1b[2Jx"])
+    monkeypatch.setattr(train.results, "continue_prompts", lambda *args: ["\x1b[2Jx"])
     program: Any = SimpleNamespace(
         config=compose([f"eval.final_num_batches={num_batches}"])
     )
