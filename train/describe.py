@@ -25,6 +25,13 @@ def describe(program: Program) -> None:
         f"devices     {devices.size} x {first.device_kind} ({first.platform}), {known}"
     )
     print(f"mesh        {sizes or 'one device'}")
+    if (pipeline := program.pipeline).stages > 1:
+        depth = config.model.num_layers // (pipeline.stages * pipeline.repeats)
+        print(
+            f"pipeline    {pipeline.stages} stages of {pipeline.repeats} x {depth} "
+            f"layers, {pipeline.microbatches} microbatches: {pipeline.iterations} "
+            f"iterations, {pipeline.bubble:.0%} bubble"
+        )
     print_table(
         _rows(program),
         ["parameter", "shape", "dtype", "logical axes", "spec", "bytes/device"],

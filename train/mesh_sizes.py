@@ -4,8 +4,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from train.config import MESH_AXES, Config, MeshConfig, Platform, TrainConfig
+from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
 # Variables that tell of more processes than this one, or of other devices.
@@ -51,9 +52,38 @@ def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> in
     return math.prod(sizes[axis] for axis in names)
 
 
-def stage_microbatches(config: TrainConfig, stages: int) -> int:
-    """Return how many microbatches pass through the stages of a pipeline."""
-    return stages if stages == 1 else config.pipeline_microbatches or stages
+class Pipeline(NamedTuple):
+    """How microbatches pass through stages of layers (model/pipeline.py).
+
+    repeats: groups of layers of each stage.
+    """
+
+    stages: int
+    repeats: int
+    microbatches: int
+
+    @property
+    def iterations(self) -> int:
+        """In which each stage runs one group of its layers."""
+        return self.repeats * self.microbatches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The part of these in which a stage has nothing to do."""
+        return (self.stages - 1) / self.iterations
+
+    @property
+    def own(self) -> int:
+        """Microbatches of each device's own rows."""
+        return max(1, self.microbatches // self.stages)
+
+
+def pipeline_of(config: Config, stages: int) -> Pipeline:
+    """Return the pipeline of a config on a mesh with so many stages."""
+    if stages == 1:
+        return Pipeline(1, 1, 1)
+    microbatches = config.train.pipeline_microbatches or stages
+    return Pipeline(stages, config.mesh.pipeline_repeats, microbatches)
 
 
 def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
@@ -62,8 +92,7 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
     Raises:
         ConfigError: if not, with all that is not.
     """
-    stages, repeats = sizes["pipeline"], config.mesh.pipeline_repeats
-    microbatches = stage_microbatches(config.train, stages)
+    stages, repeats, microbatches = pipeline_of(config, sizes["pipeline"])
     mistakes = list[Mistake]()
     if stages == 1:
         return
@@ -133,8 +162,7 @@ def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     if count is None or config.mesh.planned or not known:
         return []
     sizes = least_sizes(config.mesh, count)
-    stages = sizes["pipeline"]
-    passes = max(1, stage_microbatches(config.train, stages) // stages)
+    passes = pipeline_of(config, sizes["pipeline"]).own
     rows, parts = config.data.batch_size, config.train.accumulation_steps
     try:
         check_all(

@@ -31,11 +31,12 @@ from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
+    Pipeline,
     check_batch,
     check_pipeline,
     least_sizes,
     num_shards,
-    stage_microbatches,
+    pipeline_of,
 )
 from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options, execution
@@ -116,6 +117,11 @@ class Program:
         """Tokens of a global batch."""
         return self.config.data.batch_size * self.config.data.sequence_length
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """How microbatches pass through stages of layers."""
+        return pipeline_of(self.config, self.mesh.shape["pipeline"])
+
     @functools.cached_property
     def num_params(self) -> int:
         """The number of parameters, without those that only pad the vocabulary."""
@@ -157,10 +163,8 @@ class Program:
         config, rules = replace(self.config, train=train), self.how.rules
         parts = math.prod(shards_of(rules, self.mesh.shape))
         rules = replace(rules, rows_travel=rows_travel(config, parts))
-        stages = self.mesh.shape["pipeline"]
-        once = train.accumulation_steps == 1 == stages
+        once = train.accumulation_steps == 1 == self.pipeline.stages
         how = self.how._replace(remat=train.remat, rules=rules, reduces_copies=once)
-        how = how._replace(pipeline_microbatches=stage_microbatches(train, stages))
         return replace(self, config=config, how=how)
 
 
@@ -231,21 +235,20 @@ def make_program(
     rules = replace(rules, rows_travel=rows_travel(config, shards * sharing))
     model = abstract_gpt(config.model)
     infos = param_infos(model)
-    stages = sizes["pipeline"]
-    microbatches = max(stages, stage_microbatches(train, stages))
+    pipeline = pipeline_of(config, sizes["pipeline"])
     mesh, how, _, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
         lambda: execution(config, devices[0], rules, sizes),
         lambda: check_pipeline(config, sizes),
         lambda: check_batch(
-            data.batch_size, train.accumulation_steps, shards, microbatches // stages
+            data.batch_size, train.accumulation_steps, shards, pipeline.own
         ),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     how = how._replace(
-        reduces_copies=train.accumulation_steps == 1 == stages,
-        pipeline_microbatches=microbatches,
-        pipeline_repeats=config.mesh.pipeline_repeats,
+        reduces_copies=train.accumulation_steps == 1 == pipeline.stages,
+        pipeline_microbatches=pipeline.microbatches,
+        pipeline_repeats=pipeline.repeats,
     )
     optimizer = make_optimizer(
         config.optimizer,

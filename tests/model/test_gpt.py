@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("gpt2_1558m", 1_557_611_200),
         ("llama3_1b", 1_235_814_400),
         ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
     ],

@@ -11,6 +11,8 @@ from tests.train.test_experts import MOE, distance
 from tests.train.test_program import train
 from train.errors import ConfigError
 from train.feed import place
+from train.plan.compiled.step import read_step
+from train.plan.estimated.step import estimate_step
 from train.step import make_gradients
 
 DEEP = ("model.num_layers=4", "model.embed_dim=16")
@@ -139,6 +141,27 @@ def test_losses_do_not_depend_on_the_stages(programs, store, optimizer):
         programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8), store, state, 6
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("repeats", "iterations"), [(1, 5), (2, 9)])
+def test_the_compiled_step_does_as_many_iterations_as_planned(
+    programs, repeats, iterations
+):
+    """Read off how often it permutes, twice an iteration and pass, and multiplies."""
+    named = "mesh.pipeline=2", "mesh.data=2", "train.pipeline_microbatches=4"
+    program = programs(*DEEP, *named, f"mesh.pipeline_repeats={repeats}", devices=4)
+    pipeline = program.pipeline
+    assert pipeline.iterations == iterations
+    assert pipeline.bubble == 1 / iterations
+    with jax.set_mesh(program.mesh):
+        step = program.train_step.lower(program.state, program.batch).compile()
+    read, estimated = read_step(program, step.as_text()), estimate_step(program)
+    rows = program.config.data.batch_size // 8 * 32 * 16 * 4  # bytes of a microbatch
+    for cost in (read, estimated) if repeats == 1 else ():  # else weights travel too
+        (sent,) = [t for t in cost.sent if t.kind == "collective-permute"]
+        assert sent.payload == 4 * iterations * rows
+    assert read.flops.total == pytest.approx(estimated.flops.total, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import Config, DcnConfig
+from train.config import MESH_AXES, Config, DcnConfig
 from train.console import print_table
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes
@@ -29,16 +29,20 @@ class Layout:
     remat: str
     accumulation_steps: int
     context: int = 1
+    pipeline: int = 1
+    dcn_pipeline: int = 1
 
     @property
     def overrides(self) -> str:
         """What to type."""
         mesh = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        dcn = {"data": self.dcn_data, "fsdp": self.dcn_fsdp}
+        dcn = {"pipeline": self.dcn_pipeline}
+        dcn |= {"data": self.dcn_data, "fsdp": self.dcn_fsdp}
         return " ".join(
             [
                 *(f"mesh.{axis}={n}" for axis, n in mesh.items()),
                 *([f"mesh.context={self.context}"] if self.context > 1 else []),
+                *([f"mesh.pipeline={self.pipeline}"] if self.pipeline > 1 else []),
                 *(f"mesh.dcn.{axis}={n}" for axis, n in dcn.items() if n > 1),
                 f"train.remat={self.remat}",
                 f"train.accumulation_steps={self.accumulation_steps}",
@@ -50,8 +54,11 @@ class Layout:
         mesh = replace(
             config.mesh,
             **{"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
-            **{"context": self.context, "expert": 1, "planned": False},
-            dcn=DcnConfig(data=self.dcn_data, fsdp=self.dcn_fsdp),
+            **{"pipeline": self.pipeline, "context": self.context, "expert": 1},
+            planned=False,
+            dcn=DcnConfig(
+                pipeline=self.dcn_pipeline, data=self.dcn_data, fsdp=self.dcn_fsdp
+            ),
         )
         train = replace(
             config.train,
@@ -62,7 +69,10 @@ class Layout:
 
 
 def layouts(num_devices: int, parts: int) -> list[Layout]:
-    """List the meshes: parts are slices or nodes; tensor stays inside of one."""
+    """List the meshes: parts are slices or nodes; tensor stays inside of one.
+
+    Stages are parts: inside of one the network is fast enough for fsdp.
+    """
     inside = num_devices // parts
     found, cut = [], ("none", 1)  # in one piece
     for tensor in _divisors(inside):
@@ -73,12 +83,14 @@ def layouts(num_devices: int, parts: int) -> list[Layout]:
             found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut))
             if parts > 1:
                 found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut))
+                stages = {"pipeline": parts, "dcn_pipeline": parts}
+                found.append(Layout(data, fsdp, tensor, 1, 1, *cut, **stages))
     return found
 
 
 def variants(layout: Layout, batch_size: int) -> Iterator[Layout]:
     """Return a mesh with each way to recompute, and each number of microbatches."""
-    rows = batch_size // (layout.data * layout.fsdp)
+    rows = batch_size // (layout.data * layout.fsdp * layout.pipeline)
     for way, steps in itertools.product(WAYS, _powers_of_two(rows)):
         yield replace(layout, remat=typed(way), accumulation_steps=steps)
 
@@ -92,7 +104,8 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
     except ConfigError:
         return None
     return Layout(
-        **{axis: sizes[axis] for axis in ("data", "fsdp", "tensor", "context")},
+        **{axis: sizes[axis] for axis in MESH_AXES if axis != "expert"},
+        dcn_pipeline=config.mesh.dcn.pipeline,
         dcn_data=config.mesh.dcn.data,
         dcn_fsdp=config.mesh.dcn.fsdp,
         remat=typed(config.train.remat),

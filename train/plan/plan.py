@@ -122,6 +122,11 @@ class Plan:
             "devices": devices.size,
             "hosts": len({device.process_index for device in devices.flat}),
             "mesh": dict(program.mesh.shape),
+            "pipeline": {
+                **program.pipeline._asdict(),
+                "iterations": program.pipeline.iterations,
+                "bubble": program.pipeline.bubble,
+            },
             "attention": program.how.attention,
             "num_parameters": sum(leaf.size for leaf in params),
             "tokens_per_step": program.tokens_per_step,

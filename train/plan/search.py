@@ -209,8 +209,8 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
 
 def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
-    layout = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.planned", "mesh.dcn")
-    searched = (*layout, "train.remat", "train.accumulation_steps")
+    layout = ("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.dcn")
+    searched = (*layout, "mesh.planned", "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
     left = (*HARMLESS, *searched, *idle)

@@ -256,7 +256,7 @@ def record_start(
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
-        "mesh": asdict(config.mesh),
+        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # choices are words
     }
     write_whole(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
 

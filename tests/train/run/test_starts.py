@@ -14,7 +14,7 @@ from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.cli.schema import to_yaml
 from train.config import Config
 from train.errors import ConfigError
-from train.run.starts import compare_with_run, read_run
+from train.run.starts import compare_with_run, read_run, record_start
 
 
 def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
@@ -101,3 +101,10 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
 ):
     start = start_with(tmp_path, steps, newest, results, rewind_to=rewind_to)
     assert (start.finished, start.rewind_to) == (finished, rewind_to)
+
+
+def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):
+    sources: Any = SimpleNamespace(fingerprints={})
+    record_start(epath.Path(tmp_path), Config(), sources, 1)
+    written = yaml.safe_load((tmp_path / "starts" / "1.yaml").read_text())
+    assert written["mesh"]["context_attention"] == "auto"
