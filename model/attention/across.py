@@ -15,6 +15,7 @@ H head dim.
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,9 @@ def attend(
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
     assert sinks is None, "why_not"
-    return ring(kernel, axes, q * q.shape[-1] ** -0.5, k, v, ids)
+    operands = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    o_BNTH: Any = ring(kernel, axes, *operands, ids)
+    return o_BNTH.swapaxes(1, 2)
 
 
 def _ulysses(

@@ -58,50 +58,51 @@ def attend(
 
 
 def forward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py).
 
     `jax.nn` rounds the log-sum-exp, and its derivative drops the cotangent of it, hence
     jax's private functions here and in `backward`.
     """
     results: Any = fused.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
+        q_BNTH,
+        k_BKSH,
+        v_BKSH,
         mask=_same(documents),
         mask_type=_mask_type(causal),
+        qkv_layout="BNTH",
         return_residual=True,
     )
     return results  # the log-sum-exp is float32
 
 
 def backward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
     result: Result,
-    do_BTNH: Float[Array, "B T N H"],
+    do_BNTH: Float[Array, "B N T H"],
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward."""
-    none = jnp.zeros(0, q_BTNH.dtype)
+    none = jnp.zeros(0, q_BNTH.dtype)
     same = _same(documents)
     bias = none if same is None else fused.combine_bias_and_mask(None, same, none.dtype)
     dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        *(q_BTNH, k_BSKH, v_BSKH, bias, none, none, none, none, none, none),
-        *(result.lse_BNT, result.o_BTNH, do_BTNH),
+        *(q_BNTH, k_BKSH, v_BKSH, bias, none, none, none, none, none, none),
+        *(result.lse_BNT, result.o_BNTH, do_BNTH),
         scale=1.0,
         seed=42,
         dropout_rate=0.0,
         variadic_args=(same is not None, False),  # a bias, but not its gradient
         mask_type=_mask_type(causal),
-        layout=fused.AttentionLayout.BTNH.value,
+        layout=fused.AttentionLayout.BNTH.value,
         sliding_window_length=None,
     )
     return dq, dk, dv

@@ -4,8 +4,9 @@ Of a row's 2c chunks device i of c holds chunks i and 2c-1-i ("zig-zag"), so tha
 has as much to do in each step, whatever the kernel, and no step needs a mask but one:
 
     step 0: causal over the own chunks, whose order ascends.
-    step n, with the keys of device j = i-n mod c: if j < i all queries see the first
-        half of those keys; else the second half of the queries sees all of them.
+    step n, with the keys of device j = i-n mod c: the second chunk of queries sees the
+        first of keys; also, if j < i, the first sees the first, else the second the
+        second.
 
 Results of the steps are merged by their log-sum-exps. The backward pass goes round once
 more: each step is the kernel's own backward pass, with the merged result and
@@ -19,7 +20,7 @@ Shapes: B batch, T query time of a device, S key time, N query heads, K key/valu
 H head dim, c devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,13 +31,16 @@ from jaxtyping import Array, Float, Int
 from model.remat import named
 
 Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+Held = tuple[Array, Array, Array | None]  # keys, values, their documents
+Start = Array | int  # of half of the positions
 
 
 class Kernel(NamedTuple):
     """A kernel that says its log-sum-exp, and takes it back in its backward pass.
 
-    Queries come scaled. Those whose keys are all masked get a log-sum-exp so low that
-    their result has no weight.
+    Queries come scaled, heads before positions: that is how kernels lay their operands
+    out, so that nothing is moved from step to step. Queries whose keys are all masked
+    get a log-sum-exp so low that their result has no weight.
 
     forward: (q, k, v, documents, causal) -> (result, log-sum-exp), the latter float32.
     backward: (q, k, v, documents, causal, Result, cotangent) -> what these keys add to
@@ -50,108 +54,108 @@ class Kernel(NamedTuple):
 class Result(NamedTuple):
     """What queries have seen so far, and the log-sum-exp of their scores."""
 
-    o_BTNH: Float[Array, "B T N H"]
+    o_BNTH: Float[Array, "B N T H"]
     lse_BNT: Float[Array, "B N T"]
 
-    def merged(self, o_BTNH: Array, lse_BNT: Array) -> "Result":
-        """Add other keys' result to that of the last queries."""
-        rest = self.lse_BNT.shape[2] - lse_BNT.shape[2]
-        before = self.lse_BNT[:, :, rest:]
-        lse = jnp.logaddexp(before, lse_BNT)
-        o_BTNH = _weigh(self.o_BTNH[:, rest:], before - lse) + _weigh(
-            o_BTNH, lse_BNT - lse
+    def merged(self, o_BNTH: Array, lse_BNT: Array, start: Start) -> "Result":
+        """Add what half of the queries, from `start` on, see of other keys."""
+        before = Result(_half(self.o_BNTH, start), _half(self.lse_BNT, start))
+        lse = jnp.logaddexp(before.lse_BNT, lse_BNT)
+        o_BNTH = _weigh(before.o_BNTH, before.lse_BNT - lse) + _weigh(
+            o_BNTH, lse_BNT - lse
         )
         return Result(
-            self.o_BTNH.at[:, rest:].set(o_BTNH), self.lse_BNT.at[:, :, rest:].set(lse)
+            _with_half(self.o_BNTH, o_BNTH, start), _with_half(self.lse_BNT, lse, start)
         )
 
 
-def _weigh(o_BTNH: Array, log_BNT: Array) -> Array:
-    return o_BTNH.astype(jnp.float32) * jnp.exp(log_BNT).swapaxes(1, 2)[..., None]
+def _weigh(o_BNTH: Array, log_BNT: Array) -> Array:
+    return o_BNTH.astype(jnp.float32) * jnp.exp(log_BNT)[..., None]
+
+
+def _half(x: Array, start: Start, axis: int = 2) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, x.shape[axis] // 2, axis)
+
+
+def _with_half(x: Array, half: Array, start: Start) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, half, start, 2)
+
+
+def _adding(x: Array, half: Array, start: Start) -> Array:
+    return _with_half(x, _half(x, start) + half.astype(x.dtype), start)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
-    q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKTH: Float[Array, "B K T H"],
+    v_BKTH: Float[Array, "B K T H"],
     segment_ids_BT: Int[Array, "B T"] | None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all that come before, in q's dtype.
 
     Args:
         kernel: that each step runs.
         axes: mesh axes by hand along which devices share rows.
-        q_BTNH: scaled queries, rounded; T must be even.
-        k_BTKH: keys.
-        v_BTKH: values.
+        q_BNTH: scaled queries, rounded; T must be even.
+        k_BKTH: keys.
+        v_BKTH: values.
         segment_ids_BT: int32 document of each position; None: one document a row.
     """
-    return _forward(kernel, axes, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)[0]
+    return _forward(kernel, axes, q_BNTH, k_BKTH, v_BKTH, segment_ids_BT)[0]
 
 
 def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids):
-    c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    half = q.shape[1] // 2
-    o, lse = kernel.forward(q, k, v, _pair(ids, ids), True)
+    c = jax.lax.psum(1, axes)
 
-    def early(result: Result, k, v, other) -> Result:
-        other = _pair(ids, other, keys=slice(half))
-        return result.merged(*kernel.forward(q, k[:, :half], v[:, :half], other, False))
-
-    def late(result: Result, k, v, other) -> Result:
-        other = _pair(ids, other, queries=slice(half, None))
-        return result.merged(*kernel.forward(q[:, half:], k, v, other, False))
+    def see(result: Result, held: Held, n: Array | int) -> Result:
+        for pair in _chunks(n, q, ids, held, axes):
+            found = kernel.forward(*pair.operands, False)
+            result = result.merged(*found, pair.queries)
+        return result
 
     def step(carry, n):
         result, held = carry
         following = _send(held, axes)
-        return (jax.lax.cond(i >= n, early, late, result, *held), following), None
+        return (see(result, held, n), following), None
 
-    start = Result(o.astype(jnp.float32), lse), _send((k, v, ids), axes)
-    (result, held), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
-    o, lse = jax.lax.cond(i >= c - 1, early, late, result, *held)
+    o, lse = kernel.forward(q, k, v, None if ids is None else (ids, ids), True)
+    carry = Result(o.astype(jnp.float32), lse), _send((k, v, ids), axes)
+    (result, held), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
+    o, lse = see(result, held, c - 1)
     o, lse = named(o.astype(q.dtype), "attention"), named(lse, "attention")
     return o, (q, k, v, ids, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
     q, k, v, ids, result = residuals
-    c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    half = q.shape[1] // 2
-    start = kernel.backward(q, k, v, _pair(ids, ids), True, result, do)
+    c = jax.lax.psum(1, axes)
 
-    def early(dq, k, v, other):
-        other = _pair(ids, other, keys=slice(half))
-        operands = q, k[:, :half], v[:, :half], other, False
-        more, *grads = _wide(kernel.backward(*operands, result, do))
-        rest = [(0, 0), (0, half), (0, 0), (0, 0)]
-        return dq + more, tuple(jnp.pad(grad, rest) for grad in grads)
-
-    def late(dq, k, v, other):
-        other = _pair(ids, other, queries=slice(half, None))
-        own = Result(result.o_BTNH[:, half:], result.lse_BNT[:, :, half:])
-        operands = q[:, half:], k, v, other, False
-        more, *grads = _wide(kernel.backward(*operands, own, do[:, half:]))
-        return dq.at[:, half:].add(more), tuple(grads)
-
-    def one(dq, held, grads, n):
-        arrived = _send(grads, axes)
-        dq, more = jax.lax.cond(i >= n, early, late, dq, *held)
-        return dq, jax.tree.map(jnp.add, arrived, more)
+    def see(dq: Array, held: Held, grads: list[Array], n: Array | int):
+        dk, dv = _send(grads, axes)
+        for pair in _chunks(n, q, ids, held, axes):
+            own = Result(*(_half(x, pair.queries) for x in result))
+            cotangent = _half(do, pair.queries)
+            more = kernel.backward(*pair.operands, False, own, cotangent)
+            dq = _adding(dq, more[0], pair.queries)
+            dk = _adding(dk, more[1], pair.keys)
+            dv = _adding(dv, more[2], pair.keys)
+        return dq, [dk, dv]
 
     def step(carry, n):
         dq, held, grads = carry
         following = _send(held, axes)
-        dq, grads = one(dq, held, grads, n)
+        dq, grads = see(dq, held, grads, n)
         return (dq, following, grads), None
 
-    dq, *grads = _wide(start)
-    carry = dq, _send((k, v, ids), axes), tuple(grads)
+    documents = None if ids is None else (ids, ids)
+    start = kernel.backward(q, k, v, documents, True, result, do)
+    dq, *grads = (grad.astype(jnp.float32) for grad in start)
+    carry = dq, _send((k, v, ids), axes), grads
     (dq, held, grads), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
-    dq, grads = one(dq, held, grads, c - 1)
+    dq, grads = see(dq, held, grads, c - 1)
     dk, dv = _send(grads, axes)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -159,19 +163,31 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
 ring.defvjp(_forward, _backward)
 
 
-def _wide(grads: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(grad.astype(jnp.float32) for grad in grads)
+class _Pair(NamedTuple):
+    """A chunk of queries and one of keys that it sees, and where they begin.
+
+    operands: q, k, v and documents of these.
+    """
+
+    queries: Start
+    keys: Start
+    operands: tuple
 
 
-def _pair(
-    own: Array | None,
-    other: Array | None,
-    queries: slice = slice(None),
-    keys: slice = slice(None),
-) -> Documents:
-    if own is None or other is None:
-        return None
-    return own[:, queries], other[:, keys]
+def _chunks(
+    n: Array | int, q: Array, ids: Array | None, held: Held, axes: tuple[str, ...]
+) -> Iterator[_Pair]:
+    """Yield what meets in step n, with the keys, values and documents `held`."""
+    k, v, other = held
+    half = q.shape[2] // 2
+    earlier = jax.lax.axis_index(axes) >= n
+    first_or_second = jnp.where(earlier, 0, half)
+    for queries, keys in ((half, 0), (first_or_second, first_or_second)):
+        documents = None
+        if ids is not None and other is not None:
+            documents = _half(ids, queries, 1), _half(other, keys, 1)
+        chunks = _half(q, queries), _half(k, keys), _half(v, keys)
+        yield _Pair(queries, keys, (*chunks, documents))
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:

@@ -76,13 +76,13 @@ def attend(
 
 
 def forward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py). `interpret` is for tests.
 
     The kernel's own derivative takes no log-sum-exp of other keys, hence jax's private
@@ -92,7 +92,7 @@ def forward(
         splash_attention_kernel as splash,
     )
 
-    kernel = _step_kernel(q_BTNH, k_BSKH, causal, interpret)
+    kernel = _step_kernel(q_BNTH, k_BKSH, causal, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids):
         return splash._splash_attention_forward(
@@ -102,20 +102,19 @@ def forward(
             **kernel.kwargs,
         )
 
-    q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
     with nullcontext() if causal else unmasked():
-        o_BNTH, (lse_BNT,) = jax.vmap(row)(q, k, v, documents)
-    return o_BNTH.swapaxes(1, 2), lse_BNT
+        o_BNTH, (lse_BNT,) = jax.vmap(row)(q_BNTH, k_BKSH, v_BKSH, documents)
+    return o_BNTH, lse_BNT
 
 
 def backward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
     result: Result,
-    do_BTNH: Float[Array, "B T N H"],
+    do_BNTH: Float[Array, "B N T H"],
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward."""
@@ -123,7 +122,7 @@ def backward(
         splash_attention_kernel as splash,
     )
 
-    kernel = _step_kernel(q_BTNH, k_BSKH, causal, interpret)
+    kernel = _step_kernel(q_BNTH, k_BKSH, causal, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids, o_NTH, lse_NT, do_NTH):
         ids = None if ids is None else splash.SegmentIds(*ids)
@@ -132,23 +131,20 @@ def backward(
         grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTH)
         return grads[3:6]
 
-    q, k, v, o, do = (
-        x.swapaxes(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH, result.o_BTNH, do_BTNH)
-    )
+    o_BNTH, lse_BNT = result
+    operands = q_BNTH, k_BKSH, v_BKSH, documents, o_BNTH, lse_BNT, do_BNTH
     with nullcontext() if causal else unmasked():
-        grads = jax.vmap(row)(q, k, v, documents, o, result.lse_BNT, do)
-    dq, dk, dv = (grad.swapaxes(1, 2) for grad in grads)
-    return dq, dk, dv
+        return jax.vmap(row)(*operands)
 
 
-def _step_kernel(q_BTNH: Array, k_BSKH: Array, causal: bool, interpret: bool) -> Any:
+def _step_kernel(q_BNTH: Array, k_BKSH: Array, causal: bool, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
     )
 
-    shape = q_BTNH.shape[1], k_BSKH.shape[1]
+    shape = q_BNTH.shape[2], k_BKSH.shape[2]
     seen = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    return _kernel(seen, q_BTNH.shape[2], save_residuals=True, interpret=interpret)
+    return _kernel(seen, q_BNTH.shape[1], save_residuals=True, interpret=interpret)
 
 
 def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:

@@ -86,28 +86,27 @@ def attend(
 
 
 def forward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py); the result is float32."""
-    scores_BKGTS = _scores(q_BTNH, k_BSKH, documents, causal)
+    scores_BKGTS = _scores(q_BNTH, k_BKSH, documents, causal)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
-    o_BTKGH, _ = _weighted(scores_BKGTS, v_BSKH, lse_BKGT)
-    B, T, N, _ = q_BTNH.shape
-    return o_BTKGH.reshape(q_BTNH.shape), lse_BKGT.reshape(B, N, T)
+    o_BKGTH, _ = _weighted(scores_BKGTS, v_BKSH, lse_BKGT)
+    return o_BKGTH.reshape(q_BNTH.shape), lse_BKGT.reshape(q_BNTH.shape[:3])
 
 
 def backward(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    q_BNTH: Float[Array, "B N T H"],
+    k_BKSH: Float[Array, "B K S H"],
+    v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
     result: Result,
-    do_BTNH: Float[Array, "B T N H"],
+    do_BNTH: Float[Array, "B N T H"],
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward.
 
@@ -115,26 +114,24 @@ def backward(
     all keys, the scores' gradient is P (do v - do o): that of sum(P v) with cotangent
     do, and of sum(P) with cotangent -do o.
     """
-    B, T, N, _ = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    B, N, T, _ = q_BNTH.shape
+    K = k_BKSH.shape[1]
     lse_BKGT = result.lse_BNT.reshape(B, K, N // K, T)
-    do_BTNH = do_BTNH.astype(jnp.float32)
+    do_BNTH = do_BNTH.astype(jnp.float32)
 
     def sums(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         return _weighted(_scores(q, k, documents, causal), v, lse_BKGT)
 
-    (o_BTKGH, _), transpose = jax.vjp(sums, q_BTNH, k_BSKH, v_BSKH)
-    dot_BTN = jnp.sum(do_BTNH * result.o_BTNH.astype(jnp.float32), axis=-1)
-    dot_BKGT = dot_BTN.swapaxes(1, 2).reshape(lse_BKGT.shape)
-    return transpose((do_BTNH.reshape(o_BTKGH.shape), -dot_BKGT))
+    (o_BKGTH, _), transpose = jax.vjp(sums, q_BNTH, k_BKSH, v_BKSH)
+    dot_BNT = jnp.sum(do_BNTH * result.o_BNTH.astype(jnp.float32), axis=-1)
+    return transpose((do_BNTH.reshape(o_BKGTH.shape), -dot_BNT.reshape(lse_BKGT.shape)))
 
 
-def _scores(q_BTNH: Array, k_BSKH: Array, documents: Documents, causal: bool) -> Array:
+def _scores(q_BNTH: Array, k_BKSH: Array, documents: Documents, causal: bool) -> Array:
     """Return float32 scores [B, K, G, T, S] of scaled queries."""
-    B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
-    q_BTKGH = q_BTNH.astype(jnp.float32).reshape(B, T, K, N // K, H)
-    scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, q_BTNH.dtype)
+    (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
+    q_BKGTH = q_BNTH.astype(jnp.float32).reshape(B, K, N // K, T, H)
+    scores_BKGTS = product("bkgth,bksh->bkgts", q_BKGTH, k_BKSH, q_BNTH.dtype)
     mask_BTS = jnp.ones((1, T, S), bool)
     if documents is not None:
         mask_BTS = documents[0][:, :, None] == documents[1][:, None]
@@ -144,9 +141,9 @@ def _scores(q_BTNH: Array, k_BSKH: Array, documents: Documents, causal: bool) ->
 
 
 def _weighted(
-    scores_BKGTS: Array, v_BSKH: Array, lse_BKGT: Array
+    scores_BKGTS: Array, v_BKSH: Array, lse_BKGT: Array
 ) -> tuple[Array, Array]:
     """Return the sums of values by exp(scores - lse), and of these weights."""
     weights_BKGTS = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
-    o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, v_BSKH.dtype)
-    return o_BTKGH, jnp.sum(weights_BKGTS, axis=-1)
+    o_BKGTH = product("bkgts,bksh->bkgth", weights_BKGTS, v_BKSH, v_BKSH.dtype)
+    return o_BKGTH, jnp.sum(weights_BKGTS, axis=-1)
