@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from model.remat import named
 
@@ -197,7 +197,9 @@ def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_next), arrays)
 
 
-def in_ring_order(x_BT: Int[Array, "B T"], axes: tuple[str, ...]) -> Int[Array, "B T"]:
+def in_ring_order(
+    x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
+) -> Shaped[Array, "B T *rest"]:
     """Return a device's two chunks of rows, where it holds chunks 2i and 2i+1.
 
     Everything but attention is position by position, so rows may lie in any order.
