@@ -131,15 +131,15 @@ class Attention(StrEnum):
 class ContextAttention(StrEnum):
     """How devices that share a row attend to each other's keys.
 
-    `ring`: keys and values travel from device to device. `all_gather`: each device has
-    the keys and values of all. `ulysses`: each has the whole row of some heads. `auto`
-    takes the first of ring, ulysses and all_gather that can serve.
+    `ring`: keys and values travel from device to device. `ulysses`: each device has the
+    whole row of some heads. `all_gather`: each has the keys and values of all. `auto`
+    takes the first of these that can serve.
     """
 
     auto = "auto"
     ring = "ring"
-    all_gather = "all_gather"
     ulysses = "ulysses"
+    all_gather = "all_gather"
 
 
 class Grouped(StrEnum):

@@ -6,9 +6,11 @@ import pytest
 from flax import nnx
 
 from data.batches import Batch, Order
-from model.choices import ContextAttention
+from model.attention.across import choose
+from model.choices import Attention, ContextAttention
 from model.gpt import GPT, params_of
 from tests.train.test_experts import distance
+from tests.train.test_program import train
 from train.errors import ConfigError
 from train.step import make_gradients
 
@@ -83,10 +85,66 @@ def slow(*overrides):
 )
 def test_gradients_are_those_of_one_device(gradients, batches, mesh):
     for batch in batches.values():
-        loss, grads, _ = gradients(*GROUPED, "mesh=single", batch=batch, devices=1)
-        found = gradients(*GROUPED, *mesh, batch=batch)
-        assert found[0] == pytest.approx(loss, rel=1e-5)
-        assert distance(found[1], grads) < 1e-5
+        compare(gradients, GROUPED, mesh, batch)
+
+
+def compare(gradients, model, mesh, batch):
+    loss, grads, load = gradients(*model, "mesh=single", batch=batch, devices=1)
+    found = gradients(*model, *mesh, batch=batch)
+    np.testing.assert_array_equal(found[2], load)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.expert=2", "mesh.context=4"),
+        ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2"),
+    ],
+    ids=" ".join,
+)
+def test_experts_get_the_tokens_of_all_parts_of_a_row(gradients, batches, mesh):
+    compare(gradients, MOE, mesh, batches["packed"])
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_those_of_one_device(programs, store):
+    one = programs(*GROUPED, devices=1)
+    born = jax.device_get(one.init())
+    expected = train(one, store, born)
+    shared = programs(*GROUPED, "mesh.fsdp=2", "mesh.context=4", devices=8)
+    np.testing.assert_allclose(train(shared, store, born), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kernel", "length", "kv_heads", "plain", "answer"),
+    [
+        ("auto", "splash", 4096, 3, True, "ring"),
+        ("auto", "splash", 4096, 8, False, "ulysses"),
+        ("auto", "xla", 4096, 3, False, "all_gather"),
+        ("auto", "cudnn", 4100, 8, True, "ulysses"),
+        ("auto", "splash", 4096, 3, False, "3 key and value heads"),
+        ("ring", "splash", 4096 - 128, 8, True, "divisible by 1024, not 3968"),
+        ("ring", "xla", 4096, 8, False, "ring has neither model.window"),
+        ("ulysses", "xla", 4096, 6, True, "6 key and value heads"),
+        ("all_gather", "splash", 4096, 8, True, "needs model.attention=xla"),
+    ],
+)
+def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, plain, answer):
+    given = Attention(kernel), 4, length, kv_heads, plain
+    if answer in list(ContextAttention):
+        assert choose(ContextAttention(asked), *given) == answer
+        return
+    with pytest.raises(ValueError, match=answer):
+        choose(ContextAttention(asked), *given)
+
+
+def test_rows_that_cannot_be_cut_are_refused(programs):
+    with pytest.raises(ConfigError, match=r"mesh\.context_attention") as error:
+        programs("data.sequence_length=20", "mesh.context=8", devices=8)
+    assert "data.sequence_length divisible by 16, not 20" in str(error.value)
 
 
 @pytest.mark.slow
