@@ -4,8 +4,8 @@
 
 The JSON maps a name to what is to be compiled: {"target": a name of
 hardware/targets.py, and either "step": overrides of `python -m train` (the real
-training step on all devices), "attention": [T, H] or "grouped": [M, E, D, F] (the
-kernel and its gradient on one)}.
+training step on all devices, "options": of the compiler), "attention": [T, H] or
+"grouped": [M, E, D, F] (the kernel and its gradient on one; "dtype": float8)}.
 For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
 {"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}, to stdout.
 
@@ -25,21 +25,27 @@ import jax
 import jax.numpy as jnp
 
 from model.attention.kernel import attention
-from model.choices import Attention
+from model.choices import Attention, ComputeDtype
 from model.grouped import choose_grouped, grouped_product
+from model.quantization import Quantization
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.mesh import Device
-from train.plan.aot import compile_step
+from train.plan.aot import compile_step, lower_step
 from train.program import make_program, settle
 
 KINDS = ("argument", "output", "alias", "temp", "generated_code")
 
 
-def step(chips: list[Device], overrides: list[str]):
+def step(chips: list[Device], overrides: list[str], options: dict[str, bool]):
     config = settle(compose(overrides), vocab_size=512)
-    return compile_step(make_program(config, devices=chips))
+    program = make_program(config, devices=chips)
+    if not options:
+        return compile_step(program)
+    options = {"xla_gpu_autotune_level": 0, **options}
+    with jax.set_mesh(program.mesh):
+        return lower_step(program)[1].compile(compiler_options=options)
 
 
 def kernel(chips: list[Device], platform: str, T: int, H: int):
@@ -68,11 +74,13 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
     return traced.lower(lowering_platforms=(platform,)).compile(options)
 
 
-def grouped(chips: list[Device], platform: str, M: int, E: int, D: int, F: int):
-    place = jax.sharding.SingleDeviceSharding(chips[0])
+def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
+    place, (M, E, D, F) = jax.sharding.SingleDeviceSharding(chips[0]), sizes
+    float8 = Quantization(ComputeDtype(dtype)) if dtype else None
 
     def loss(x, w, sizes):
-        y = grouped_product(x, w, sizes, jnp.bfloat16, choose_grouped(platform))
+        body = choose_grouped(platform)
+        y = grouped_product(x, w, sizes, jnp.bfloat16, body, float8)
         return jnp.square(y.astype(jnp.float32)).sum()
 
     shapes = ((M, D), jnp.bfloat16), ((E, D, F), jnp.float32), ((E,), jnp.int32)
@@ -89,9 +97,10 @@ def main(folder: Path, cases: dict) -> None:
         try:
             chips = fake_devices(target)
             if "step" in case:
-                compiled = step(chips, case["step"])
+                compiled = step(chips, case["step"], case.get("options", {}))
             elif "grouped" in case:
-                compiled = grouped(chips, target.platform, *case["grouped"])
+                how = target.platform, case.get("dtype")
+                compiled = grouped(chips, *how, *case["grouped"])
             else:
                 compiled = kernel(chips, target.platform, *case["attention"])
         except Exception as error:

@@ -30,6 +30,11 @@ class Compiled(NamedTuple):
                 found.append((a, b, op[1] if op else ""))
         return found
 
+    def of_linear_layers(self) -> list[tuple[str, str]]:
+        """Operands' dtypes of each product, but for those of the head."""
+        products = self.products()
+        return [(a, b) for a, b, name in products if "part.head" not in name]
+
     def square_buffers(self, T: int) -> set[tuple[int, ...]]:
         """Shapes of all values that end in [T, T]."""
         shapes = re.findall(rf"\w+\[((?:\d+,)*){T},{T}\]", self.text)

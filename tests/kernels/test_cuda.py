@@ -52,6 +52,17 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2_full": [*GPT2, "train.remat=full"],
     "gpt2_kept": [*GPT2, "train.remat=[attention]"],
 }
+FLOAT8 = [*LLAMA, "model.mlp_dim=1024", "model.compute_dtype=float8"]
+EIGHT_BITS = {  # by both of XLA's ways to multiply
+    "float8": {"step": [*COMMON, *FLOAT8]},
+    "float8_fsdp": {"step": [*COMMON, *FLOAT8, "mesh=fsdp", "data.batch_size=16"]},
+    "float8_cublas": {
+        "step": [*COMMON, *FLOAT8],
+        "options": {"xla_gpu_enable_triton_gemm": False},
+    },
+    "float8_grouped": {"grouped": [8192, 8, 1024, 2048], "dtype": "float8"},
+}
+CUBLAS = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 PLAIN = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
 MASKED = {"__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"}
 
@@ -63,7 +74,8 @@ def compiled(compile_cases):
         for name, step in STEPS.items()
     }
     grouped = {"target": "h100-8", "grouped": [8192, 8, 1024, 2048]}
-    return compile_cases({**steps, "grouped": grouped})
+    eight_bits = {name: {"target": "h100-8", **EIGHT_BITS[name]} for name in EIGHT_BITS}
+    return compile_cases({**steps, **eight_bits, "grouped": grouped})
 
 
 def cudnn_calls(text: str) -> list[str]:
@@ -175,3 +187,42 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
     assert done.attention == done.whole_attention / 2  # what causality leaves
     assert done.products == 6 * (matrices + 512 * 256) * ROWS * T
     assert done.unknown == ()
+
+
+@pytest.mark.parametrize("name", ["float8", "float8_fsdp"])
+def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
+    """All three products of each layer, and none as bfloat16 behind a conversion."""
+    result = compiled[name]
+    assert result.error is None
+    pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
+    assert {*result.of_linear_layers()} == {*pairs}
+    assert ("bf16", "bf16") in {(a, b) for a, b, _ in result.products()}
+    done = count_flops(read(result.text))
+    head, wide = 512 * 512, 512 * 1024
+    matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * wide)  # of both layers
+    assert done.eight_bits * head == (done.products - done.eight_bits) * matrices
+
+
+def test_weights_travel_in_float8(compiled):
+    """Those of layers' matrices, forward and backward; the head alone does not."""
+    lines = compiled["float8_fsdp"].text.splitlines()
+    gathered = "".join(line for line in lines if " all-gather-done(" in line)
+    assert gathered.count("f8e4m3fn[") >= 2 * 7
+    assert gathered.count("bf16[") == 1
+
+
+def test_cublas_multiplies_float8_where_triton_does_not(compiled):
+    text = compiled["float8_cublas"].text
+    found = {kind: text.count(f'custom_call_target="{kind}"') for kind in CUBLAS}
+    assert found[CUBLAS[0]] == 3  # of the head
+    done = count_flops(read(text))
+    assert found[CUBLAS[1]] >= 7 * 3
+    assert done == count_flops(read(compiled["float8"].text))
+
+
+def test_experts_multiply_float8(compiled):
+    result = compiled["float8_grouped"]
+    assert result.error is None
+    assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    done = count_flops(read(result.text))
+    assert done.eight_bits == done.products > 0

@@ -5,8 +5,13 @@ python -m pytest tests/kernels/test_tpu.py
 """
 
 import importlib.util
+import re
+from collections import Counter
 
 import pytest
+
+from train.plan.compiled.flops import count_flops
+from train.plan.compiled.trip_counts import read
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +38,7 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "llama": LLAMA,
     "llama_xla": [*LLAMA, "model.attention=xla"],
 }
+INT8 = [*LLAMA, "mesh=fsdp", "data.batch_size=8", "model.compute_dtype=int8"]
 CHIPS = {"v5e": "v5e-8", "v5p": "v5p-8", "v6e": "v6e-8"}
 KERNELS = [(chip, 4096, head_dim) for chip in CHIPS for head_dim in (64, 128)]
 PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
@@ -54,11 +60,15 @@ def compiled(compile_cases):
         }
         for chip, length, head_dim in KERNELS
     }
+    int8 = {
+        f"{chip}_int8": {"target": target, "step": [*COMMON, *INT8]}
+        for chip, target in CHIPS.items()
+    }
     grouped = {
         f"{chip}_grouped": {"target": target, "grouped": [8192, 8, 2048, 768]}
         for chip, target in CHIPS.items()
     }
-    return compile_cases(steps | kernels | grouped)
+    return compile_cases(steps | kernels | int8 | grouped)
 
 
 def splash_calls(text: str) -> set[str]:
@@ -104,3 +114,18 @@ def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled, chip):
     assert result.error is None
     assert result.text.count('custom_call_target="tpu_custom_call"') == 3
     assert result.products() == []
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_linear_layers_multiply_int8_but_for_the_weights_gradient(compiled, chip):
+    result = compiled[f"{chip}_int8"]
+    assert result.error is None
+    weights = 7
+    found = Counter(result.of_linear_layers())
+    assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): weights}
+    done = count_flops(read(result.text))
+    rows = 2 if chip == "v5p" else 1  # of a device; v5p-8 has four
+    head = 6 * 512 * 512 * T * rows
+    assert done.eight_bits == pytest.approx(2 / 3 * (done.products - head))
+    gathered = re.findall(r"= \(?(\w+)\[\d+,[\d,]+\][^=\n]* all-gather", result.text)
+    assert gathered.count("s8") >= 2 * weights
