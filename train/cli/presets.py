@@ -53,6 +53,7 @@ class Presets:
         self.loader: Any = GlobalHydra.instance().config_loader()
         self._config_name, self._schema, self._chosen = config_name, schema, chosen
         self._composed: dict[tuple[str, ...], tuple[DictConfig, list[Mistake]]] = {}
+        self._options: dict[str, list[str]] = {}
         self.choices: dict[str, Any] = {}
         with suppress(Exception):  # `compose` says why
             self.choices = self._defaults(()).overrides.known_choices
@@ -61,7 +62,11 @@ class Presets:
 
     def options(self, group: str) -> list[str]:
         """List a group's choices; empty if it is none."""
-        return self.loader.get_group_options(group)
+        if "." in group:
+            return []
+        if group not in self._options:  # Hydra copies all that it has read for it
+            self._options[group] = self.loader.get_group_options(group)
+        return self._options[group]
 
     def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
         """Compose what is chosen; a choice of which nothing comes is left out.
