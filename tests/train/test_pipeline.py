@@ -9,10 +9,12 @@ from data.batches import Order
 from model.gpt import GPT, params_of
 from tests.train.test_experts import MOE, distance
 from tests.train.test_program import train
+from train.config import CheckpointConfig
 from train.errors import ConfigError
 from train.feed import place
 from train.plan.compiled.step import read_step
 from train.plan.estimated.step import estimate_step
+from train.run.checkpoint import Checkpoints
 from train.step import make_gradients
 
 DEEP = ("model.num_layers=4", "model.embed_dim=16")
@@ -141,6 +143,38 @@ def test_losses_do_not_depend_on_the_stages(programs, store, optimizer):
         programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8), store, state, 6
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_on_stages_goes_on_there_to_the_bit_and_elsewhere(
+    programs, store, tmp_path
+):
+    """From circular stages, to them and to fsdp 8; the state knows of no stages."""
+    named = (*DEEP, "optimizer.ema_decay=0.9")
+    staged = programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8)
+    elsewhere = programs(*named, "mesh.fsdp=8", devices=8)
+
+    def steps(program, state, first: int, last: int):
+        losses = []
+        with jax.set_mesh(program.mesh):
+            for step in range(first, last):
+                batch = Order(store, program.config.data, 0).read(step)
+                state, found = program.train_step(state, place(batch, program.batch))
+                losses.append(float(found["loss"]))
+        return state, losses
+
+    state, _ = steps(staged, staged.init(), 0, 3)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(3, state, {"step": 3})
+    checkpoints.wait()
+    end, expected = steps(staged, state, 3, 6)
+    again, losses = steps(staged, checkpoints.saved.restore(staged.state), 3, 6)
+    assert losses == expected
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, end)))
+    there = checkpoints.saved.restore(elsewhere.state)
+    checkpoints.close()
+    assert jax.tree.map(lambda leaf: leaf.sharding, there) == elsewhere.shardings
+    np.testing.assert_allclose(steps(elsewhere, there, 3, 6)[1], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
