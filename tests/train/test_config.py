@@ -183,6 +183,16 @@ def test_a_setting_without_effect_is_named():
     )
 
 
+def test_so_is_a_schedule_without_stages():
+    mesh, train = MeshConfig(pipeline_repeats=2), TrainConfig(pipeline_microbatches=8)
+    found = without_effect(Config(mesh=mesh, train=train))
+    assert [warning.split()[0] for warning in found] == [
+        "mesh.pipeline_repeats",
+        "train.pipeline_microbatches",
+    ]
+    assert without_effect(Config(mesh=replace(mesh, pipeline=2), train=train)) == []
+
+
 def test_without_a_tracker_only_what_one_would_read_is_idle():
     assert without_effect(_wandb(enabled=True, project="mine")) == []
     (warning,) = without_effect(_wandb(project="mine"))

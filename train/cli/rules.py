@@ -180,6 +180,8 @@ def without_effect(config: Config) -> list[str]:
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (learned, "model.rope_theta", "model.position is learned"),
+        (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
+        (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (learned, "model.rotary_fraction", "model.position is learned"),
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
