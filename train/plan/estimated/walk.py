@@ -282,7 +282,9 @@ class Walk:
     def _manual(self, name: str, params: Any, array: Array) -> tuple[Dim, ...]:
         """Gather, scatter or exchange, as a device's own program says."""
         axes = mesh_axes(params["axis_name"])
-        parts, dims = ways(self.sending.sizes, axes), list(array.dims)
+        groups, dims = params["axis_index_groups"], list(array.dims)
+        devices = ways(self.sending.sizes, axes)
+        parts = len(groups[0]) if groups else devices
         grows = params.get("all_gather_dimension", params.get("concat_axis"))
         shrinks = params.get("scatter_dimension", params.get("split_axis"))
         if grows is not None:
@@ -290,6 +292,8 @@ class Walk:
         if shrinks is not None:
             dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
         payload = array.bytes * (parts if name == "all_gather" else 1)
+        if groups:  # fewer devices send a smaller part of it
+            payload *= (1 - 1 / parts) / (1 - 1 / devices)
         self.sending.add(axes, name.replace("_", "-"), payload, self.place, array.label)
         return tuple(dims)
 

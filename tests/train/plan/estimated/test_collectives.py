@@ -1,11 +1,16 @@
 """What the loop over the layers sends, against compiled steps."""
 
+from unittest import mock
+
 import pytest
 
-from tests.train.compiled import D, L
+from tests.train.compiled import SHAPE, B, D, L, N, T
 from tests.train.plan.compiled.test_collectives import large, of, payload
+from train.hardware import devices
+from train.hardware.targets import parse_target
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.local_step import local_step
+from train.program import make_program
 
 F32 = 4
 
@@ -34,3 +39,30 @@ def test_the_loop_over_the_layers_sends_what_was_estimated(stored_step, name):
     assert {c.kind for c in large(step.collectives) if c.times == L} == {
         e.kind for e in guess
     }
+
+
+@pytest.mark.slow
+def test_a_ring_sends_keys_on_and_weights_are_gathered_as_along_fsdp(composed):
+    """Sixteen chips gather by rows and columns: as many bytes as in one step."""
+
+    def sent(mesh):
+        config = composed(*SHAPE, "model.attention=xla", "mesh.fsdp=1", mesh)
+        with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
+            chips = devices.fake_devices(parse_target("v5p-32"))
+        found = local_step(make_program(config, chips)).exchanges
+        kinds = {e.kind for e in found if e.in_layers}
+        return {
+            kind: sum(e.payload for e in found if e.in_layers and e.kind == kind)
+            for kind in kinds
+        }
+
+    ring, sharded = sent("mesh.context=16"), sent("mesh.fsdp=16")
+    assert ring["all-gather"] == pytest.approx(sharded["all-gather"], rel=1e-3)
+    chunk = B * T // 16
+    keys, documents = 2 * chunk * D, 4 * chunk  # and as many values; heads x dim is D
+    forward = 15 * (2 * keys + documents)
+    home = 16 * 2 * (2 * keys)  # the gradients of both, in float32
+    assert N * 64 == D
+    wanted = L * (2 * forward + home)  # documents are the same in all layers
+    assert ring["collective-permute"] == pytest.approx(wanted, rel=2e-3)
+    assert "collective-permute" not in sharded
