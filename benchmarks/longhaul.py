@@ -1,6 +1,8 @@
 """Longhaul's own step as a contender: the program that `python -m train` runs."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ class LonghaulWorker:
         batches: np.ndarray,
         *,
         device: str,
+        compute_dtype: str,
         num_layers: int,
         num_heads: int,
         embed_dim: int,
@@ -37,6 +40,7 @@ class LonghaulWorker:
                 f"model.num_heads={num_heads}",
                 f"model.embed_dim={embed_dim}",
                 f"model.vocab_size={vocab_size}",
+                f"model.compute_dtype={compute_dtype}",
                 f"model.max_sequence_length={length - 1}",
                 "model.layer_unroll=-1",
                 f"data.sequence_length={length - 1}",
@@ -80,3 +84,11 @@ class LonghaulWorker:
         """Most GPU memory ever in use; None on the CPU."""
         stats = None if self._await else jax.local_devices()[0].memory_stats()
         return stats["peak_bytes_in_use"] if stats else None
+
+
+def square(matrix: np.ndarray) -> Callable[[], Any]:
+    """Return what multiplies a matrix by itself on the CPU, and waits."""
+    set_up(RuntimeConfig(platform=Platform.cpu))
+    on_cpu = jax.device_put(matrix, jax.devices("cpu")[0])
+    product = jax.jit(lambda x: x @ x)
+    return lambda: jax.block_until_ready(product(on_cpu))

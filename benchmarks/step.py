@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --preset nano --json nano.json
     python -m benchmarks.step --preset gpt2_124m --device gpu
+    python -m benchmarks.step --isa avx2    # float32, as on a CPU without AVX-512
 
 Each contender is a process of its own that trains the same shape on the same token
 batches, already on the device. Before any timing its loss must fall, and agree with
@@ -45,15 +46,30 @@ DEFAULT_CONTENDERS = {
 }
 
 
+# What keeps each library from instructions that a CPU without them would not have.
+NARROW = {
+    "avx2": {
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
+}
+
+
 class Contender:
     """A worker process, seen from the harness."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, options: argparse.Namespace, isa: str | None) -> None:
         self.name = name
         self.blocks: list[float] = []  # seconds of a step, one per block
         self.memory = 0
         arguments = [name, options.preset, options.device, str(options.threads)]
-        environment = {"OMP_NUM_THREADS": str(options.threads)}
+        arguments += [isa] if isa else []
+        environment = {
+            "OMP_NUM_THREADS": str(options.threads),
+            **NARROW.get(isa or "", {}),
+        }
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU is shared
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.step_worker", *arguments],
@@ -134,6 +150,31 @@ def prune(contenders: list[Contender], steps: int) -> list[Contender]:
     return [c for c in contenders if c.name not in dropped]
 
 
+def check_narrow(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
+    """Compare a float32 product with all instructions to one with few.
+
+    Returns:
+        The speed with few over that with all, by library. Where it is near 1 the
+        library may take wide instructions all the same, or never does.
+    """
+    first = {name.partition("-")[0]: name for name in reversed(names)}
+    ratios = {}
+    for library, name in first.items():
+        both = [Contender(name, options, isa) for isa in (None, options.isa)]
+        speeds = [[c.ask("product")["flops"] for c in both] for _ in range(5)]
+        for contender in both:
+            contender.quit()
+        wide, narrow = (statistics.median(each) for each in zip(*speeds, strict=True))
+        ratios[library] = narrow / wide
+        verdict = "narrower" if narrow < 0.8 * wide else "nothing tells it is narrower"
+        print(
+            f"{library}: a float32 product at {wide / 1e9:.0f} GFLOP/s, with "
+            f"{options.isa} at {narrow / 1e9:.0f}: {verdict}",
+            flush=True,
+        )
+    return ratios
+
+
 def hardware(device: str) -> str:
     """Name the processor, and the GPU where that is what is timed."""
     model, info = platform.processor(), Path("/proc/cpuinfo")
@@ -211,19 +252,24 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--steps", type=int, default=20, help="of one block")
     parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--isa", choices=NARROW, help="compute in float32 with no more")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = DEFAULT_CONTENDERS[options.device]
+    if options.isa:  # no bfloat16
+        names = [name for name in names if "bf16" not in name]
     if options.contenders:
         names = options.contenders.split(",")
     if unknown := set(names) - {*TORCH_VARIANTS, "longhaul"}:
         parser.error(f"--contenders: unknown {sorted(unknown)}")
-    contenders = [Contender(name, options) for name in names]
+    ratios = check_narrow(options, names) if options.isa else None
+    contenders = [Contender(name, options, options.isa) for name in names]
     try:
         check(contenders)
         contenders = prune(contenders, options.steps)
         alternate(contenders, options.blocks, options.steps)
         result = report(contenders, options)
+        result["narrow"] = {"isa": options.isa, "product": ratios}
     finally:
         for contender in contenders:
             contender.quit()

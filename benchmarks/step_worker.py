@@ -7,7 +7,9 @@ shapes, and the batches that all contenders train on, are here too.
 import json
 import os
 import resource
+import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -70,13 +72,14 @@ class Worker(Protocol):
         ...
 
 
-def longhaul_worker(shape: Shape, device: str) -> Worker:
-    """Build Longhaul's step."""
+def longhaul_worker(shape: Shape, device: str, float32: bool) -> Worker:
+    """Build Longhaul's step, with float32 products or what `auto` takes."""
     from benchmarks.longhaul import LonghaulWorker
 
     return LonghaulWorker(
         shape.batches(),
         device=device,
+        compute_dtype="float32" if float32 else "auto",
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         embed_dim=shape.embed_dim,
@@ -103,8 +106,26 @@ def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
     )
 
 
-def main(name: str, preset: str, device: str, threads: str) -> None:
-    """Answer `warm` and `run N` on stdin with one JSON line each.
+def product_flops(name: str) -> float:
+    """Time a float32 product of 1,024 x 1,024 matrices; return FLOPs a second."""
+    if name == "longhaul":
+        from benchmarks.longhaul import square
+    else:
+        from benchmarks.torch_gpt import square
+
+    size = 1024
+    product = square(np.random.default_rng(0).random((size, size), np.float32))
+    product()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times)
+
+
+def main(name: str, preset: str, device: str, threads: str, isa: str = "") -> None:
+    """Answer `warm`, `run N` and `product` on stdin with one JSON line each.
 
     `warm` builds, compiles and does the first step. Host memory is the peak since
     then, so that a compiler's own does not count.
@@ -115,9 +136,12 @@ def main(name: str, preset: str, device: str, threads: str) -> None:
     worker: Worker | None = None
     for line in sys.stdin:
         command, *arguments = line.split()
+        if command == "product":
+            print(json.dumps({"flops": product_flops(name)}), file=answers, flush=True)
+            continue
         if command == "warm":
             if name == "longhaul":
-                worker = longhaul_worker(shape, device)
+                worker = longhaul_worker(shape, device, bool(isa))
             else:
                 worker = torch_worker(name, shape, device, int(threads))
         assert worker is not None, "warm comes first"

@@ -175,3 +175,9 @@ class TorchWorker:
     def device_peak_bytes(self) -> int | None:
         """Most GPU memory ever allocated; None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+
+
+def square(matrix: np.ndarray) -> Callable[[], Tensor]:
+    """Return what multiplies a matrix by itself on the CPU."""
+    tensor = torch.from_numpy(matrix)
+    return lambda: tensor @ tensor
