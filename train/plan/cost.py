@@ -25,7 +25,8 @@ from train.console import print_table
 from train.units import format_bytes, format_flops
 
 COMPILED, ESTIMATED = "compiled", "estimated"
-ACTIVATION_AXES = {"tensor", "context", "expert"}  # those that carry activations
+# Those that carry activations, which layers wait for.
+ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
 # How many products over [T, S] an attention kernel computes. Splash: the backward pass
 # is two kernels, each of which makes the scores and their cotangent again. cuDNN: two
 # of the forward pass; scores again and the four gradients.
