@@ -89,8 +89,7 @@ def _backward(
     dy: jax.Array,
 ):
     x, w, sizes, like_x = residuals
-    (a, of_a), (b, of_b) = _operands(compute, float8, x, w)
-    ((dy, of_dy),) = _operands(compute, float8, dy)
+    (dy, of_dy), (a, of_a), (b, of_b) = _operands(compute, float8, dy, x, w)
     dx = grouped_rows(dy, b, sizes, True, like_x.dtype, body)
     dw = grouped_matrices(a, dy, sizes, w.dtype, body)
     return _scaled(dx, of_dy, of_b), _scaled(dw, of_a, of_dy), None

@@ -49,6 +49,7 @@ def to_int8(
     else:
         draw = partial(jax.random.uniform, shape=x.shape[2:], dtype=x.dtype)
         x = jnp.floor(x + jax.vmap(jax.vmap(draw))(keys_BT))
+    x = jnp.clip(x, -_MOST, _MOST)  # what is beyond has no defined int8
     outside = tuple((dim, axes) for dim, axes in parts.cut if dim not in dims)
     own = parts._replace(cut=outside, place=PartitionSpec())
     return Scaled(parts.gather(x.astype(jnp.int8)), own.gather(scale))

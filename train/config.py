@@ -203,7 +203,8 @@ class TrainConfig:
     # What the backward pass recomputes of a layer, or a list of what is kept of it.
     remat: Remat | tuple[Intermediate, ...] = Remat.none
     # In which the gradients of matrices and tables travel between devices; auto: in
-    # model.compute_dtype, but in float32 between the devices of a CPU.
+    # model.compute_dtype, bfloat16 if that has eight bits; float32 between the devices
+    # of a CPU.
     reduce_dtype: Dtype = Dtype.auto
     # Positions of a device whose logits exist at once; null: as few as are fast.
     loss_chunk_tokens: Count | None = None
