@@ -3,7 +3,8 @@
 Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says that it is taken (model/parts.py), or else always.
+often as a scope in it says that it is taken (model/parts.py), but at least once; or
+else always. GPUs run a first iteration outside of its loop: its branches all count.
 """
 
 import re
