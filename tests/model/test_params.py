@@ -46,7 +46,7 @@ def test_layers_are_stacked_and_nothing_else_is(tiny):
 
 def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
-        if name.endswith(("bias", "scale", "balance")):
+        if name.endswith(("bias", "scale", "balance", "sinks")):
             assert info.kind is Kind.vector, name
         elif name.startswith(("layers.", "dense_layers.")):
             assert info.kind is Kind.matrix, name

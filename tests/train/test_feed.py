@@ -31,11 +31,10 @@ def check(placed: Batch, whole: Batch, program) -> None:
     for field, expected in zip(placed, whole, strict=True):
         assert field.sharding == program.batch.inputs.sharding
         for shard in field.addressable_shards:
-            data, fsdp, _, _, _ = (
-                int(i[0]) for i in np.where(mesh.devices == shard.device)
-            )
+            found = np.argwhere(mesh.devices == shard.device)[0]
+            at = dict(zip(mesh.axis_names, found, strict=True))
             parts = mesh.shape["data"] * mesh.shape["fsdp"]
-            part = data * mesh.shape["fsdp"] + fsdp
+            part = at["data"] * mesh.shape["fsdp"] + at["fsdp"]
             size = len(expected) // parts
             rows = expected[part * size : (part + 1) * size]
             np.testing.assert_array_equal(shard.data, rows)

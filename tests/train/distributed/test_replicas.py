@@ -52,7 +52,8 @@ def test_of_two_copies_either_may_be_wrong(programs):
     """And devices that hold other parts of the array are beyond suspicion."""
     program = programs(*CUBE, devices=8)
     name = "params.layers.mlp.up.weight"  # over fsdp and tensor: copies along data
-    one, other = (program.mesh.devices[i, 0, 0, 0, 1].id for i in (0, 1))
+    copies = program.mesh.devices[..., 0, :, :, 1]  # at fsdp=0 tensor=1
+    one, other = (d.id for d in copies.squeeze())
     found = find(program, flip(program.init(), name, other))
     assert [(f.device, f.certain) for f in found] == [(one, False), (other, False)]
     assert found[1].place == {"data": 1, "fsdp": 0, "tensor": 1}

@@ -147,7 +147,7 @@ def test_an_arrays_slices_are_where_its_shards_are(program, capsys):
     out = capsys.readouterr().out
     leaf = dict(named(program.state.params))[name]
     array = jax.device_put(jax.numpy.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-    assert f"{name} 2x128x32 float32, (None, 'tensor', 'fsdp')" in out
+    assert f"{name} 2x128x32 float32, ('pipeline', 'tensor', 'fsdp')" in out
     for shard in array.addressable_shards:
         (line,) = [x for x in out.splitlines() if x.startswith(f"{shard.device} ")]
         spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
@@ -158,7 +158,7 @@ def test_the_same_is_there_for_programs(program):
     found = json.loads(json.dumps(array_slices(program, "layers.mlp.down.weight")))
     leaf = dict(named(program.state.params))[found["name"]]
     assert (tuple(found["shape"]), found["dtype"]) == (leaf.shape, "float32")
-    assert found["spec"] == [None, "tensor", "fsdp"]
+    assert found["spec"] == ["pipeline", "tensor", "fsdp"]
     slices = {held["device"]: held["slice"] for held in found["held"]}
     at = {held["device"]: tuple(held["position"].values()) for held in found["held"]}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
