@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 OUT, ERR = "forked.out", "forked.err"
-_IMPORTED = ("train.start", "train.plan.plan", "train.generate", "train.run.tracker")
+_IMPORTED = (
+    "train.start",
+    "train.plan.plan",
+    "train.sample.generate",
+    "train.run.tracker",
+)
 
 
 class Forks:

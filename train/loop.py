@@ -25,7 +25,7 @@ from train.distributed.processes import Cluster
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.errors import ABORTED, DIVERGED, Exit
-from train.evaluation import Score, as_metrics, evaluate_all
+from train.evaluate.validation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
 from train.log_window import LogWindow, Profiler
 from train.program import Program

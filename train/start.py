@@ -22,12 +22,12 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
-from train.evaluation import as_metrics
+from train.evaluate.results import print_results, results
+from train.evaluate.validation import as_metrics
 from train.identity import run_dir
 from train.loop import Trainer
 from train.preflight import Prepared
 from train.program import Program, make_program, settle
-from train.results import print_results, results
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.starts import read_results

@@ -25,9 +25,9 @@ from train.config import (
     TrainConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
-from train.evaluate import EvaluateConfig
+from train.evaluate.__main__ import EvaluateConfig
 from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
-from train.sample import SampleConfig
+from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 from train.watching import (
     EvalConfig,

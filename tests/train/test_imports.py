@@ -18,20 +18,20 @@ LAYERS = """
     train.mesh
     train.hardware
     train.runtime train.sharding train.optimizer train.spikes train.state \
-train.loss train.rows train.step train.program train.feed train.evaluation \
-train.generate train.sampling train.describe
+train.loss train.rows train.step train.program train.feed train.evaluate.validation \
+train.sample.generate train.sample.prompts train.describe
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.memory
     train.plan.compiled | train.plan.estimated
-    train.plan | train.pretrained | train.log_window train.loop train.results \
+    train.plan | train.pretrained | train.log_window train.loop train.evaluate.results \
 train.load_run
     train.preflight
     train.start
     launch
-    train.__main__ train.plan.__main__ train.evaluate train.sample train.export \
-train.checkpoints train.status train.report data.prepare data.inspect data.verify \
-data.train_tokenizer launch.__main__
+    train.__main__ train.plan.__main__ train.evaluate.__main__ train.sample.__main__ \
+train.export train.checkpoints train.status train.report data.prepare data.inspect \
+data.verify data.train_tokenizer launch.__main__
 """
 RANK = {
     name: (number, side)

@@ -13,8 +13,8 @@ import yaml
 from tests.fleet import REPOSITORY
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.evaluate import EvaluateConfig
-from train.sample import SampleConfig
+from train.evaluate.__main__ import EvaluateConfig
+from train.sample.__main__ import SampleConfig
 
 PROGRAM = """
 import os, sys

@@ -3,7 +3,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from train.cli.quoting import quote_text
 from train.config import Config
-from train.sample import SampleConfig
+from train.sample.__main__ import SampleConfig
 
 
 def read(argument):

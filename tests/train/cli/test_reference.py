@@ -16,11 +16,11 @@ from tests.fleet import REPOSITORY
 from train.checkpoints import CheckpointsConfig
 from train.cli.hints import bounds_rule, describe, keys_of, kind_of, meaning, type_of
 from train.config import Config
-from train.evaluate import EvaluateConfig
+from train.evaluate.__main__ import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
 from train.report import ReportConfig
-from train.sample import SampleConfig
+from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 
 PAGE = REPOSITORY / "docs" / "config.md"

@@ -8,8 +8,8 @@ from flax import nnx
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
-from train.generate import Sampling
-from train.sampling import continue_prompts
+from train.sample.generate import Sampling
+from train.sample.prompts import continue_prompts
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]

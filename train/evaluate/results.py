@@ -11,11 +11,11 @@ from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
-from train.evaluation import Score, as_metrics
+from train.evaluate.validation import Score, as_metrics
 from train.program import Program
 from train.run.goodput import account
 from train.run.metrics import read_events
-from train.sampling import continue_prompts
+from train.sample.prompts import continue_prompts
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one

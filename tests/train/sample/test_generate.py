@@ -8,7 +8,7 @@ from flax import nnx
 
 from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
-from train.generate import Sampling, generate, pick
+from train.sample.generate import Sampling, generate, pick
 
 PROMPT = np.array([[5, 17, 200, 3], [99, 98, 97, 96]], np.int32)
 GREEDY = Sampling(temperature=0)

@@ -65,9 +65,9 @@ def main(asked: SampleConfig) -> int:
     import jax
 
     from train.console import printable
-    from train.generate import Sampling
     from train.load_run import load_run
-    from train.sampling import continue_prompts
+    from train.sample.generate import Sampling
+    from train.sample.prompts import continue_prompts
 
     program, sources, _, params = load_run(asked.run, asked.runtime, asked.step)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)

@@ -15,8 +15,8 @@ from data.sources import Sources
 from data.tokenizer import decode, encode
 from model.choices import Position
 from train.errors import ConfigError, Mistake
-from train.generate import Sampling, generate
 from train.program import Program
+from train.sample.generate import Sampling, generate
 
 _BUCKET = 64  # lengths are rounded to it, so that few programs are compiled
 _PLAIN = Sampling()

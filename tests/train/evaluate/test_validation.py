@@ -11,7 +11,7 @@ from flax import nnx
 from data.batches import validation_batches
 from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
-from train.evaluation import evaluate
+from train.evaluate.validation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from train.config import RunConfig
 from train.errors import ConfigError
-from train.sample import SampleConfig, chat, read_prompts, validate
+from train.sample.__main__ import SampleConfig, chat, read_prompts, validate
 
 RUN = RunConfig(dir="runs/x")
 

@@ -27,7 +27,7 @@ def main(asked: EvaluateConfig) -> int:
 
     from data.sources import open_sets
     from train.errors import ConfigError
-    from train.evaluation import evaluate_all
+    from train.evaluate.validation import evaluate_all
     from train.load_run import load_run
 
     place = asked.run, asked.runtime, asked.step

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from etils import epath
 
-import train.results
+import train.evaluate.results
 from train.cli.command import compose
-from train.evaluation import Score
+from train.evaluate.results import print_results, results
+from train.evaluate.validation import Score
 from train.identity import run_dir
-from train.results import print_results, results
 
 FOUND = {
     **{"step": 30, "eval/loss": 1.0, "eval/bits_per_byte": 1.0, "sample": "x"},
@@ -29,8 +29,8 @@ FOUND = {
     ],
 )
 def test_it_means_the_same_run_and_each_key_once(typed, monkeypatch, capsys):
-    monkeypatch.setattr(train.results, "read_events", lambda path: [])
-    monkeypatch.setattr(train.results, "account", lambda events: "")
+    monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
+    monkeypatch.setattr(train.evaluate.results, "account", lambda events: "")
     config = compose(typed)
     command = shlex.join(["python", "-m", "train", *typed])
     print_results(FOUND, command, config, epath.Path(run_dir(config)))
@@ -49,7 +49,9 @@ TEXT = b"".join(b"line %d of a text that compresses well\n" % n for n in range(1
 
 def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
     """Give the results of a run that scored so much of a text of 10,001 tokens."""
-    monkeypatch.setattr(train.results, "continue_prompts", lambda *args: ["\x1b[2Jx"])
+    monkeypatch.setattr(
+        train.evaluate.results, "continue_prompts", lambda *args: ["\x1b[2Jx"]
+    )
     program: Any = SimpleNamespace(
         config=compose([f"eval.final_num_batches={num_batches}"])
     )
@@ -62,8 +64,8 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
 
 
 def shown(values: dict[str, Any], monkeypatch, capsys) -> str:
-    monkeypatch.setattr(train.results, "read_events", lambda path: [])
-    monkeypatch.setattr(train.results, "account", lambda events: "")
+    monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
+    monkeypatch.setattr(train.evaluate.results, "account", lambda events: "")
     print_results(values, "python -m train", compose([]), epath.Path("runs/x"))
     return capsys.readouterr().out
 
@@ -80,7 +82,7 @@ def test_compressors_get_no_more_text_than_was_scored(monkeypatch, capsys):
 
 
 def test_a_part_that_was_compressed_is_called_one(monkeypatch, capsys):
-    monkeypatch.setattr(train.results, "_COMPRESSED_BYTES", 2048)
+    monkeypatch.setattr(train.evaluate.results, "_COMPRESSED_BYTES", 2048)
     out = shown(left_by(monkeypatch, -1, 10_000), monkeypatch, capsys)
     assert "the first 2.00 KiB of it in bits per byte" in out
 
