@@ -14,6 +14,7 @@ from model.attention.cache import KeysValues
 from model.attention.xla import Local
 from model.choices import NormPlacement
 from model.config import ModelConfig
+from model.dropout import drop
 from model.execution import Execution
 from model.experts import Experts
 from model.layers import MLP, Normalize, SelfAttention
@@ -31,7 +32,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
         """Make one layer, `routed` to experts or with one MLP."""
-        F = config.mlp_size
+        F, self.dropout = config.mlp_size, config.dropout.residual
 
         def norm(*places: NormPlacement) -> Normalize | None:
             if config.norm_placement not in places:
@@ -61,6 +62,7 @@ class Block(nnx.Module):
         with part("attention"):
             a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache, local)
         a_BTD = _through(self.attention_output_norm, a_BTD)
+        a_BTD = drop(a_BTD, self.dropout, "attention_output", how)
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         h_BTD, routing = _through(self.mlp_norm, x_BTD), None
         with part("mlp"):
@@ -68,7 +70,8 @@ class Block(nnx.Module):
                 h_BTD, routing = self.mlp(h_BTD, how)
             else:
                 h_BTD = self.mlp(h_BTD, how)
-            x_BTD = x_BTD + _through(self.mlp_output_norm, h_BTD)
+            h_BTD = _through(self.mlp_output_norm, h_BTD)
+            x_BTD = x_BTD + drop(h_BTD, self.dropout, "mlp_output", how)
         return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache, routing
 
 
@@ -103,10 +106,12 @@ def run_stack(
     cache: KeysValues | None,
     local: Sequence[bool],
     unroll: int,
+    first: jax.Array | int = 0,
 ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
     """Run stacked layers, `unroll` in each iteration of a loop; -1: without one.
 
-    Which of them are local the loop is told layer by layer, if not all are alike.
+    Which of them are local the loop is told layer by layer, if not all are alike. The
+    first has that number among all layers of its kind, for what is drawn at random.
     """
     block, params = nnx.split(stack)
     flags_L = jnp.asarray(local) if len({*local}) > 1 else None
@@ -121,7 +126,7 @@ def run_stack(
         return x_BTD, rest
 
     depth = depth_of(stack)
-    numbers = None if how.keys_BT is None else jnp.arange(depth)
+    numbers = None if how.keys_BT is None else first + jnp.arange(depth)
     unroll = depth if unroll == -1 else min(unroll, depth)
     with jax.named_scope("layers"):
         x_BTD, (cache, routing) = jax.lax.scan(

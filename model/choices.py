@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 
 class Norm(StrEnum):
@@ -73,6 +73,18 @@ class RopeScaling:
     def most_turns(self) -> float:
         """How often those pairs turn that are just kept."""
         return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
+
+
+Rate = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The part of what passes that training leaves out at random; 0: nothing."""
+
+    embedding: Rate = 0.0  # of what enters the first layer
+    attention: Rate = 0.0  # of the weights of keys; needs model.attention=xla
+    residual: Rate = 0.0  # of what attention and MLP add to the residual stream
 
 
 class Activation(StrEnum):

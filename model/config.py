@@ -11,6 +11,7 @@ from model.choices import (
     Activation,
     Attention,
     ComputeDtype,
+    Dropout,
     Dtype,
     Init,
     Mlp,
@@ -121,6 +122,7 @@ class ModelConfig:
     # taken off where it got more; it only chooses, outside of the gradient; 0: none.
     router_bias_rate: Annotated[float, Ge(0)] = 0.0
     router_z_weight: Annotated[float, Ge(0)] = 0.0  # of the squared log of the sum
+    dropout: Dropout = field(default_factory=Dropout)
     init: Init = Init.scaled  # standard deviations of the matrices
     embedding_std: Annotated[float, Gt(0)] = 0.02  # of the embedding at the start
 

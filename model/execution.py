@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
-from model.choices import Attention, ContextAttention, Grouped
+from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
 from model.quantization import Quantization
 from model.remat import Policy
 
@@ -18,8 +18,8 @@ class Execution(NamedTuple):
     compute_dtype: of products' operands, and of weights that are gathered.
     quantization: of linear layers to eight bits; None: they are as other products.
     expert_quantization: likewise of experts' matrices, float8 or None.
-    keys_BT: of each position, by which linear layers round at random; None: they round
-        to the nearest.
+    keys_BT: of each position, by which int8 rounds at random and dropout leaves out;
+        None: it rounds to the nearest, and nothing is left out.
     reduce_dtype: in which weights' gradients travel between devices.
     on_tpu: whether XLA:TPU compiles it.
     gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
@@ -54,6 +54,12 @@ class Execution(NamedTuple):
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
     trained_length: int | None = None
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether linear layers need keys."""
+        quantization = self.quantization
+        return quantization is not None and quantization.dtype is ComputeDtype.int8
 
     def drawing(self, what: int | jax.Array) -> "Execution":
         """Return it with other keys, those of a part of the program."""

@@ -20,6 +20,7 @@ from model.attention.cache import KeysValues
 from model.block import Block, depth_of, make_stack, run_stack
 from model.choices import Init, Position
 from model.config import ModelConfig
+from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import Execution
 from model.layers import Normalize, stds
@@ -86,11 +87,13 @@ class GPT(nnx.Module):
         if self.config.scaled_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embed_dim)
         x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
+        x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", how)
         caches, routing = list[KeysValues](), None
         if how.rules.cut(("layers",)):
             rows = positions_BT, segment_ids_BT
-            for stack, local in self._stacks:
-                x_BTD, routing = self._run_stages(stack, local, x_BTD, rows, how)
+            for i, (stack, local) in enumerate(self._stacks):
+                own = how.drawing(i)
+                x_BTD, routing = self._run_stages(stack, local, x_BTD, rows, own)
         else:
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
             for i, (stack, local) in enumerate(self._stacks):
@@ -113,14 +116,14 @@ class GPT(nnx.Module):
         """Run stacked layers that lie on stages."""
         block, params = nnx.split(stack)
 
-        def run(params: Any, x_BTD: jax.Array, rows: Any, how: Execution):
+        def run(params: Any, x_BTD: jax.Array, rows: Any, group: Any, how: Execution):
             positions_BT, segment_ids_BT = rows
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
             own = nnx.merge(block, params)
-            here = local[: depth_of(own)]  # as in every stage (train/mesh_sizes.py)
-            x, _, routing = run_stack(
-                own, x_BTD, by, segment_ids_BT, how, None, here, unroll
-            )
+            depth = depth_of(own)
+            here = local[:depth]  # as in every stage (train/mesh_sizes.py)
+            rest = how, None, here, unroll, group * depth
+            x, _, routing = run_stack(own, x_BTD, by, segment_ids_BT, *rest)
             return x, routing
 
         return run_pipeline(run, params, x_BTD, rows, how)

@@ -5,6 +5,7 @@ G = N/K, H head dim, F mlp, L layers, V vocab.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from model.attention.kernel import attention
 from model.attention.xla import Local
 from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
+from model.dropout import drop
 from model.execution import Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
@@ -93,6 +95,7 @@ class SelfAttention(nnx.Module):
         self.query_norm, self.key_norm = norm(heads=N), norm(kv_heads=K)
         self.query_scale = (H / (config.query_scale_dim or H)) ** 0.5
         self.window, self.soft_cap = config.window, config.attention_soft_cap
+        self.dropout = config.dropout.attention
         sinks_N = jnp.zeros((N,), jnp.dtype(config.param_dtype))
         info = ParamInfo(("heads",), Kind.vector)
         self.sinks = nnx.Param(sinks_N, info=info) if config.attention_sinks else None
@@ -127,6 +130,7 @@ class SelfAttention(nnx.Module):
             "soft_cap": self.soft_cap,
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }
+        weights = {"rate": self.dropout, "place": "weights", "how": how}
         if cache is None:
             o_BTNH = attention(
                 q_BTNH,
@@ -137,6 +141,7 @@ class SelfAttention(nnx.Module):
                 compute=how.compute_dtype,
                 rules=how.rules,
                 context=how.context_attention,
+                drop=partial(drop, **weights) if self.dropout else None,
                 **seen,
             )
         else:

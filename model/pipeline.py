@@ -30,7 +30,9 @@ from model.parts import part
 from model.remat import rematerialized_stage
 from model.router import Routing
 
-Run = Callable[[Any, jax.Array, Any, Execution], tuple[jax.Array, Routing | None]]
+Run = Callable[
+    [Any, jax.Array, Any, jax.Array, Execution], tuple[jax.Array, Routing | None]
+]
 
 
 def run_pipeline(
@@ -39,7 +41,8 @@ def run_pipeline(
     """Run layers that lie on the stages of a pipeline.
 
     Args:
-        run: (layers' parameters, x, rows, how) -> (x, what routers did), of some rows.
+        run: (layers' parameters, x, rows, group, how) -> (x, what routers did), of some
+            rows; the group's number is that of its layers among those of all stages.
         params: tree of a device's own layers, [L/S, ...] each.
         x_BTD: what goes in, of a device's own rows.
         rows: tree of int32 [B, T], what layers need to know of these.
@@ -62,14 +65,18 @@ def run_pipeline(
         return whole.reshape(M, stream.shape[1], *ids_BT.shape[1:])
 
     with part("pipeline"):
-        rows = jax.tree.map(of_all, rows)
+        keys = None if how.keys_BT is None else jax.random.key_data(how.keys_BT)
+        rows_keys = jax.tree.map(of_all, (rows, keys))
         params = dealt(params, axis, R) if R > 1 else params
 
-    def run_stage(params: Any, x: jax.Array, rows: Any, repeat: jax.Array):
+    def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
         # Also of a single group: what does not depend on the iteration (each layer's
         # gathered weights) jax would compute, and keep, before the loop.
         group = jax.tree.map(lambda own: _group(own, repeat, R), params)
-        return run(group, x, rows, inside)
+        rows, keys = rows_keys
+        keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
+        own = inside._replace(keys_BT=keys_BT)
+        return run(group, x, rows, repeat * S + stage, own)
 
     run_stage = rematerialized_stage(run_stage, how.remat)
 
@@ -84,7 +91,7 @@ def run_pipeline(
             entering = jnp.where(t < M, first, again)
         x = jnp.where(stage == 0, entering, arrived)
         x = jnp.where(at_work, x, 0)
-        own = jax.tree.map(lambda ids: _at(ids, number % M), rows)
+        own = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
         y, routing = run_stage(params, x, own, jnp.clip(number // M, 0, R - 1))
         if waits:
             waiting = _put(waiting, arrived, t % waits)

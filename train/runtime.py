@@ -133,6 +133,12 @@ def _context_attention(
         return ContextAttention.ring
     kv_heads = config.model.kv_heads // num_shards(sizes, rules.spec("kv_heads")[0])
     model = config.model
+    if rate := model.dropout.attention:
+        rule = (
+            f"must be 0 where {devices} devices share a row, each with other weights "
+        )
+        rule += "of its keys; take mesh.context=1, or embedding and residual alone"
+        raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
     special = model.window, model.attention_soft_cap, model.attention_sinks or None
     plain = special == (None, None, None)
     try:
@@ -152,6 +158,7 @@ def _kernel(config: Config, platform: str) -> Attention:
             model.head_size,
             soft_cap=model.attention_soft_cap is not None,
             sinks=model.attention_sinks,
+            dropout=model.dropout.attention > 0,
         )
     except ValueError as error:
         mistake = Mistake("model.attention", model.attention, str(error))

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
-from model.choices import ComputeDtype
+from model.choices import Dropout
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import GPT, bind
@@ -46,7 +46,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
-        if how.quantization and how.quantization.dtype is ComputeDtype.int8:
+        if how.rounds_at_random or model.config.dropout != Dropout():
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         loss, grads, load = gradients(state.params, batch, seeds_BT)
@@ -85,7 +85,7 @@ def make_gradients(
     """Build `gradients(params, batch, seeds_BT=None) -> (loss, gradients, load)`.
 
     They are of all microbatches. The load is how many tokens each expert got, [L, E];
-    None without experts. By int32 seeds of its positions a batch is rounded at random.
+    None without experts. What is drawn at random has int32 seeds, one a position.
 
     Each device takes its own rows: weights are gathered and their gradients scattered
     where they are used (model/gather.py). Copies along other axes (data) add up once a

@@ -31,6 +31,7 @@ def choose(
     *,
     soft_cap: bool = False,
     sinks: bool = False,
+    dropout: bool = False,
 ) -> Attention:
     """Choose the kernel: the one asked for, or with `auto` the platform's own.
 
@@ -44,6 +45,8 @@ def choose(
     if kernel is not Attention.xla:
         of = platform, sequence_length, head_dim, soft_cap, sinks
         reason = KERNELS[kernel].why_not(*of)
+        if dropout:
+            reason = f"{kernel} attention drops no weights (model.dropout.attention)"
     if reason:
         raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
     return kernel
@@ -59,6 +62,7 @@ def attention(
     compute: DTypeLike,
     rules: AxisRules = ANYWHERE,
     context: ContextAttention = ContextAttention.ring,
+    drop: xla.Drop | None = None,
     window: int | None = None,
     local: xla.Local | None = None,
     soft_cap: float | None = None,
@@ -75,6 +79,7 @@ def attention(
         compute: dtype of the products' operands.
         rules: where activations lie; kernels work shard by shard.
         context: how devices that share rows attend to each other's keys; not `auto`.
+        drop: leaves out weights at random; only of `xla`, where no row is shared.
         window: how many keys a query sees at most, itself included; None: all.
         local: whether the window holds here, where that is known only as it runs.
         soft_cap: c of c tanh(score / c); None: scores are as they are.
@@ -88,9 +93,10 @@ def attention(
         window = None
     if implementation is Attention.xla and alone:
         mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
-        more = compute, soft_cap, sinks_N
+        more = compute, soft_cap, sinks_N, drop
         o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
         return named(o_BTNH, "attention")
+    assert drop is None, "settled by train/runtime"
     dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
 

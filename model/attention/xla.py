@@ -4,6 +4,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, G =
 H head dim.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,9 @@ from model.linear import product
 
 MULTIPLE = 1  # positions of a chunk
 _MASKED = -1e30
+
+
+Drop = Callable[[Array], Array]  # of weights [B, T, K, G, S]
 
 
 class Local(NamedTuple):
@@ -61,6 +65,7 @@ def attend(
     compute: DTypeLike,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
+    drop: Drop | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attend where the mask is true, with scores [B, K, G, T, S] in memory.
 
@@ -76,6 +81,9 @@ def attend(
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    if drop is not None:
+        dropped_BTKGS = drop(jnp.moveaxis(weights_BKGTS, 3, 1))
+        weights_BKGTS = jnp.moveaxis(dropped_BTKGS, 1, 3)
     o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, compute)
     if sinks_N is not None:
         lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from data.config import DataConfig, Source
-from model.choices import ComputeDtype, Mlp, Position
+from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES
 from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
 from train.errors import Mistake, nearest
@@ -141,10 +141,6 @@ def _pipeline(config: Config) -> Iterator[Mistake]:
     if mesh.pipeline != 1 and not (layers == "pipeline" == rows[0]):
         rule = "needs mesh.params.layers=pipeline, and pipeline as the first of "
         rule += "mesh.activations.batch; change these, or take mesh.data instead"
-        yield Mistake("mesh.pipeline", mesh.pipeline, rule)
-    if mesh.pipeline != 1 and config.model.compute_dtype is ComputeDtype.int8:
-        rule = "must be 1 with model.compute_dtype=int8, whose random rounding knows "
-        rule += "no stages; take bfloat16 or float8, or mesh.data instead"
         yield Mistake("mesh.pipeline", mesh.pipeline, rule)
 
 

@@ -17,7 +17,7 @@ from model.choices import Position
 from model.params import named
 from train.errors import ConfigError, Mistake
 from train.pretrained.families import Family, family_of
-from train.pretrained.settings import rope_of
+from train.pretrained.settings import RATES, rope_of
 from train.pretrained.tensors import Parts
 from train.program import Program
 
@@ -143,7 +143,9 @@ def _other_settings(folder: Folder, family: Family, program: Program) -> Iterato
         theirs = {**theirs, "sliding_window": None}
     for key, value in ours.items():
         there = theirs.get(key)
-        if not key.startswith("rope_") and there is not None and there != value:
+        if key.startswith("rope_") or key in RATES:
+            continue
+        if there is not None and there != value:
             yield f"has {key}={there} in its config.json, model.* makes it {value}"
     if model.position is not Position.rotary:
         return

@@ -5,6 +5,9 @@ from typing import Any
 from model.choices import Scaling
 from model.config import ModelConfig
 
+# Keys of dropout: others' rates do not bind a training of ours.
+RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
+
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
     """Return how positions are rotated, for versions 5 and 4 of transformers."""
@@ -41,7 +44,7 @@ def llama(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": model.norm_epsilon,
         "attention_bias": model.bias,
         "mlp_bias": model.bias,
-        "attention_dropout": 0.0,
+        "attention_dropout": model.dropout.attention,
         **_rope(model),
     }
 
@@ -100,9 +103,9 @@ def gpt2(model: ModelConfig) -> dict[str, Any]:
         "n_head": model.num_heads,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.norm_epsilon,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "embd_pdrop": model.dropout.embedding,
+        "attn_pdrop": model.dropout.attention,
+        "resid_pdrop": model.dropout.residual,
     }
 
 
