@@ -29,7 +29,7 @@ def on_stages(function, stages: int, out=STAGES):
     )
 
 
-def run(weights_L, x_BTD, shift_BT, how):
+def run(weights_L, x_BTD, shift_BT, group, how):
     """Run layers that cannot take what the last of them makes."""
     assert not how.rules.by_hand  # a stage's rows lie on its own devices
     x_BTD, _ = jax.lax.scan(
@@ -99,7 +99,7 @@ def test_no_iteration_keeps_a_copy_of_its_layers(remat):
         rules=RULES, remat=remat, pipeline_microbatches=2, pipeline_repeats=2
     )
 
-    def wide(weights_LDD, x_BTD, rows, how):
+    def wide(weights_LDD, x_BTD, rows, group, how):
         def layer(x, w):
             return jnp.tanh(jnp.einsum("btd,de->bte", layer_input(x), w)), None
 
