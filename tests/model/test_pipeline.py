@@ -66,7 +66,7 @@ def test_features_and_gradients_are_those_of_layers_in_a_row(
     )
 
     def in_a_row(weights_L, x_BTD):
-        y_BTD, _ = run(weights_L, x_BTD, shift_BT, Execution())
+        y_BTD, _ = run(weights_L, x_BTD, shift_BT, 0, Execution())
         return jnp.sum(y_BTD**2) / 8, y_BTD
 
     def staged(weights_L, x_BTD, shift_BT):
