@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.choices import Activation, Attention, ComputeDtype, Mlp, Position
+from model.choices import Activation, Attention, Mlp, Position
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
@@ -39,7 +39,6 @@ from train.watching import (
 )
 
 MOE = ModelConfig(mlp=Mlp.moe)
-INT8 = ModelConfig(compute_dtype=ComputeDtype.int8)
 STAGES = MeshConfig(
     pipeline=2, params={"layers": "pipeline"}, activations={"batch": "pipeline"}
 )
@@ -113,7 +112,6 @@ def test_the_defaults_are_right():
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
         (Config(mesh=MeshConfig(pipeline=2)), "mesh.pipeline"),  # without the tables
-        (Config(model=INT8, mesh=STAGES), "mesh.pipeline"),
         (
             Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
             "mesh.params.experts",
