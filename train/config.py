@@ -236,7 +236,8 @@ class Config:
     """Everything `python -m train` can be told."""
 
     seed: int = 0  # of weights, order of the data, and sampling
-    # A folder that transformers or train.export wrote: its weights are those of step 0.
+    # A folder that transformers or train.export wrote, or another run's: its weights
+    # are those of step 0.
     init_from: str | None = None
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

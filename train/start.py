@@ -148,7 +148,7 @@ def _train(trainer: Trainer) -> int:
     if rewind_to is not None:
         run.rewound()
     with trainer.phase("compile", "prepare"):
-        state = state or _first_state(program)
+        state = state or _first_state(trainer)
         run.start_at(step, sources)
     print(f"run         {run.path}, from step {step:,}", flush=True)
     code, state = trainer.train(state)
@@ -167,18 +167,21 @@ def _train(trainer: Trainer) -> int:
     return 0
 
 
-def _first_state(program: Program) -> TrainState:
-    """Return the state of step 0: as drawn, or with the weights of a folder."""
-    if program.config.init_from is None:
+def _first_state(trainer: Trainer) -> TrainState:
+    """Return the state of step 0: as drawn, or with weights that are there."""
+    program = trainer.program
+    path = program.config.init_from
+    if path is None:
         return program.init()
-    from train.pretrained.read import start_from  # few runs need it
+    from train.pretrained.begin import hold_to_first, start_from  # few runs need it
 
-    print(f"weights     {program.config.init_from}", flush=True)
-    return start_from(program.config.init_from, program)
+    print(f"weights     {path}", flush=True)
+    hold_to_first(path, trainer.run.path, trainer.cluster)
+    return start_from(path, program)
 
 
 def _check_weights(prepared: Prepared, folder: epath.Path, cluster: Cluster) -> None:
-    """Check the folder of weights before a run begins with them.
+    """Check weights that are there before a run begins with them.
 
     Raises:
         ConfigError: with all in which it differs from the model.
@@ -187,9 +190,9 @@ def _check_weights(prepared: Prepared, folder: epath.Path, cluster: Cluster) -> 
     """
     path = prepared.config.init_from
     if path is not None and not (folder / "config.yaml").exists():
-        from train.pretrained.read import check_folder
+        from train.pretrained.begin import check_weights
 
-        cluster.agree(lambda: check_folder(path, prepared.program))
+        cluster.agree(lambda: check_weights(path, prepared.program))
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:

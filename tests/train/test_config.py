@@ -39,9 +39,6 @@ from train.watching import (
 )
 
 MOE = ModelConfig(mlp=Mlp.moe)
-STAGES = MeshConfig(
-    pipeline=2, params={"layers": "pipeline"}, activations={"batch": "pipeline"}
-)
 
 
 def _wandb(**values: Any) -> Config:

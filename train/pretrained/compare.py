@@ -22,6 +22,7 @@ from train.pretrained.tensors import Parts
 from train.program import Program
 
 _KEY = "init_from"
+_INDEX = "model.safetensors.index.json"
 _AGAIN = "Fetch or export the folder again"
 # Of older files: masks and angles, which are no weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -52,19 +53,10 @@ class Folder:
                 (folder / "config.json").read_text()
             )
         except (OSError, ValueError) as error:
-            rule = f"must be a folder with config.json and weights ({error})"
+            rule = "must be a folder with config.json and weights, or a run's "
+            rule += f"({error})"
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
-        index = folder / "model.safetensors.index.json"
-        files = ["model.safetensors"]
-        listed = dict[str, str]()
-        if index.exists():
-            try:
-                listed = json.loads(index.read_text())["weight_map"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise DataError(
-                    f"{index}: cannot be read ({error}). {_AGAIN}"
-                ) from error
-            files = sorted({*listed.values()})
+        listed, files = _listed(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
         there = set[str]()
         prefix = next(iter(family.names)).split(".")[0] + "."
@@ -82,25 +74,53 @@ class Folder:
                 own = name if long else prefix + name
                 if not own.endswith(_NO_WEIGHTS):
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
-                    self._files[own] = opened, name
+                    self._files[own] = opened, name, file
         if missing := {*listed} - there:
+            lost = min(missing)
             raise DataError(
-                f"{index}: lists {min(missing)}, which no file holds. {_AGAIN}"
+                f"{folder / listed[lost]}: lacks {lost}, which {_INDEX} says it holds. "
+                f"{_AGAIN}"
             )
 
     def read(
         self, name: str, rows: slice = slice(None), columns: slice | None = None
     ) -> np.ndarray:
         """Read a part of a tensor."""
-        file, own = self._files[name]
+        file, own, _ = self._files[name]
         part = file.get_slice(own)
         return part[rows] if columns is None else part[rows, columns]
+
+    def file(self, name: str) -> str:
+        """Return the file that holds a tensor."""
+        return self._files[name][2]
 
     @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
         known = json.dumps([self.settings, sorted(self.shapes.items())], sort_keys=True)
         return hashlib.sha256(known.encode()).hexdigest()[:12]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the files of a folder that decide which weights are read.
+
+    Raises:
+        DataError: if its index is damaged.
+    """
+    listed, files = _listed(folder)
+    return ["config.json", *([_INDEX] if listed else []), *files]
+
+
+def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor as the index has it, if any, and all files."""
+    index = folder / _INDEX
+    if not index.exists():
+        return {}, ["model.safetensors"]
+    try:
+        listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return listed, sorted({*listed.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index}: cannot be read ({error}). {_AGAIN}") from error
 
 
 def check_folder(path: str, program: Program) -> dict[str, str]:
@@ -160,10 +180,11 @@ def _other_settings(folder: Folder, family: Family, program: Program) -> Iterato
 def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:
     """Yield tensors that one side lacks, or has in another shape."""
     model = program.config.model
+    table = next(iter(parts.family.names))
     if parts.vocab_size > (model.vocab_size or 0):
         yield (
             f"has {parts.vocab_size} tokens, model.vocab_size is {model.vocab_size}; "
-            f"set model.vocab_size={parts.vocab_size}"
+            f"set model.vocab_size={parts.vocab_size} ({folder.file(table)})"
         )
         return
     ours = parts.shapes(dict(named(program.state.params)))
@@ -173,10 +194,12 @@ def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[s
     for name in sorted({*ours} - {*theirs}):
         yield f"lacks the tensor {name} {list(ours[name])}"
     for name in sorted({*theirs} - {*ours}):
-        yield f"has a tensor {name} {list(theirs[name])} that the model lacks"
+        file = folder.file(name)
+        yield f"has a tensor {name} {list(theirs[name])} that the model lacks ({file})"
     for name in sorted({*theirs} & {*ours}):
         params = parts.tensors[name].params
         if not {*params} & {*parts.infos} and np.any(folder.read(name)):
             yield f"has {name}, which is not zero; set model.bias=true"
         if theirs[name] != ours[name]:
-            yield f"has {name} as {list(theirs[name])}, the model {list(ours[name])}"
+            shapes = f"{list(theirs[name])}, the model {list(ours[name])}"
+            yield f"has {name} as {shapes} ({folder.file(name)})"

@@ -1,4 +1,4 @@
-"""Start from the weights in a folder that transformers, or `train.export`, wrote.
+"""Read the weights in a folder that transformers, or `train.export`, wrote.
 
 Each process reads of each tensor the rows and columns that its own devices hold.
 """
@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from model.params import named
-from train.pretrained.compare import Folder, check_folder, parts_of_folder
+from train.pretrained.compare import Folder, parts_of_folder
 from train.pretrained.families import family_of
 from train.pretrained.tensors import Parts
 from train.program import Program
@@ -22,28 +21,20 @@ from train.state import TrainState
 _Span = tuple[int, int]  # first, and behind the last
 
 
-def start_from(path: str, program: Program) -> TrainState:
-    """Return the state of step 0 with the weights of a folder.
-
-    Rows of the vocabulary that it lacks stay as they are drawn.
+def read_folder(path: str, program: Program, state: TrainState) -> TrainState:
+    """Return a drawn state with the weights of a folder.
 
     Raises:
-        ConfigError, DataError: as `check_folder`.
+        DataError: naming a file that is missing or damaged.
     """
-    check_folder(path, program)
     family = family_of(program.config.model)
-    state = program.init()
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
         reader, drawn = _Reader(folder, parts), dict(named(state.params))
         leaves = [reader.param(drawn, name) for name in drawn]
     params = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
-    average = state.optimizer.average
-    if average is not None:
-        average = jax.tree.map(jnp.copy, params)
-    optimizer = state.optimizer._replace(average=average)
-    return state._replace(params=params, optimizer=optimizer)
+    return state._replace(params=params)
 
 
 class _Reader:

@@ -7,7 +7,7 @@ every file is there, has its size and its SHA-256, and there is no other file.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,12 +21,20 @@ _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
 
 
-def digests(step: epath.Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def digests(
+    step: epath.Path, part: int = 0, parts: int = 1, names: Iterable[str] | None = None
+) -> dict[str, Any]:
     """Return size and SHA-256 of each file of a step, by its path in the folder.
 
     Several processes share the work: each hashes one `part` of `parts`.
+
+    Args:
+        step: the folder, of a step or another one.
+        part: to hash.
+        parts: that there are.
+        names: of files; None: of all.
     """
-    names = sorted(_files(step))[part::parts]
+    names = sorted(_files(step) if names is None else names)[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
         hashed = pool.map(lambda name: _digest(step / name), names)
         return dict(zip(names, hashed, strict=True))

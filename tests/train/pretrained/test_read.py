@@ -14,8 +14,8 @@ from model.gpt import GPT, params_of
 from model.params import is_info, named
 from tests.train.pretrained.test_export import BYTES, MODELS, export
 from train.errors import ConfigError
+from train.pretrained.begin import start_from
 from train.pretrained.compare import check_folder
-from train.pretrained.read import start_from
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"

@@ -1,0 +1,99 @@
+"""Begin a run with weights that are there: of a folder, or of another run.
+
+Size and SHA-256 of what the first start read are kept in `init_from.json` of the run's
+directory; a start that has to read it again refuses anything else.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from data.errors import DataError
+from train.distributed.processes import Cluster
+from train.pretrained.compare import check_folder, weight_files
+from train.pretrained.other_run import check_run, is_run, read_run_weights, sealed_files
+from train.pretrained.read import read_folder
+from train.program import Program
+from train.run.digests import digests
+from train.run.storage import run_folder, write_whole
+from train.state import TrainState
+
+RECORD = "init_from.json"
+_AGAIN = "Bring it back, or take another run.name"
+
+
+def check_weights(path: str, program: Program) -> dict[str, str]:
+    """Compare weights with a model; return what must be the same for all processes.
+
+    Raises:
+        ConfigError: with all that differs.
+        DataError: naming a file that is missing or damaged.
+    """
+    return check_run(path, program) if is_run(path) else check_folder(path, program)
+
+
+def start_from(path: str, program: Program) -> TrainState:
+    """Return the state of step 0 with the weights of a folder, or of another run.
+
+    Rows of the vocabulary that these lack stay as they are drawn.
+
+    Raises:
+        ConfigError, DataError: as `check_weights`.
+    """
+    read = read_run_weights if is_run(path) else read_folder
+    check_weights(path, program)
+    state = read(path, program, program.init())
+    average = state.optimizer.average
+    if average is not None:
+        average = jax.tree.map(jnp.copy, state.params)
+    return state._replace(optimizer=state.optimizer._replace(average=average))
+
+
+def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
+    """Record digests of what weights are read from, or compare them with the record.
+
+    Each process hashes a part of the files; process 0 compares.
+
+    Args:
+        path: a folder, or another run.
+        run: the directory of this run.
+        cluster: the processes.
+
+    Raises:
+        DataError: naming a file that is not what the first start read.
+    """
+    record = run / RECORD
+    known = cluster.broadcast(
+        lambda: json.loads(record.read_text()) if record.exists() else {}
+    )
+    share = cluster.process, cluster.processes
+    try:
+        names = (
+            sealed_files(path) if is_run(path) else known or weight_files(Path(path))
+        )
+        hashed = digests(run_folder(path), *share, names=names)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
+    parts = [hashed]
+    if cluster.processes > 1:
+        answers = cluster.gather("init_from", json.dumps(hashed))
+        parts = [json.loads(answer) for answer in answers]
+    found = {name: digest for part in parts for name, digest in part.items()}
+    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+    cluster.on_leader(
+        lambda: _compare(path, known, found) if known else write_whole(record, text)
+    )
+
+
+def _compare(path: str, known: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    for name in sorted({*known} | {*found}):
+        if known.get(name) != found.get(name):
+            raise DataError(
+                f"{path}/{name}: is not what the first start of this run read, by its "
+                f"size and SHA-256 in {RECORD}. {_AGAIN}"
+            )

@@ -1,0 +1,112 @@
+"""Start from the weights of another run: of its newest checkpoint, on any mesh."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from model.params import ParamInfo, is_info
+from train.config import Config
+from train.errors import ConfigError, Mistake
+from train.identity import covered, differences
+from train.program import Program, make_program
+from train.run.digests import SEAL
+from train.run.restore import SavedSteps
+from train.run.starts import read_run
+from train.run.storage import run_folder
+from train.state import TrainState
+
+# Keys of the model that may be others than the other run's: how it is run or drawn.
+_FREE = (
+    *("model.name", "model.vocab_size", "model.init", "model.embedding_std"),
+    *("model.param_dtype", "model.compute_dtype", "model.attention", "model.dropout"),
+    *("model.layer_unroll", "model.router_aux_weight", "model.router_z_weight"),
+)
+
+
+def is_run(path: str) -> bool:
+    """Return whether a folder is a run's."""
+    return (run_folder(path, "init_from") / "config.yaml").exists()
+
+
+def check_run(path: str, program: Program) -> dict[str, str]:
+    """Compare a run's model with this one; return what all processes must see alike.
+
+    Raises:
+        ConfigError: with all that differs, or if there is no checkpoint.
+    """
+    other = read_run(path)
+    if rules := [*_other_model(other, program.config)]:
+        raise ConfigError([Mistake("init_from", path, rule) for rule in rules])
+    _program_of(other, program)
+    (_, seal) = sealed_files(path)
+    content = (run_folder(path) / seal).read_bytes()
+    return {"weights to start from": f"{seal} {hashlib.sha256(content).hexdigest()}"}
+
+
+def read_run_weights(path: str, program: Program, state: TrainState) -> TrainState:
+    """Return a drawn state with a run's weights (the average where one is kept).
+
+    Raises:
+        DataError: if the checkpoint is not what was written.
+    """
+    other = read_run(path)
+    there = _program_of(other, program)
+    saved = SavedSteps(run_folder(path) / "checkpoints")
+    _, params = saved.restore_params(there.state, _newest(path))
+    rows = other.model.vocab_size or 0
+
+    def fit(info: ParamInfo, own: jax.Array, theirs: jax.Array) -> jax.Array:
+        theirs = theirs.astype(own.dtype)
+        if "vocab" not in info.axes:
+            return theirs
+        dim = info.axes.index("vocab")
+        known = jax.lax.slice_in_dim(theirs, 0, rows, axis=dim)
+        return jax.lax.dynamic_update_slice_in_dim(own, known, 0, dim)
+
+    def fit_all(own: Any, theirs: Any) -> Any:
+        return jax.tree.map(fit, program.infos, own, theirs, is_leaf=is_info)
+
+    fitted = jax.jit(fit_all, out_shardings=program.shardings.params, donate_argnums=0)
+    return state._replace(params=fitted(state.params, params))
+
+
+def sealed_files(path: str) -> list[str]:
+    """Return the files that say what a run is and what its newest checkpoint holds."""
+    return ["config.yaml", f"checkpoints/{_newest(path)}/{SEAL}"]
+
+
+def _newest(path: str) -> int:
+    """Return the newest step whose files were hashed.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    folder = run_folder(path) / "checkpoints"
+    steps = SavedSteps(folder).steps() if folder.exists() else []
+    sealed = [step for step in steps if (folder / str(step) / SEAL).exists()]
+    if not sealed:
+        rule = "is a run without a checkpoint yet; let it save one"
+        raise ConfigError([Mistake("init_from", path, rule)])
+    return max(sealed)
+
+
+def _program_of(other: Config, program: Program) -> Program:
+    """Return the other run's program on this one's devices."""
+    model, own = other.model, program.config
+    how = {"attention": own.model.attention, "compute_dtype": own.model.compute_dtype}
+    config = replace(own, model=replace(model, **how, dropout=own.model.dropout))
+    config = replace(config, optimizer=other.optimizer)
+    return make_program(config, [*program.mesh.devices.flat])
+
+
+def _other_model(other: Config, own: Config) -> Iterator[str]:
+    """Yield in what the other run's model is another one."""
+    for change in differences(Config(model=other.model), Config(model=own.model)):
+        if not covered(change.key, _FREE):
+            yield f"has {change.key}={change.old}, this run {change.new}"
+    there, here = other.model.vocab_size or 0, own.model.vocab_size or 0
+    if there > here:
+        yield f"has {there} tokens, model.vocab_size is {here}; set it to {there}"
