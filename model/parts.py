@@ -20,9 +20,9 @@ def expected(rows: int, of: int) -> AbstractContextManager:
     return jax.named_scope(f"expected.{rows}.{of}")
 
 
-def unmasked() -> AbstractContextManager:
-    """Say that an attention kernel's mask hides no key from any query."""
-    return jax.named_scope("unmasked")
+def computed(blocks: int, of: int) -> AbstractContextManager:
+    """Say how many blocks of scores an attention kernel computes, of how many."""
+    return jax.named_scope(f"computed.{blocks}.{of}")
 
 
 def taken(times: int, of: int) -> AbstractContextManager:

@@ -139,10 +139,8 @@ def _context_attention(
         )
         rule += "of its keys; take mesh.context=1, or embedding and residual alone"
         raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
-    special = model.window, model.attention_soft_cap, model.attention_sinks or None
-    plain = special == (None, None, None)
     try:
-        return across.choose(asked, kernel, devices, length, kv_heads, plain)
+        return across.choose(asked, kernel, devices, length, kv_heads)
     except ValueError as error:
         rule = f"cannot serve: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None

@@ -1,9 +1,10 @@
 """Attention of rows that devices share, each having T of their S positions.
 
-`ring` sends keys and values from device to device (model/attention/ring.py). `ulysses`
-exchanges positions for heads: each device attends as if it were alone, to whole rows of
-some heads. `all_gather` brings the keys and values of all to each device; its mask
-depends on the device, so of the kernels only `xla` takes it.
+`ring` sends keys and values from device to device (model/attention/ring.py); of local
+layers only those that a window reaches (model/attention/window.py). `ulysses` exchanges
+positions for heads: each device attends as if it were alone, to whole rows of some
+heads. `all_gather` brings the keys and values of all to each device; its mask depends
+on the device, so of the kernels only `xla` takes it.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.21783,
 section 3.3.2.
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from model.attention import cudnn, splash, xla
 from model.attention.ring import Kernel, ring
+from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 from model.remat import named
 
@@ -36,7 +38,6 @@ def why_not(
     devices: int,
     sequence_length: int,
     kv_heads: int,
-    plain: bool,
 ) -> str | None:
     """Return why devices cannot attend so, or None where they can.
 
@@ -46,14 +47,8 @@ def why_not(
         devices: that share a row.
         sequence_length: of a row.
         kv_heads: key and value heads of a device, as `tensor` cuts them.
-        plain: whether there is no window, no soft cap and no sink.
     """
     multiple = devices
-    if way is ContextAttention.ring and not plain:
-        return (
-            "ring has neither model.window nor model.attention_soft_cap nor "
-            "model.attention_sinks; mesh.context_attention=ulysses has"
-        )
     if way is ContextAttention.ring:
         multiple = 2 * devices * KERNELS[kernel].MULTIPLE
     if way is ContextAttention.ulysses and kv_heads % devices:
@@ -77,7 +72,6 @@ def choose(
     devices: int,
     sequence_length: int,
     kv_heads: int,
-    plain: bool,
 ) -> ContextAttention:
     """Choose how devices attend, arguments as in `why_not`.
 
@@ -88,7 +82,7 @@ def choose(
     ways = [way for way in ContextAttention if asked in (auto, way) and way is not auto]
     reasons = []
     for way in ways:
-        reason = why_not(way, kernel, devices, sequence_length, kv_heads, plain)
+        reason = why_not(way, kernel, devices, sequence_length, kv_heads)
         if reason is None:
             return way
         reasons.append(reason)
@@ -108,23 +102,26 @@ def attend(
         way: not `auto`.
         kernel: the kernel's module.
         axes: mesh axes by hand along which devices share rows.
-        window: as in `attention`; a ring has none, and no soft cap.
+        window: as in `attention`, less than a whole row.
         soft_cap: as there.
     """
+    if way is ContextAttention.ring and window is None:
+        capped = {} if soft_cap is None else {"soft_cap": soft_cap}
+        passes = kernel.forward, kernel.backward
+        return partial(_ring, Kernel(*(partial(f, **capped) for f in passes)), axes)
+    own = _xla if kernel is xla else kernel.attend
+    whole = partial(own, window=window, soft_cap=soft_cap)
     if way is ContextAttention.ring:
-        return partial(_ring, Kernel(kernel.forward, kernel.backward), axes)
+        return partial(attend_in_window, whole, window, kernel.MULTIPLE, axes)
     if way is ContextAttention.ulysses:
-        own = _xla if kernel is xla else kernel.attend
-        whole = partial(own, window=window, soft_cap=soft_cap)
         return partial(_ulysses, whole, axes)
     assert kernel is xla
     return partial(_all_gather, axes, window, soft_cap)
 
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
-    assert sinks is None, "why_not"
     operands = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
-    o_BNTH: Any = ring(kernel, axes, *operands, ids)
+    o_BNTH: Any = ring(kernel, axes, *operands, ids, sinks)
     return o_BNTH.swapaxes(1, 2)
 
 

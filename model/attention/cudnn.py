@@ -36,17 +36,24 @@ def attend(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
+    segment_ids_BS: Int[Array, "B S"] | None,
     sinks_N: Float[Array, "N"] | None = None,
     *,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Run NVIDIA's kernel on a device's own rows and heads."""
+    """Run NVIDIA's kernel on a device's own rows and heads.
+
+    Queries are the last T of S positions. Its causal mask lets the first query see the
+    first key: for those before queries of zeros stand in.
+    """
     assert (sinks_N, soft_cap) == (None, None), "why_not"
-    documents = segment_ids_BT
+    before = k_BSKH.shape[1] - q_BTNH.shape[1]
+    if before:
+        q_BTNH = jnp.pad(q_BTNH, ((0, 0), (before, 0), (0, 0), (0, 0)))
+    documents = segment_ids_BS
     same = _same(None if documents is None else (documents, documents))
-    return jax.nn.dot_product_attention(
+    o_BTNH = jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
@@ -55,6 +62,7 @@ def attend(
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
+    return o_BTNH[:, before:]
 
 
 def forward(

@@ -89,7 +89,7 @@ def attention(
         [B, T, N, H] in q's dtype.
     """
     T, alone = q_BTNH.shape[1], not rules.sequence
-    if window is not None and window >= T and alone:
+    if window is not None and window >= T * jax.lax.psum(1, rules.sequence):
         window = None
     if implementation is Attention.xla and alone:
         mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))

@@ -93,6 +93,7 @@ def ring(
     k_BKTH: Float[Array, "B K T H"],
     v_BKTH: Float[Array, "B K T H"],
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all that come before, in q's dtype.
 
@@ -103,11 +104,13 @@ def ring(
         k_BKTH: keys.
         v_BKTH: values.
         segment_ids_BT: int32 document of each position; None: one document a row.
+        sinks_N: a score of each head of a key whose value is zero; None: none.
     """
-    return _forward(kernel, axes, q_BNTH, k_BKTH, v_BKTH, segment_ids_BT)[0]
+    operands = q_BNTH, k_BKTH, v_BKTH, segment_ids_BT, sinks_N
+    return _forward(kernel, axes, *operands)[0]
 
 
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids):
+def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
     c = jax.lax.psum(1, axes)
 
     def see(result: Result, held: Held, n: Array | int) -> Result:
@@ -125,12 +128,15 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids):
     carry = Result(o.astype(jnp.float32), lse), _send((k, v, ids), axes)
     (result, held), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
     o, lse = see(result, held, c - 1)
+    if sinks is not None:  # one key more that all queries have seen
+        with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
+        o, lse = _weigh(o, lse - with_sink), with_sink
     o, lse = named(o.astype(q.dtype), "attention"), named(lse, "attention")
-    return o, (q, k, v, ids, Result(o, lse))
+    return o, (q, k, v, ids, sinks, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
-    q, k, v, ids, result = residuals
+    q, k, v, ids, sinks, result = residuals
     c = jax.lax.psum(1, axes)
 
     def see(dq: Array, held: Held, grads: list[Array], n: Array | int):
@@ -157,7 +163,16 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
     (dq, held, grads), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
     dq, grads = see(dq, held, grads, c - 1)
     dk, dv = _send(grads, axes)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    grads = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    return *grads, None, None if sinks is None else _of_sinks(sinks, result, do)
+
+
+def _of_sinks(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
+    """Return the gradient of sinks: their weight in each query's sum is lost to it."""
+    o_BNTH, do_BNTH = (x.astype(jnp.float32) for x in (result.o_BNTH, do_BNTH))
+    weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
+    lost_BNT = weight_BNT * jnp.sum(do_BNTH * o_BNTH, axis=-1)
+    return -jnp.sum(lost_BNT, axis=(0, 2)).astype(sinks_N.dtype)
 
 
 ring.defvjp(_forward, _backward)

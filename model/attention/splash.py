@@ -4,7 +4,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from model.attention.ring import Documents, Result
-from model.parts import unmasked
+from model.parts import computed
 
 MULTIPLE = 128  # blocks are of so many positions
 
@@ -33,7 +33,7 @@ def attend(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B S K H"],
     v_BSKH: Float[Array, "B S K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
+    segment_ids_BS: Int[Array, "B S"] | None,
     sinks_N: Float[Array, "N"] | None = None,
     *,
     window: int | None = None,
@@ -42,7 +42,8 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Run the Pallas kernel on a device's own rows and heads.
 
-    With a window, blocks that lie behind it are skipped too. `interpret` is for tests.
+    Queries are the last T of S positions. With a window, blocks that lie behind it are
+    skipped too. `interpret` is for tests.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
@@ -51,12 +52,12 @@ def attend(
         splash_attention_mask as masks,
     )
 
-    T, N, H = q_BTNH.shape[1:]
-    if segment_ids_BT is None:
-        segment_ids_BT = jnp.ones(q_BTNH.shape[:2], jnp.int32)
-    seen = masks.CausalMask((T, T))
+    (T, N, H), S = q_BTNH.shape[1:], k_BSKH.shape[1]
+    if segment_ids_BS is None:
+        segment_ids_BS = jnp.ones(k_BSKH.shape[:2], jnp.int32)
+    seen = masks.CausalMask((T, S), S - T)
     if window is not None:
-        seen = masks.LocalMask((T, T), (window - 1, 0), 0)
+        seen = masks.LocalMask((T, S), (window - 1, 0), S - T)
     kernel = _kernel(
         seen,
         N,
@@ -65,12 +66,13 @@ def attend(
         interpret=interpret,
     )
 
-    def row(q_NTH, k_KSH, v_KSH, segments_T):
-        ids = splash.SegmentIds(segments_T, segments_T)
+    def row(q_NTH, k_KSH, v_KSH, segments_S):
+        ids = splash.SegmentIds(segments_S[S - T :], segments_S)
         return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks_N)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
-    out = jax.vmap(row)(q, k, v, segment_ids_BT)
+    with nullcontext() if S == T else computed(*_computed(T, S, window or S)):
+        out = jax.vmap(row)(q, k, v, segment_ids_BS)
     assert isinstance(out, jax.Array)  # no residuals asked for
     return out.swapaxes(1, 2)
 
@@ -81,6 +83,7 @@ def forward(
     v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py). `interpret` is for tests.
@@ -92,7 +95,7 @@ def forward(
         splash_attention_kernel as splash,
     )
 
-    kernel = _step_kernel(q_BNTH, k_BKSH, causal, interpret)
+    kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids):
         return splash._splash_attention_forward(
@@ -102,7 +105,7 @@ def forward(
             **kernel.kwargs,
         )
 
-    with nullcontext() if causal else unmasked():
+    with nullcontext() if causal else _all_computed(q_BNTH, k_BKSH):
         o_BNTH, (lse_BNT,) = jax.vmap(row)(q_BNTH, k_BKSH, v_BKSH, documents)
     return o_BNTH, lse_BNT
 
@@ -115,6 +118,7 @@ def backward(
     causal: bool,
     result: Result,
     do_BNTH: Float[Array, "B N T H"],
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward."""
@@ -122,7 +126,7 @@ def backward(
         splash_attention_kernel as splash,
     )
 
-    kernel = _step_kernel(q_BNTH, k_BKSH, causal, interpret)
+    kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids, o_NTH, lse_NT, do_NTH):
         ids = None if ids is None else splash.SegmentIds(*ids)
@@ -133,18 +137,30 @@ def backward(
 
     o_BNTH, lse_BNT = result
     operands = q_BNTH, k_BKSH, v_BKSH, documents, o_BNTH, lse_BNT, do_BNTH
-    with nullcontext() if causal else unmasked():
+    with nullcontext() if causal else _all_computed(q_BNTH, k_BKSH):
         return jax.vmap(row)(*operands)
 
 
-def _step_kernel(q_BNTH: Array, k_BKSH: Array, causal: bool, interpret: bool) -> Any:
+def _step_kernel(
+    q_BNTH: Array,
+    k_BKSH: Array,
+    causal: bool,
+    soft_cap: float | None,
+    interpret: bool,
+) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
     )
 
     shape = q_BNTH.shape[2], k_BKSH.shape[2]
     seen = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    return _kernel(seen, q_BNTH.shape[1], save_residuals=True, interpret=interpret)
+    return _kernel(
+        seen,
+        q_BNTH.shape[1],
+        save_residuals=True,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
 
 
 def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:
@@ -165,15 +181,35 @@ def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:
     )
 
 
+def _all_computed(q_BNTH: Array, k_BKSH: Array) -> AbstractContextManager:
+    T, S = q_BNTH.shape[2], k_BKSH.shape[2]
+    blocks = T * S // _block(math.gcd(T, S)) ** 2
+    return computed(blocks, blocks)
+
+
+def _computed(T: int, S: int, window: int) -> tuple[int, int]:
+    """Return how many blocks of scores queries compute, the last T of S positions."""
+    block = _block(math.gcd(T, S))
+    firsts = range(S - T, S, block)  # of each block of queries
+    behind = [max(0, first - window + 1) // block for first in firsts]
+    own = [first // block for first in firsts]
+    seen = sum(o - b + 1 for o, b in zip(own, behind, strict=True))
+    return seen, len(firsts) * (S // block)
+
+
+def _block(T: int) -> int:
+    # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
+    # v5p and v6e hold up to 1024 in vector memory with head dims up to 256; 2048 is too
+    # much for v5e and v5p (checked by compiling). Which is fastest was not measured.
+    return next(size for size in (512, 384, 256, 128) if T % size == 0)
+
+
 def _block_sizes(T: int):
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
     )
 
-    # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
-    # v5p and v6e hold up to 1024 in vector memory with head dims up to 256; 2048 is too
-    # much for v5e and v5p (checked by compiling). Which is fastest was not measured.
-    block = next(size for size in (512, 384, 256, 128) if T % size == 0)
+    block = _block(T)
     return splash.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -41,20 +41,22 @@ def reach(
 
 def mask(
     T: int,
-    segment_ids_BT: Int[Array, "B T"] | None,
+    segment_ids_BS: Int[Array, "B S"] | None,
     window: Int[Array, ""] | int | None = None,
-) -> Bool[Array, "_ T T"]:
+) -> Bool[Array, "_ T S"]:
     """Tell for each query which keys it sees: those before it in its document.
 
-    With a window it is itself and the window - 1 before it.
+    With a window it is itself and the window - 1 before it. Queries are the last T of S
+    positions; without documents S is T.
     """
-    causal_BTS = jnp.tril(jnp.ones((T, T), bool))[None]
+    S = T if segment_ids_BS is None else segment_ids_BS.shape[1]
+    causal_BTS = jnp.tril(jnp.ones((T, S), bool), S - T)[None]
     if window is not None:
-        behind_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+        behind_TS = jnp.arange(S - T, S)[:, None] - jnp.arange(S)[None]
         causal_BTS &= (behind_TS < window)[None]
-    if segment_ids_BT is None:
+    if segment_ids_BS is None:
         return causal_BTS
-    return causal_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None])
+    return causal_BTS & (segment_ids_BS[:, S - T :, None] == segment_ids_BS[:, None])
 
 
 def attend(
@@ -77,8 +79,7 @@ def attend(
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, compute)
     scores_BKGTS = scores_BKGTS.astype(jnp.float32)
-    if soft_cap is not None:
-        scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
+    scores_BKGTS = _capped(scores_BKGTS, soft_cap)
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
     if drop is not None:
@@ -93,15 +94,20 @@ def attend(
     return o_BTKGH.reshape(B, T, N, H)
 
 
+def _capped(scores: Array, soft_cap: float | None) -> Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
 def forward(
     q_BNTH: Float[Array, "B N T H"],
     k_BKSH: Float[Array, "B K S H"],
     v_BKSH: Float[Array, "B K S H"],
     documents: Documents,
     causal: bool,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py); the result is float32."""
-    scores_BKGTS = _scores(q_BNTH, k_BKSH, documents, causal)
+    scores_BKGTS = _scores(q_BNTH, k_BKSH, documents, causal, soft_cap)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
     o_BKGTH, _ = _weighted(scores_BKGTS, v_BKSH, lse_BKGT)
     return o_BKGTH.reshape(q_BNTH.shape), lse_BKGT.reshape(q_BNTH.shape[:3])
@@ -115,6 +121,7 @@ def backward(
     causal: bool,
     result: Result,
     do_BNTH: Float[Array, "B N T H"],
+    soft_cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward.
 
@@ -128,18 +135,25 @@ def backward(
     do_BNTH = do_BNTH.astype(jnp.float32)
 
     def sums(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return _weighted(_scores(q, k, documents, causal), v, lse_BKGT)
+        return _weighted(_scores(q, k, documents, causal, soft_cap), v, lse_BKGT)
 
     (o_BKGTH, _), transpose = jax.vjp(sums, q_BNTH, k_BKSH, v_BKSH)
     dot_BNT = jnp.sum(do_BNTH * result.o_BNTH.astype(jnp.float32), axis=-1)
     return transpose((do_BNTH.reshape(o_BKGTH.shape), -dot_BNT.reshape(lse_BKGT.shape)))
 
 
-def _scores(q_BNTH: Array, k_BKSH: Array, documents: Documents, causal: bool) -> Array:
+def _scores(
+    q_BNTH: Array,
+    k_BKSH: Array,
+    documents: Documents,
+    causal: bool,
+    soft_cap: float | None,
+) -> Array:
     """Return float32 scores [B, K, G, T, S] of scaled queries."""
     (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
     q_BKGTH = q_BNTH.astype(jnp.float32).reshape(B, K, N // K, T, H)
     scores_BKGTS = product("bkgth,bksh->bkgts", q_BKGTH, k_BKSH, q_BNTH.dtype)
+    scores_BKGTS = _capped(scores_BKGTS, soft_cap)
     mask_BTS = jnp.ones((1, T, S), bool)
     if documents is not None:
         mask_BTS = documents[0][:, :, None] == documents[1][:, None]

@@ -4,6 +4,7 @@ The devices are a dim here, over which `vmap` runs the program of one.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +12,27 @@ import numpy as np
 import pytest
 
 from model.attention import splash, xla
-from model.attention.ring import Kernel, in_ring_order, ring
+from model.attention.across import attend
+from model.attention.ring import in_ring_order
+from model.choices import ContextAttention
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("context",)
-XLA = Kernel(xla.forward, xla.backward)
-SPLASH = Kernel(
-    partial(splash.forward, interpret=True), partial(splash.backward, interpret=True)
+RING = ContextAttention.ring
+INTERPRETED = SimpleNamespace(
+    MULTIPLE=splash.MULTIPLE,
+    forward=partial(splash.forward, interpret=True),
+    backward=partial(splash.backward, interpret=True),
+    attend=partial(splash.attend, interpret=True),
 )
+SINKS = np.array([0.5, -1, 2, 0])
+CAPPED = {"soft_cap": 2.0, "sinks": SINKS}
 
 
 def operands(T, H=H, seed=0):
-    """Give scaled queries, keys, values and a cotangent, float64 [B, T, heads, H]."""
+    """Give queries, keys, values and a cotangent, float64 [B, T, heads, H]."""
     drawn = np.random.default_rng(seed)
-    q, *others = (drawn.normal(size=(B, T, heads, H)) for heads in (N, K, K, N))
-    return [q * H**-0.5, *others]
+    return [drawn.normal(size=(B, T, heads, H)) for heads in (N, K, K, N)]
 
 
 def documents(T, chunks):
@@ -35,35 +42,38 @@ def documents(T, chunks):
     return np.stack([inside, np.ones(T)]).astype(np.int32)
 
 
-def plain(q, k, v, ids):
+def plain(q, k, v, sinks, ids, window, soft_cap):
     """Attend by the formula, in float64."""
-    T, G = q.shape[1], q.shape[2] // k.shape[2]
+    T, G, H = q.shape[1], q.shape[2] // k.shape[2], q.shape[3]
     k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-    seen = np.tril(np.ones((T, T), bool))[None]
-    seen = seen & (ids[:, :, None] == ids[:, None])
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    behind = np.arange(T)[:, None] - np.arange(T)
+    seen = (behind >= 0) & (behind < (window or T))
+    seen = seen[None] & (ids[:, :, None] == ids[:, None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
-def around(kernel, c, q, k, v, ids, do):
-    """Attend in a ring of c devices; take and give arrays of whole rows.
+def around(attend, c, q, k, v, sinks, ids, do):
+    """Attend on c devices in a ring's order; take and give arrays of whole rows.
 
     Returns:
-        The result, and the gradients of q, k and v for its cotangent.
+        The result, and the gradients of q, k, v and sinks for its cotangent.
     """
 
-    def on_device(ids, *operands):
-        def attend(*operands):
-            heads_first = (x.swapaxes(1, 2) for x in operands)
-            return ring(kernel, AXES, *heads_first, own(ids)).swapaxes(1, 2)
-
-        def own(x):
-            return in_ring_order(x, AXES)
-
-        *operands, do = map(own, operands)
-        o, transpose = jax.vjp(attend, *operands)
-        return o, *transpose(do)
+    def on_device(ids, q, k, v, do):
+        *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
+        o, transpose = jax.vjp(
+            lambda *operands: attend(*operands[:3], ids, operands[3]), *operands, sinks
+        )
+        *grads, dsinks = transpose(do)
+        return (o, *grads), None if sinks is None else jax.lax.psum(dsinks, AXES)
 
     def cut(x):  # [c, B, T/c, ...]
         return jnp.moveaxis(x.reshape(B, c, -1, *x.shape[2:]), 1, 0)
@@ -74,42 +84,69 @@ def around(kernel, c, q, k, v, ids, do):
         return jnp.moveaxis(chunks, 0, 1).reshape(B, -1, *x.shape[3:])
 
     order = [chunk for i in range(c) for chunk in (i, 2 * c - 1 - i)]
-    parts = jax.vmap(on_device, axis_name="context")(*map(cut, (ids, q, k, v, do)))
-    return tuple(map(joined, parts))
+    parts, dsinks = jax.vmap(on_device, axis_name="context")(
+        *map(cut, (ids, q, k, v, do))
+    )
+    return *map(joined, parts), *([] if sinks is None else [dsinks[0]])
 
 
-def check(kernel, c, T, H=H):
+def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
     q, k, v, do = operands(T, H)
     ids = documents(T, 2 * c)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(x) for x in (q, k, v)]
-        o, transpose = jax.vjp(lambda q, k, v: plain(q, k, v, ids), *wide)
-        expected = [np.asarray(x) for x in (o, *transpose(jnp.asarray(do)))]
+        wide = [None if x is None else jnp.asarray(x) for x in (q, k, v, sinks)]
+        o, transpose = jax.vjp(lambda *x: plain(*x, ids, window, soft_cap), *wide)
+        grads = transpose(jnp.asarray(do))
+        expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
-    run = jax.jit(partial(around, kernel, c))
-    found = run(q, k, v, jnp.asarray(ids), do)
+    sinks = None if sinks is None else jnp.float32(sinks)
+    own = attend(RING, kernel, AXES, window, soft_cap)
+    found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
     for one, right in zip(found, expected, strict=True):
         assert np.linalg.norm(one - right) < 3e-6 * np.linalg.norm(right)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "c",
+    ("c", "more"), [slow(2, {}), (3, CAPPED), slow(3, {}), slow(8, {})]
+)
+def test_a_ring_is_attention_in_float64(c, more):
+    """Forward and backward; one row ends a document inside of every chunk."""
+    check(xla, c, T=8 * c, **more)
+
+
+@pytest.mark.parametrize(
+    ("c", "window", "more"),
     [
-        pytest.param(2, marks=pytest.mark.slow),
-        3,
-        pytest.param(8, marks=pytest.mark.slow),
+        (3, 5, CAPPED),  # reaches over the whole chunk before
+        slow(2, 4, {}),
+        slow(4, 1, CAPPED),
+        slow(3, 6, CAPPED),  # further
+        slow(4, 14, {}),
+        slow(2, 15, CAPPED),
     ],
 )
-def test_a_ring_is_attention_in_float64(c):
-    """Forward and backward; one row ends a document inside of every chunk."""
-    check(XLA, c, T=8 * c)
+def test_so_is_a_window_in_a_rings_order(c, window, more):
+    """Chunks are of four positions."""
+    check(xla, c, T=8 * c, window=window, **more)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("c", [2, 3])
-def test_a_ring_of_splash_kernels_is_too(c):
+@pytest.mark.parametrize(
+    ("c", "more"),
+    [
+        (2, {}),
+        (3, CAPPED),
+        (2, {"window": 100} | CAPPED),
+        (2, {"window": 130}),  # reaches two chunks back
+    ],
+)
+def test_a_ring_of_splash_kernels_is_too(c, more):
     """With jax's private functions, which are the same in all versions we support."""
-    check(SPLASH, c, T=2 * c * 128, H=64)
+    check(INTERPRETED, c, T=2 * c * 128, H=64, **more)
 
 
 @pytest.mark.slow
@@ -122,7 +159,8 @@ def test_no_query_sees_what_comes_after_it_or_another_document():
     @jax.jit
     @jax.vmap
     def of_query(do):
-        return around(XLA, c, q, k, v, jnp.asarray(ids), do)[2:]
+        own = attend(RING, xla, AXES, None, None)
+        return around(own, c, q, k, v, None, jnp.asarray(ids), do)[2:]
 
     each = jnp.eye(T)[:, None, :, None, None]  # a cotangent of one query alone
     for gradient in of_query(jnp.broadcast_to(each, (T, *q.shape))):

@@ -9,14 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from data.batches import Order
 from data.sources import Sources, open_sources
+from model.gpt import GPT, params_of
 from tests.forks import Forks
 from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
+from train.feed import place
 from train.hardware.devices import prepare
 from train.program import Program, make_program
+from train.step import make_gradients
 
 TINY = (
     *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
@@ -91,6 +97,34 @@ def programs(configure: Configure, store: Sources) -> Programs:
         return make_program(configure(*overrides), jax.devices()[:devices])
 
     return program
+
+
+@pytest.fixture(scope="module")
+def gradients(programs: Programs, store: Sources) -> Callable:
+    """Run a step's gradients: overrides -> (loss, gradients, loads of experts).
+
+    Of the first batch, or one that is given; with a bias of experts, if it is.
+    """
+    steps = {}
+
+    def gradients(*overrides, devices=8, batch=None, balance=None):
+        program = programs(*overrides, devices=devices)
+        if overrides not in steps:
+            step = make_gradients(program.model, program.how, program.config.train)
+            steps[overrides] = jax.jit(step)
+        if batch is None:
+            batch = Order(store, program.config.data, 0).read(0)
+            assert (batch.targets < 0).any()  # documents end inside of rows
+        with jax.set_mesh(program.mesh):
+            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+            if balance is not None:
+                router = params["layers"]["mlp"]["router"]
+                router["balance"] = router["balance"] + jnp.asarray(balance)
+            params = jax.device_put(params, program.shardings.params)
+            batch = place(batch, program.batch)
+            return jax.device_get(steps[overrides](params, batch))
+
+    return gradients
 
 
 @pytest.fixture(scope="session")

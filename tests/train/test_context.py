@@ -1,24 +1,18 @@
-"""Rows that devices share: the same loss and gradients as on one device."""
+"""Rows that devices share; other meshes are in test_meshes.py."""
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from data.batches import Batch, Order
 from model.attention.across import choose
 from model.choices import Attention, ContextAttention
-from model.gpt import GPT, params_of
-from tests.train.test_experts import distance
-from tests.train.test_program import train
+from tests.train.test_meshes import distance
 from train.errors import ConfigError
-from train.step import make_gradients
 
 GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")
-MOE = (
-    *("model=moe_nano", "model.expert_dim=24", "model.router_aux_weight=0.1"),
-    *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
-    *("model.init=scaled", "model.layer_unroll=1", "data.batch_size=8"),
+LOCAL = (
+    *(*GROUPED, "model.window=5", "model.layer_pattern=[local,global]"),
+    *("model.attention_soft_cap=2", "model.attention_sinks=true"),
 )
 RING = "mesh.context_attention=ring"
 ULYSSES = "mesh.context_attention=ulysses"
@@ -38,102 +32,77 @@ def batches(programs, store):
     return {"packed": packed, "every chunk": every, "one": one}
 
 
-@pytest.fixture(scope="module")
-def gradients(programs):
-    """Run one step's gradients: (overrides, batch) -> loss, gradients, load."""
-    steps = {}
-
-    def gradients(*overrides, batch: Batch, devices=8):
-        program = programs(*overrides, devices=devices)
-        if overrides not in steps:
-            step = make_gradients(program.model, program.how, program.config.train)
-            steps[overrides] = jax.jit(step)
-        with jax.set_mesh(program.mesh):
-            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
-            params = jax.device_put(params, program.shardings.params)
-            placed = jax.device_put(batch, program.batch_shardings)
-            return jax.device_get(steps[overrides](params, placed))
-
-    return gradients
-
-
-LOCAL = (
-    *("model.window=5", "model.layer_pattern=[local,global]"),
-    *("model.attention_soft_cap=2", "model.attention_sinks=true"),
-)
-
-
-def slow(*overrides):
-    return pytest.param(overrides, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
+    ("model", "mesh"),
     [
-        slow(RING, "mesh.context=2", "mesh.data=4"),
-        slow(RING, "mesh.context=4", "mesh.data=2"),
-        slow(RING, "mesh.context=8", "train.remat=full"),
-        ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2"),
-        slow(RING, "mesh.fsdp=2", "mesh.context=4", "train.accumulation_steps=2"),
-        slow(RING, "mesh.context=4", "mesh.fsdp=2", "train.remat=[attention]"),
-        slow(ULYSSES, "mesh.context=4", "mesh.fsdp=2"),
-        slow(ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2"),
-        slow(ALL_GATHER, "mesh.context=8"),
-        slow(ALL_GATHER, "mesh.context=2", "mesh.tensor=2", "mesh.data=2"),
+        (GROUPED, (RING, "mesh.context=2", "mesh.data=4")),
+        (GROUPED, (RING, "mesh.context=8", "train.remat=full")),
+        (
+            GROUPED,
+            (RING, "mesh.context=4", "mesh.fsdp=2", "train.accumulation_steps=2"),
+        ),
+        (GROUPED, (ULYSSES, "mesh.context=4", "mesh.fsdp=2")),
+        (GROUPED, (ALL_GATHER, "mesh.context=8")),
+        (LOCAL, (RING, "mesh.context=4", "mesh.fsdp=2")),
+        (LOCAL, (ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2")),
+        (LOCAL, (ALL_GATHER, "mesh.context=4", "mesh.tensor=2")),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_gradients_are_those_of_one_device(gradients, batches, mesh):
+def test_gradients_are_those_of_one_device(gradients, batches, model, mesh):
     for batch in batches.values():
-        compare(gradients, GROUPED, mesh, batch)
-
-
-def compare(gradients, model, mesh, batch):
-    loss, grads, load = gradients(*model, "mesh=single", batch=batch, devices=1)
-    found = gradients(*model, *mesh, batch=batch)
-    np.testing.assert_array_equal(found[2], load)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
+        loss, grads, _ = gradients(*model, "mesh=single", batch=batch, devices=1)
+        found = gradients(*model, *mesh, batch=batch)
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert distance(found[1], grads) < 1e-5
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 7])
+def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
+    """By gradients: of one target a row, with respect to the embedding of each token.
+
+    Every token of the batch is another one, so that each has a row of its own there.
+    """
+    named = (*GROUPED, "model.vocab_size=512", "model.tied_head=false")
+    named = (*named, f"model.window={window or 'null'}", "model.num_layers=4")
+    named = (*named, "mesh.context=4", "mesh.pipeline=2", "data.batch_size=8")
+    B, T = 8, 32
+    tokens = np.arange(B * T, dtype=np.int32).reshape(B, T)
+    places = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
+    documents = np.where(np.arange(T) < 13, 1, 2) * np.ones((B, 1))
+    for first in range(0, T, B):  # each position is the target of some row
+        own = first + np.arange(B)[:, None]
+        batch = Batch(
+            inputs=tokens,
+            targets=np.where(places == own, tokens, -1),
+            segment_ids=documents.astype(np.int32),
+            positions=places,
+        )
+        _, grads, _ = gradients(*named, batch=batch)
+        rows = np.abs(grads["embedding"]["weight"][: B * T]).sum(1).reshape(B, T)
+        same = documents == np.take_along_axis(documents, own, axis=1)
+        before = same & (places <= own)
+        if window is not None:  # four layers reach four times as far
+            before &= own - places <= 4 * (window - 1)
+        np.testing.assert_array_equal(rows > 0, before)
+
+
 @pytest.mark.parametrize(
-    "mesh",
+    ("asked", "kernel", "length", "kv_heads", "answer"),
     [
-        ("mesh.expert=2", "mesh.context=4"),
-        ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2"),
-    ],
-    ids=" ".join,
-)
-def test_experts_get_the_tokens_of_all_parts_of_a_row(gradients, batches, mesh):
-    compare(gradients, MOE, mesh, batches["packed"])
-
-
-@pytest.mark.slow
-def test_twenty_steps_are_those_of_one_device(programs, store):
-    one = programs(*GROUPED, devices=1)
-    born = jax.device_get(one.init())
-    expected = train(one, store, born)
-    shared = programs(*GROUPED, "mesh.fsdp=2", "mesh.context=4", devices=8)
-    np.testing.assert_allclose(train(shared, store, born), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("asked", "kernel", "length", "kv_heads", "plain", "answer"),
-    [
-        ("auto", "splash", 4096, 3, True, "ring"),
-        ("auto", "splash", 4096, 8, False, "ulysses"),
-        ("auto", "xla", 4096, 3, False, "all_gather"),
-        ("auto", "cudnn", 4100, 8, True, "ulysses"),
-        ("auto", "splash", 4096, 3, False, "3 key and value heads"),
-        ("ring", "splash", 4096 - 128, 8, True, "divisible by 1024, not 3968"),
-        ("ring", "xla", 4096, 8, False, "ring has neither model.window"),
-        ("ulysses", "xla", 4096, 6, True, "6 key and value heads"),
-        ("all_gather", "splash", 4096, 8, True, "needs model.attention=xla"),
+        ("auto", "splash", 4096, 3, "ring"),
+        ("auto", "xla", 4100, 3, "all_gather"),
+        ("auto", "cudnn", 4100, 8, "ulysses"),
+        ("auto", "splash", 4100, 3, "3 key and value heads"),
+        ("ring", "splash", 4096 - 128, 8, "divisible by 1024, not 3968"),
+        ("ulysses", "xla", 4096, 6, "6 key and value heads"),
+        ("all_gather", "splash", 4096, 8, "needs model.attention=xla"),
     ],
 )
-def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, plain, answer):
-    given = Attention(kernel), 4, length, kv_heads, plain
+def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
+    given = Attention(kernel), 4, length, kv_heads
     if answer in list(ContextAttention):
         assert choose(ContextAttention(asked), *given) == answer
         return
@@ -145,32 +114,3 @@ def test_rows_that_cannot_be_cut_are_refused(programs):
     with pytest.raises(ConfigError, match=r"mesh\.context_attention") as error:
         programs("data.sequence_length=20", "mesh.context=8", devices=8)
     assert "data.sequence_length divisible by 16, not 20" in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        (ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2"),
-        (ALL_GATHER, "mesh.context=4", "mesh.tensor=2"),
-        ("mesh.fsdp=4", "mesh.tensor=2"),
-    ],
-    ids=" ".join,
-)
-def test_windows_caps_and_sinks_are_those_of_one_device(gradients, batches, mesh):
-    own, batch = (*GROUPED, *LOCAL), batches["packed"]
-    loss, grads, _ = gradients(*own, "mesh=single", batch=batch, devices=1)
-    found = gradients(*own, *mesh, batch=batch)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
-
-
-@pytest.mark.parametrize("override", ["model.window=5", "model.attention_sinks=true"])
-def test_a_ring_refuses_windows_and_sinks_and_auto_takes_another_way(
-    programs, override
-):
-    cut = (*GROUPED, override, "mesh.context=2", "mesh.data=1")
-    with pytest.raises(ConfigError, match="context_attention=ulysses has"):
-        programs(*cut, RING, devices=2)
-    chosen = programs(*cut, devices=2).how.context_attention
-    assert chosen is not ContextAttention.ring

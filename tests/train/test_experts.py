@@ -1,16 +1,14 @@
-"""Experts on a mesh: the same loss, gradients and loads as on one device."""
+"""Experts on a mesh, whatever they get; other meshes are in test_meshes.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from data.batches import Order
-from model.gpt import GPT, params_of
-from tests.train.test_program import train
+from tests.train.test_meshes import distance
 from train.errors import ConfigError
-from train.step import balanced, make_gradients
+from train.step import balanced
 
 MOE = (
     *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
@@ -25,46 +23,10 @@ FORCED = {
 }
 
 
-@pytest.fixture(scope="module")
-def gradients(programs, store):
-    """Run one step's gradients: (overrides, bias of experts) -> loss, grads, load."""
-    steps = {}
-
-    def gradients(*overrides, balance=None, devices=8):
-        program = programs(*MOE, *overrides, devices=devices)
-        if overrides not in steps:
-            step = make_gradients(program.model, program.how, program.config.train)
-            steps[overrides] = jax.jit(step)
-        with jax.set_mesh(program.mesh):
-            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
-            if balance is not None:
-                router = params["layers"]["mlp"]["router"]
-                router["balance"] = router["balance"] + jnp.asarray(balance)
-            params = jax.device_put(params, program.shardings.params)
-            batch = Order(store, program.config.data, 0).read(0)
-            assert (batch.targets < 0).any()  # documents end inside of rows
-            batch = jax.device_put(batch, program.batch_shardings)
-            return jax.device_get(steps[overrides](params, batch))
-
-    return gradients
-
-
-def distance(found, expected):
-    """Give the length of the difference of two trees over that of the second."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    parts = [(np.float64(a) - b, np.float64(b)) for a, b in pairs]
-    error, length = (sum(np.sum(p[i] ** 2) for p in parts) ** 0.5 for i in (0, 1))
-    return error / length
-
-
 @pytest.mark.parametrize(
     "mesh",
     [
         pytest.param(("mesh.expert=8",), marks=pytest.mark.slow),
-        pytest.param(("mesh.expert=2", "mesh.data=4"), marks=pytest.mark.slow),
-        pytest.param(("mesh.expert=4", "mesh.data=2"), marks=pytest.mark.slow),
-        pytest.param(("mesh.data=2", "mesh.tensor=4"), marks=pytest.mark.slow),
-        ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2"),
         pytest.param(
             ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full"),
             marks=pytest.mark.slow,
@@ -76,35 +38,17 @@ def distance(found, expected):
 def test_gradients_are_those_of_one_device(gradients, mesh):
     """Also where all tokens go to one device's experts, and where one gets none."""
     for name, balance in FORCED.items():
-        loss, grads, load = gradients("mesh=single", balance=balance, devices=1)
+        one = (*MOE, "mesh=single")
+        loss, grads, load = gradients(*one, balance=balance, devices=1)
         assert load.sum() == 8 * 32 * 3
         if name == "one device's":
             assert (load[0] == [256] * 3 + [0] * 5).all()
         if name == "none":
             assert load[0, 0] == 0
-        found = gradients(*mesh, balance=balance)
+        found = gradients(*MOE, *mesh, balance=balance)
         np.testing.assert_array_equal(found[2], load)
         assert found[0] == pytest.approx(loss, rel=1e-5)
         assert distance(found[1], grads) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("mesh.expert=8",),
-        ("mesh.fsdp=2", "mesh.expert=4", "train.accumulation_steps=1"),
-        ("mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.remat=full"),
-    ],
-    ids=" ".join,
-)
-def test_twenty_steps_are_those_of_one_device(programs, store, mesh):
-    one = programs(*MOE, devices=1)
-    state = jax.device_get(one.init())
-    expected = train(one, store, state)
-    assert expected[-1] < expected[0] - 0.1  # it learns
-    found = train(programs(*MOE, *mesh, devices=8), store, state)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +65,9 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
 
 def test_microbatches_add_up(gradients):
     """But for the loss of the load, which is a microbatch's own."""
-    none = "model.router_aux_weight=0"
-    loss, grads, load = gradients("mesh=single", none, devices=1)
-    parts = gradients("mesh=single", none, "train.accumulation_steps=4", devices=1)
+    one = (*MOE, "model.router_aux_weight=0")
+    loss, grads, load = gradients(*one, devices=1)
+    parts = gradients(*one, "train.accumulation_steps=4", devices=1)
     np.testing.assert_array_equal(parts[2], load)
     assert parts[0] == pytest.approx(loss, rel=1e-5)
     assert distance(parts[1], grads) < 1e-5

@@ -63,9 +63,13 @@ def expected_part(scope: str) -> float:
     return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
 
 
-def is_unmasked(scope: str) -> bool:
-    """Tell whether an attention kernel sees all, by model/parts.py's scope."""
-    return "unmasked" in scope
+def computed_blocks(scope: str) -> tuple[int, int] | None:
+    """Return how many blocks of scores a kernel computes, and of how many.
+
+    By model/parts.py's scope; None: none says so.
+    """
+    found = re.findall(r"computed\.(\d+)\.(\d+)", scope)
+    return (int(found[-1][0]), int(found[-1][1])) if found else None
 
 
 def taken_part(scopes: Iterable[str]) -> Fraction | None:

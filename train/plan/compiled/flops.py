@@ -15,8 +15,8 @@ from train.plan.cost import (
     SPLASH_PRODUCTS,
     Flops,
     causal_blocks,
+    computed_blocks,
     expected_part,
-    is_unmasked,
 )
 
 _FLOATS = ("f", "bf")
@@ -172,10 +172,10 @@ def kernel_flops(
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
             rows = math.prod(q.dims[:-2])  # of the batch, by heads
             flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
-            if is_unmasked(instruction.op_name):
-                return flops, 1.0
+            known = computed_blocks(instruction.op_name)
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
-            computed, blocks = causal_blocks(masks[0][-2:]) if masks else (1, 1)
+            causal = causal_blocks(masks[0][-2:]) if masks else (1, 1)
+            computed, blocks = known or causal
             return flops, computed / blocks
     return 0.0, 1.0
 

@@ -126,6 +126,15 @@ def merged(
     return tuple(dims)
 
 
+def resized(dim: Dim, before: int, after: int) -> Dim:
+    """Lay out a dim that became longer or shorter, by the sizes that were traced."""
+    if before == after:
+        return dim
+    if dim.axes or not dim.known:
+        return Dim(after, (), False)
+    return Dim(dim.size * after // before)
+
+
 def reshaped(
     dims: Sequence[Dim], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dim, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.cost import causal_blocks, expected_part, is_unmasked
+from train.plan.cost import causal_blocks, computed_blocks, expected_part
 from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
 from train.plan.estimated.collectives import Sending
 
@@ -100,12 +100,11 @@ def kernel_flops(
     floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
     traced, local = max(floats, key=lambda pair: pair[0].size)
     flops = cells * _flops_inside(params["jaxpr"]) * local.size / traced.size
-    if is_unmasked(scope):
-        return flops, 1.0
     masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
     if not masks:
         return flops, 1.0
-    computed, blocks = causal_blocks(masks[0])  # the grid is as long as the mask
+    computed, blocks = computed_blocks(scope) or causal_blocks(masks[0])
+    # The grid is as long as the mask.
     return flops * blocks / math.prod(masks[0]), computed / blocks
 
 

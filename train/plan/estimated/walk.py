@@ -22,6 +22,7 @@ from train.plan.estimated.arrays import (
     Place,
     merged,
     reshaped,
+    resized,
     ways,
 )
 from train.plan.estimated.collectives import Sending
@@ -243,6 +244,9 @@ class Walk:
                 self.sending.add(axes, kind, array.bytes, self.place, array.label)
             case "all_gather" | "reduce_scatter" | "all_to_all" as name:
                 return [(self._manual(name, params, operands[0]), ())]
+            case "pad" | "slice":
+                pairs = zip(first, before[0], after[0], strict=True)
+                return [(tuple(resized(*pair) for pair in pairs), ())]
             case "squeeze":
                 gone = params["dimensions"]
             case name if name.startswith("reduce_") and "axes" in params:

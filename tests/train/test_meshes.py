@@ -1,0 +1,183 @@
+"""On any mesh a run is that of one device: gradients, losses, loads, weights.
+
+In float32, with packed documents, and weights none of whose gradients are zero.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from data.batches import Order
+from model.params import named
+from train.config import CheckpointConfig
+from train.feed import place
+from train.run.checkpoint import Checkpoints
+
+DENSE = ("model.num_layers=4", "model.num_kv_heads=2", "model.embed_dim=16")
+LOCAL = (
+    *("model.layer_pattern=[local,global]", "model.attention_soft_cap=2"),
+    "model.attention_sinks=true",
+)
+MOE = (
+    *("model=moe_nano", "model.num_layers=4", "model.dense_layers=0"),
+    *("model.num_heads=4", "model.num_kv_heads=2", "model.embed_dim=32"),
+    *("model.expert_dim=24", "model.init=scaled", "model.layer_unroll=1"),
+)
+BALANCED = ("model.router_aux_weight=0.1", "model.router_z_weight=0.01")
+MODELS = {
+    "dense": DENSE,
+    "near": (*DENSE, *LOCAL, "model.window=5"),  # at most a chunk of a ring of four
+    "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
+    "experts": MOE,
+    "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
+}
+FAST = [
+    ("dense", "data=2 fsdp=2 tensor=2 train.remat=full train.loss_chunk_tokens=8"),
+    ("near", "fsdp=2 context=2 tensor=2"),
+    ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2"),
+]
+SLOW = [
+    ("dense", "data=8"),
+    ("dense", "fsdp=4 tensor=2"),
+    ("far", "data=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
+    ("near", "fsdp=2 context=4 train.remat=full"),
+    ("far", "data=2 context=4 train.remat=[attention]"),
+    ("near", "fsdp=4 context=2 context_attention=ulysses"),
+    ("balanced", "data=2 expert=2 tensor=2"),
+    ("balanced", "fsdp=2 context=2 expert=2"),
+    ("balanced", "context=2 expert=2 tensor=2 train.remat=full"),
+    ("dense", "pipeline=4 data=2"),
+    ("near", "pipeline=2 data=2 tensor=2"),
+    ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),
+    ("far", "pipeline=2 context=4"),
+    ("dense", "pipeline=2 context=2 tensor=2 pipeline_repeats=2"),
+    (
+        "dense",
+        "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2 train.pipeline_microbatches=4",
+    ),
+    ("dense", "pipeline=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
+    ("experts", "pipeline=2 data=2 expert=2 pipeline_repeats=2"),
+    ("experts", "pipeline=2 expert=2 tensor=2 train.remat=full"),
+    ("experts", "pipeline=2 context=2 expert=2"),
+]
+
+
+class Run(NamedTuple):
+    """What twenty steps gave; moments are the first step's gradients but for scale."""
+
+    moments: dict
+    params: dict
+    norm: float
+    load: np.ndarray | None
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def steps(programs, store):
+    """Go on from a state: (program, state, first step, last) -> (state, metrics)."""
+
+    def steps(program, state, first: int, last: int):
+        order, metrics = Order(store, program.config.data, 0), []
+        with jax.set_mesh(program.mesh):
+            for step in range(first, last):
+                batch = order.read(step)
+                assert step or (batch.segment_ids.max(axis=1) > 1).any()
+                state, found = program.train_step(state, place(batch, program.batch))
+                jax.block_until_ready((state, found))  # see train/loop.py
+                metrics.append(jax.device_get(found))
+        return state, metrics
+
+    return steps
+
+
+@pytest.fixture(scope="module")
+def run(programs, steps):
+    """Train from the same weights: (overrides, devices) -> Run."""
+
+    def run(*overrides, devices):
+        program = programs(*overrides, devices=devices)
+        state, (first,) = steps(program, program.init(), 0, 1)
+        moments = jax.device_get(optax.tree.get(state.optimizer.transform, "mu"))
+        state, rest = steps(program, state, 1, 20)
+        losses = [float(found["loss"]) for found in (first, *rest)]
+        load = first.get("expert_load")
+        params = jax.device_get(state.params)
+        return Run(moments, params, first["grad_norm"], load, losses)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(run):
+    """The run of one device, by the model."""
+    known = {}
+
+    def alone(model):
+        if model not in known:
+            known[model] = run(*MODELS[model], devices=1)
+            zero = [k for k, leaf in named(known[model].moments) if not leaf.any()]
+            assert set(zero) <= {"layers.mlp.router.balance"}  # has no gradient
+            assert known[model].losses[-1] < known[model].losses[0] - 0.1  # it learns
+        return known[model]
+
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_a_run_is_that_of_one_device(run, alone, model, mesh):
+    expected, found = alone(model), run(*MODELS[model], *sizes(mesh), devices=8)
+    assert distance(found.moments, expected.moments) < 1e-5
+    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
+    np.testing.assert_array_equal(found.load, expected.load)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert distance(found.params, expected.params) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "others"),
+    [
+        ("experts", "data=2 expert=4", ["fsdp=8", "data=2 context=2 tensor=2"]),
+        ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2", ["fsdp=8"]),
+    ],
+)
+def test_a_run_goes_on_to_the_bit_and_on_other_meshes(
+    programs, steps, tmp_path, model, mesh, others
+):
+    named = (*MODELS[model], "optimizer.ema_decay=0.9")
+    program = programs(*named, *sizes(mesh), devices=8)
+    state, _ = steps(program, program.init(), 0, 3)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(3, state, {"step": 3})
+    checkpoints.wait()
+    end, metrics = steps(program, state, 3, 6)
+    again, found = steps(program, checkpoints.saved.restore(program.state), 3, 6)
+    assert [one["loss"] for one in found] == [one["loss"] for one in metrics]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, end)))
+    for other in others:
+        elsewhere = programs(*named, *sizes(other), devices=8)
+        there = checkpoints.saved.restore(elsewhere.state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, there) == elsewhere.shardings
+        _, found = steps(elsewhere, there, 3, 6)
+        for one, right in zip(found, metrics, strict=True):
+            np.testing.assert_allclose(one["loss"], right["loss"], rtol=1e-5)
+    checkpoints.close()
+
+
+def sizes(mesh: str) -> list[str]:
+    """Give overrides: sizes of a mesh, and keys that are written out."""
+    return [word if "." in word else f"mesh.{word}" for word in mesh.split()]
+
+
+def distance(found, expected):
+    """Give the length of the difference of two trees over that of the second."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    parts = [(np.float64(a) - b, np.float64(b)) for a, b in pairs]
+    error, length = (sum(np.sum(p[i] ** 2) for p in parts) ** 0.5 for i in (0, 1))
+    return error / length
