@@ -95,7 +95,7 @@ def _of_all(
     """Bring what lies before each chunk, out of the whole rows."""
     (B, _, C), rest = chunks.shape[:3], chunks.shape[3:]
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    of_devices = jax.lax.all_gather(chunks, axes)  # [c, B, 2, C, ...]
+    of_devices = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
     ordered = jnp.concatenate([of_devices[:, :, 0], of_devices[::-1, :, 1]])
     row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *rest)
     row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * len(rest)))
