@@ -54,7 +54,7 @@ def attend_in_window(
         keys = jnp.concatenate([bring(chunks, reach, axes), chunks], axis=2)
         return keys.reshape(2 * B, *keys.shape[2:])
 
-    # Before a row's first position zeros come: no document is called 0 here.
+    # Before a row's first position there are zeros: no document is called 0 here.
     arrays = k_BTKH, v_BTKH, segment_ids_BT + 1
     q = q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:])
     return whole(q, *map(with_keys_before, arrays), sinks_N).reshape(q_BTNH.shape)
@@ -81,9 +81,10 @@ def _of_neighbours(
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     ends = chunks[:, :, chunks.shape[2] - reach :]
-    to_next = [(j, j + 1) for j in range(c - 1)]
-    to_previous = [(j, i) for i, j in to_next]
+    to_next = [(j, (j + 1) % c) for j in range(c)]
+    to_previous = [(k, j) for j, k in to_next]
     before_first = jax.lax.ppermute(ends[:, 0], axes, to_next)
+    before_first = jnp.where(i == 0, 0, before_first)
     before_second = jax.lax.ppermute(ends[:, 1], axes, to_previous)
     before_second = jnp.where(i == c - 1, ends[:, 0], before_second)
     return jnp.stack([before_first, before_second], axis=1)
