@@ -15,9 +15,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from data.config import DataConfig
 from model.choices import ContextAttention, Dtype
 from model.config import Intermediate, ModelConfig
-from train.watching import Count, EvalConfig, LogConfig, ProfileConfig, TrackerConfig
+from train.watching import (
+    Count,
+    EvalConfig,
+    LogConfig,
+    Number,
+    ProfileConfig,
+    TrackerConfig,
+)
 
-Number = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0), Lt(inf)]
 NotNegative = Annotated[float, Ge(0), Lt(inf)]
 Seconds = Annotated[float, Gt(0)]

@@ -25,6 +25,7 @@ from train.distributed.processes import Cluster
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.errors import ABORTED, DIVERGED, Exit
+from train.evaluate.tasks import Tasks
 from train.evaluate.validation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
 from train.log_window import LogWindow, Profiler
@@ -50,6 +51,7 @@ class Trainer:
     cluster: Cluster
     preemption: Preemption
     watchdog: Watchdog
+    tasks: Tasks | None
 
     def train(self, state: TrainState) -> tuple[int, TrainState]:
         """Step until the end, a request to stop, or divergence.
@@ -92,7 +94,7 @@ class Trainer:
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
                     log.error(_DIVERGED, step, window.skipped_in_a_row)
                     return DIVERGED, state
-                if due.evaluate:
+                if due.evaluate or due.judge:
                     with window.pause("eval"), watchdog.during("eval"):
                         due = self._evaluate(step, state, due)
                 if due.check:
@@ -120,13 +122,22 @@ class Trainer:
         params, beat = best_params(state), self.watchdog.beat
         return evaluate_all(self.program, params, self.sources, num_batches, beat)
 
+    def judge(self, state: TrainState) -> dict[str, float]:
+        """Judge the state by the tasks, if there are any."""
+        params, beat = best_params(state), self.watchdog.beat
+        return self.tasks.scores(params, beat) if self.tasks else {}
+
     def _evaluate(self, step: int, state: TrainState, due: "Due") -> "Due":
         """Score the state and log it; return what is due then: a save, of the best."""
         config = self.program.config
-        scores = self.evaluate(state, config.eval.num_batches)
+        metrics = self.judge(state) if due.judge else {}
+        scores = {}
+        if due.evaluate:
+            scores = self.evaluate(state, config.eval.num_batches)
+            metrics |= as_metrics(scores)
         if step < config.train.num_steps:  # else the final evaluation is logged
-            self.run.log(step, as_metrics(scores))
-        if not self.checkpoints.judge(step, scores[""].loss):
+            self.run.log(step, metrics)
+        if not scores or not self.checkpoints.judge(step, scores[""].loss):
             return due
         check = config.train.replica_check_interval_steps is not None
         return due._replace(save=True, check=check)
@@ -175,6 +186,7 @@ class Due(NamedTuple):
 
     log: bool
     evaluate: bool
+    judge: bool
     check: bool
     save: bool
     last: bool
@@ -204,6 +216,9 @@ def due_after(
         evaluate=config.checkpoint.keep_best
         if end
         else step % config.eval.interval_steps == 0,
+        judge=bool(config.eval.tasks)
+        and not end
+        and step % config.eval.task_interval_steps == 0,
         check=check_interval > 0 and (save or step % check_interval == 0),
         save=save,
         last=last,

@@ -22,6 +22,7 @@ from model.router import Routing
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
+_NO_ID = 2**31 - 1
 
 
 def loss_sum(
@@ -45,17 +46,49 @@ def loss_sum(
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
         has no gradient; and what routers did, whose own loss is not in these.
     """
-    x_BTD, _, routing = model.features(
-        batch.inputs, batch.positions, batch.segment_ids, how
-    )
-    C = tile(x_BTD.shape[1], model.config.vocab_size or 0, chunk)
-    nearest = how._replace(keys_BT=None)
-    tiled = _Tiled(C, model.config, nearest, z_loss, model.head_axes)
+    x_BTD, tiled, routing = _features(model, batch, how, z_loss, chunk)
     with jax.named_scope("loss"), part("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
         )
         return *sums, routing
+
+
+def row_sums(
+    model: GPT, batch: Batch, how: Execution, num_tokens: int, chunk: int | None
+) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
+    """Sum the cross-entropy of each row's targets, and count those a model misses.
+
+    Args:
+        model: with its parameters bound.
+        batch: int32 [B, T] fields; targets that are negative do not count.
+        how: execution.
+        num_tokens: of the tokenizer; larger ids have no probability.
+        chunk: as in `loss_sum`.
+
+    Returns:
+        float32: nats, and how many targets are not the likeliest token (of several
+        the first).
+    """
+    x_BTD, tiled, _ = _features(model, batch, how, 0.0, chunk)
+    tiled = tiled._replace(num_tokens=num_tokens, by_row=True)
+    with jax.named_scope("loss"), part("head"):
+        sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
+        return sums
+
+
+def _features(
+    model: GPT, batch: Batch, how: Execution, z_loss: float, chunk: int | None
+) -> tuple[Float[Array, "B T D"], "_Tiled", Routing | None]:
+    """Run the layers; return what comes out, and what makes a loss of it."""
+    x_BTD, _, routing = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, how
+    )
+    size = model.config.vocab_size or 0
+    C = tile(x_BTD.shape[1], size, chunk)
+    nearest = how._replace(keys_BT=None)
+    tiled = _Tiled(C, model.config, nearest, z_loss, model.head_axes, size)
+    return x_BTD, tiled, routing
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:
@@ -75,7 +108,8 @@ class _Tiled(NamedTuple):
     over tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one
     of dx[B, C, D].
 
-    V is `vocab_rows`; entries that stand for no token get the logit -inf.
+    V is `vocab_rows`; entries from `num_tokens` on get the logit -inf. `by_row` adds
+    up each row for itself, [B]: nats, and targets that are not the likeliest token.
     """
 
     C: int
@@ -83,6 +117,8 @@ class _Tiled(NamedTuple):
     how: Execution
     z_loss: float
     axes: tuple[str, ...]
+    num_tokens: int
+    by_row: bool = False
 
     def __call__(
         self,
@@ -100,7 +136,10 @@ class _Tiled(NamedTuple):
             sums, grads = jax.shard_map(
                 partial(self._share, gradients=gradients),
                 in_specs=(rows, spec, rows),
-                out_specs=(PartitionSpec(), (rows, spec) if gradients else None),
+                out_specs=(
+                    rows if self.by_row else PartitionSpec(),
+                    (rows, spec) if gradients else None,
+                ),
                 check_vma=False,
             )(x_BTD, weight, targets_BT)
         else:
@@ -136,7 +175,7 @@ class _Tiled(NamedTuple):
             part, dx_BCD = self._tile(tile[0], weight, tile[1], cut, gradients)
             return jax.tree.map(jnp.add, total, part), dx_BCD
 
-        zero = jnp.zeros((), jnp.float32)
+        zero = jnp.zeros(x_BTD.shape[:1] if self.by_row else (), jnp.float32)
         dweight = jnp.zeros(weight.shape, jnp.float32) if gradients else None
         start = (zero, zero), dweight
         (sums, dweight), dx = jax.lax.scan(
@@ -154,19 +193,19 @@ class _Tiled(NamedTuple):
         cut: tuple[str, ...],
         gradients: bool,
     ):
-        """Return ((loss, nats), dweight) and dx; axes of `cut` share the vocabulary."""
+        """Return (sums, dweight) and dx; axes of `cut` share the vocabulary."""
         how = self.how._replace(rules=ANYWHERE)
         logits_BCV, transpose = jax.vjp(
             lambda x, weight: project(x, weight, self.config, how),
             x_BCD,
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
-        V, size = logits_BCV.shape[-1], self.config.vocab_size
+        V = logits_BCV.shape[-1]
         ids_11V = (jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0))[
             None, None
         ]
-        if size != self.config.vocab_rows:  # what only pads has no probability
-            logits_BCV = jnp.where(ids_11V < (size or 0), logits_BCV, -jnp.inf)
+        if self.num_tokens != self.config.vocab_rows:  # the rest only pads
+            logits_BCV = jnp.where(ids_11V < self.num_tokens, logits_BCV, -jnp.inf)
         most_BC = jnp.max(logits_BCV, axis=-1)
         most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
         Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
@@ -176,6 +215,13 @@ class _Tiled(NamedTuple):
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
         target_BC = jax.lax.psum(target_BC, cut)
         counts = targets_BC >= 0
+        if self.by_row:
+            best_BCV = jnp.where(logits_BCV == most_BC[..., None], ids_11V, _NO_ID)
+            best_BC = jnp.min(best_BCV, axis=-1)
+            best_BC = jax.lax.pmin(best_BC, cut) if cut else best_BC
+            nats_BC = jnp.where(counts, log_z_BC - target_BC, 0.0)
+            missed_BC = jnp.where(counts & (best_BC != targets_BC), 1.0, 0.0)
+            return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
         nats = jnp.sum(jnp.where(counts, log_z_BC - target_BC, 0.0))
         z = jnp.sum(jnp.where(counts, jnp.square(log_z_BC), 0.0))
         sums = nats + self.z_loss * z, nats

@@ -20,6 +20,7 @@ from data.tokenizer import padded_vocab_size
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
+from train.evaluate.tasks import Asked, Tasks, load_tasks
 from train.plan.candidates import Layout
 from train.plan.search import choose
 from train.program import Program, make_program, settle
@@ -37,6 +38,7 @@ class Prepared:
     devices_s: tuple[float, float]
     program: Program
     sources: Sources
+    tasks: Tasks | None = None
 
     def __init__(self, config: Config, cluster: Cluster):
         """Prepare both, before anything is written.
@@ -57,6 +59,12 @@ class Prepared:
         cluster.agree(self._lay_out)
 
     def _settle(self) -> Mapping[str, str]:
+        self._loaded = None
+        if names := self.config.eval.tasks:
+            judge = self.config.eval
+            how = judge.task_path, judge.task_limit, judge.task_num_fewshot
+            self._asked = Asked(names, *how, "eval.tasks")
+            self._loaded = load_tasks(self._asked)
         encoding = encoding_of(self.config.data)
         vocab = padded_vocab_size(encoding), encoding.n_vocab
         self._check_vocab = partial(settle, self.config, *vocab)
@@ -77,6 +85,9 @@ class Prepared:
         )
         data = self.config.data
         self.sources = open_sets(open_sources(data), data, self.config.eval.paths)
+        if self._loaded:
+            judged = self._asked, self.program, self.sources.encoding
+            self.tasks = Tasks(self._loaded, *judged)
         order = Order(self.sources, self.config.data, self.config.seed)
         if used_up := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in used_up])

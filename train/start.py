@@ -107,7 +107,8 @@ def _start(
         folder, settings = run.path / "checkpoints", config.checkpoint
         checkpoints = Checkpoints(folder, settings, cluster, run.ready_to_save)
         ends = cluster, preemption, watchdog
-        trainer = Trainer(program, compiling, sources, order, run, checkpoints, *ends)
+        given = program, compiling, sources, order, run, checkpoints
+        trainer = Trainer(*given, *ends, prepared.tasks)
         run.events.lap("prepare")
         with jax.set_mesh(program.mesh):
             code = _train(trainer)
@@ -159,11 +160,12 @@ def _train(trainer: Trainer) -> int:
     trainer.preemption.training_done()
     with trainer.phase("eval"):
         step, batches = int(state.step), program.config.eval.final_num_batches
-        scores = trainer.evaluate(state, batches)
-        run.log(step, as_metrics(scores))
+        scores, judged = trainer.evaluate(state, batches), trainer.judge(state)
+        run.log(step, as_metrics(scores) | judged)
     with trainer.phase("eval", "close"):
         params = best_params(state)
-        run.write_results(results(program, params, sources, step, scores))
+        found = results(program, params, sources, step, scores)
+        run.write_results(found | judged)
     return 0
 
 

@@ -9,13 +9,14 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
+from model.axes import wide
 from model.choices import Dropout
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from train.config import TrainConfig
-from train.loss import loss_sum
+from train.loss import loss_sum, row_sums
 from train.optimizer.update import Optimizer
 from train.rows import REPLICATED, by_rows, over_copies, over_rows
 from train.spikes import is_spike, remember
@@ -179,3 +180,20 @@ def make_eval_step(
         return over_rows((nats, jnp.sum(batch.targets >= 0)), how)
 
     return by_rows(eval_step, how, param_infos(model), lambda specs: REPLICATED)
+
+
+def make_score_step(
+    model: GPT, how: Execution, config: TrainConfig, num_tokens: int
+) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
+    """Build `score_step(params, batch) -> (nats, misses)` of each row, as `row_sums`.
+
+    `num_tokens`: of the tokenizer; what pads the vocabulary beyond has no probability.
+    """
+
+    def score_step(how: Execution, params: Any, batch: Batch):
+        chunk = config.loss_chunk_tokens
+        sums = row_sums(bind(model, params), batch, how, num_tokens, chunk)
+        return jax.lax.psum(sums, wide(how.rules.sequence))  # each has parts of rows
+
+    rows = how.rules.spec("batch")
+    return by_rows(score_step, how, param_infos(model), lambda specs: rows)

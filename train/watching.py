@@ -6,9 +6,10 @@ A part of `train/config.py`. None of its keys changes what is trained.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 Count = Annotated[int, Ge(1)]
+Number = Annotated[int, Ge(0)]
 Batches = Count | Literal[-1]  # -1: the whole validation split
 
 
@@ -29,6 +30,13 @@ class EvalConfig:
     final_num_batches: Batches = -1  # likewise, of the last evaluation
     sets: dict[str, EvalSet] = field(default_factory=dict)  # by name: {code: {path: c}}
     by_source: bool = True  # of a mixture, score each source too
+    # Tasks of lm-evaluation-harness (the extra eval) to judge by: [hellaswag, piqa].
+    tasks: list[str] = field(default_factory=list)
+    task_path: str | None = None  # a folder of task files of one's own
+    task_interval_steps: Count = 2000  # steps between; and at the end
+    # Examples of each task; below 1: this part of them; null: all.
+    task_limit: Annotated[float, Gt(0)] | None = 100
+    task_num_fewshot: Number | None = None  # shown first; null: as the task says
 
     @property
     def paths(self) -> dict[str, str]:

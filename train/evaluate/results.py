@@ -11,6 +11,7 @@ from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
+from train.evaluate.tasks import task_rows
 from train.evaluate.validation import Score, as_metrics
 from train.program import Program
 from train.run.goodput import account
@@ -82,6 +83,9 @@ def print_results(
         if key == f"eval/{name}/loss":
             bits = values[f"eval/{name}/bits_per_byte"]
             print(f"  {name:<10}{loss:.4f} nats a token, {bits:.3f} bits per byte")
+    judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
+    for task, metric, value, error in task_rows(judged):
+        print(f"task        {task} {metric} {value} {error}".rstrip())
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")

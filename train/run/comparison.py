@@ -39,10 +39,12 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
     rows = dict(zip(names, map(read_metrics, folders), strict=True))
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
+    tasks = _tasks(list(rows.values()))
     return {
         "name": ", ".join(names),
         "tables": [
             ("Runs", ["", "Steps", "Tokens", "Loss", "Validation", "Bits"], figures),
+            *([("Tasks", ["", *names], tasks)] if tasks else []),
             ("Config", ["", *names], _differences(configs)),
         ],
         "axes": {axis: _charts(rows, metric) for axis, metric in _AXES.items()},
@@ -59,10 +61,22 @@ def _figures(rows: Sequence[Row]) -> list[str]:
     return [
         f"{last.get('step', 0):,}",
         format_count(last.get("tokens") or 0),
-        *(
-            "-" if value is None else f"{value:.4f}"
-            for value in (last.get("loss"), best and scores[best], bits)
-        ),
+        *map(_shown, (last.get("loss"), best and scores[best], bits)),
+    ]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _tasks(runs: Sequence[Sequence[Row]]) -> list[list[str]]:
+    """Return a row for each metric of tasks: what each run had last."""
+    last = [{key: value for row in rows for key, value in row.items()} for rows in runs]
+    keys = dict.fromkeys(key for of_run in last for key in of_run)
+    return [
+        [key.removeprefix("tasks/"), *(_shown(of_run.get(key)) for of_run in last)]
+        for key in keys
+        if key.startswith("tasks/")
     ]
 
 

@@ -35,6 +35,7 @@ _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at 
     ("Load of experts", (("expert_load", "most loaded over mean"),), False),
 )
 _SET = re.compile("eval/[^/]+/loss")
+_TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
 _MAX_POINTS = 1000
 
 
@@ -60,9 +61,14 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     rows, events = read_metrics(run_dir), read_events(run_dir)
     goodput = account(events)
     sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
-    series = {key: series_of(rows, key) for key in (*_METRICS, *sets)}
     of_sets = "Loss of validation sets", tuple(sets.items()), False
-    charts = (chart(series, *each) for each in (*_CHARTS, of_sets))
+    tasks: dict[str, dict[str, str]] = {}
+    for found in filter(None, (_TASK.fullmatch(key) for row in rows for key in row)):
+        tasks.setdefault(f"Tasks: {found[2]}", {})[found[0]] = found[1]
+    of_tasks = ((metric, tuple(of.items()), False) for metric, of in tasks.items())
+    judged = (key for of in tasks.values() for key in of)
+    series = {key: series_of(rows, key) for key in (*_METRICS, *sets, *judged)}
+    charts = (chart(series, *each) for each in (*_CHARTS, of_sets, *of_tasks))
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, goodput, num_steps),

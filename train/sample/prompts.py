@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from tiktoken import Encoding
 
 from data.sources import Sources
 from data.tokenizer import decode, encode
-from model.choices import Position
+from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
-from train.program import Program
+from train.program import Program, shards_of
 from train.sample.generate import Sampling, generate
 
 _BUCKET = 64  # lengths are rounded to it, so that few programs are compiled
@@ -32,9 +34,7 @@ def continue_prompts(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continue each prompt; an empty one is an end of text: a document begins.
-
-    Each position sees as many before it as a training row had.
+    """Continue each prompt, as `continue_rows` does; an empty one is an end of text.
 
     Args:
         program: of the model.
@@ -52,9 +52,33 @@ def continue_prompts(
     Raises:
         ConfigError: if prompt and tokens are more than the model has positions.
     """
-    encoding, config = sources.encoding, program.config
+    encoding = sources.encoding
     rows = [encode(encoding, prompt.encode()) for prompt in prompts]
     rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
+    given = program, params, encoding, rows, num_tokens, sampling, seed
+    return [until(text, stop) for text in continue_rows(*given)]
+
+
+def continue_rows(
+    program: Program,
+    params: Any,
+    encoding: Encoding,
+    rows: Sequence[np.ndarray | list[int]],
+    num_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+) -> list[str]:
+    """Continue rows of at least one token; each position sees what a training row had.
+
+    Where the devices that share a batch divide the rows, each takes its own.
+
+    Returns:
+        The text of each row's next `num_tokens` tokens.
+
+    Raises:
+        ConfigError: if they are more than the model has positions.
+    """
+    config = program.config
     lengths = np.array([len(row) for row in rows], np.int32)
     learned = config.model.position is Position.learned
     room = config.model.max_sequence_length if learned else None
@@ -72,25 +96,29 @@ def continue_prompts(
     prompt_BP = np.zeros((len(rows), longest), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
         row[: len(ids)] = ids
-    tokens_BT = np.asarray(
-        generate(
-            program.model,
-            params,
-            jnp.asarray(prompt_BP),
-            jnp.asarray(lengths),
-            jax.random.key(seed),
-            shared,
-            num_tokens,
-            encoding.n_vocab,
-            sampling,
-            program.how._replace(trained_length=config.data.sequence_length),
+    placed, rules = (jnp.asarray(prompt_BP), jnp.asarray(lengths)), program.how.rules
+    shards, _ = shards_of(rules, program.mesh.shape)
+    # XLA cannot cut the kernels of experts.
+    if len(rows) % shards == 0 and config.model.mlp is Mlp.dense:
+        placed = jax.device_put(
+            placed, NamedSharding(program.mesh, rules.spec("batch"))
         )
+    tokens_BT = generate(
+        program.model,
+        params,
+        *placed,
+        jax.random.key(seed),
+        shared,
+        num_tokens,
+        encoding.n_vocab,
+        sampling,
+        program.how._replace(trained_length=config.data.sequence_length),
     )
+    tokens_BT = jax.device_get(jax.device_put(tokens_BT, program.replicated))
     own = zip(tokens_BT, lengths - shared, strict=True)
-    texts = (decode(encoding, row[at : at + num_tokens]) for row, at in own)
-    return [_stopped(text, stop) for text in texts]
+    return [decode(encoding, row[at : at + num_tokens]) for row, at in own]
 
 
-def _stopped(text: str, stop: Sequence[str]) -> str:
+def until(text: str, stop: Sequence[str]) -> str:
     """Return a text up to the first of the texts that end it."""
     return text[: min((i for end in stop if (i := text.find(end)) >= 0), default=None)]

@@ -50,7 +50,9 @@ def page() -> str:
         "data.train_tokenizer": TrainTokenizerConfig,
     }
     for command, schema in commands.items():
-        own = shared if issubclass(schema, Config) else {"run", "runtime"}
+        own = (
+            shared if issubclass(schema, Config) else {"run", "runtime", "distributed"}
+        )
         parts += [f"## python -m {command}", *tables(schema, leave_out=own)]
     own = {*shared, "cluster"}
     parts += ["## python -m launch", *tables(LaunchConfig, leave_out=own)]

@@ -21,6 +21,7 @@ def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
         for s in steps
     ]
     rows.insert(1, {"step": 15, "eval/loss": 2.0, "eval/bits_per_byte": 1.0})
+    rows += [{"step": s, "tasks/piqa/acc": rate * s} for s in steps if flops]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     return str(folder)
@@ -31,7 +32,8 @@ def test_two_runs_are_compared(tmp_path, capsys):
     page = tmp_path / "ab.html"
     assert main(ReportConfig(runs, str(page))) == 0
     data = data_of(page.read_text())
-    (_, _, figures), (_, _, differences) = data["tables"]
+    (_, _, figures), (_, _, tasks), (_, _, differences) = data["tables"]
+    assert tasks == [["piqa/acc", "2.0000", "-"]]
     assert figures[0] == ["a", "20", "2K", "0.0050", "2.0000", "1.0000"]
     assert differences == [["optimizer.learning_rate", "0.1", "0.2"]]
     loss, validation, *_ = data["axes"]["tokens"]

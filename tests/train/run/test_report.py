@@ -68,6 +68,20 @@ def test_validation_sets_have_a_chart(tmp_path):
     assert [line["name"] for line in chart["lines"]] == ["web", "code"]
 
 
+def test_each_metric_of_tasks_has_a_chart_without_its_error(tmp_path):
+    rows = [
+        {"step": s, "tasks/a/acc": 0.5, "tasks/b/acc": 0.25, "tasks/b/acc_stderr": 0.1}
+        | {"tasks/a/exact_match/strict": 0.0, "tasks/a/exact_match_stderr/strict": 0.1}
+        for s in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    charts = report_data(tmp_path)["charts"]
+    lines = {
+        chart["title"]: [line["name"] for line in chart["lines"]] for chart in charts
+    }
+    assert lines == {"Tasks: acc": ["a", "b"], "Tasks: exact_match/strict": ["a"]}
+
+
 def test_where_the_time_went_adds_up(tmp_path):
     goodput = data_of(_write(tmp_path, [], EVENTS))["goodput"]
     seconds = {part["title"]: part["seconds"] for part in goodput["buckets"]}

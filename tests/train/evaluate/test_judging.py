@@ -1,0 +1,105 @@
+"""Tasks through the doors: in a run, and of its checkpoint; of one process and two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fleet import REPOSITORY, TINY, Fleet, of_text, write_text
+from tests.train.evaluate.task_files import NAMES, write_tasks
+from train.run.goodput import account
+from train.run.metrics import read_events, read_metrics
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
+
+TASKS = f"[{','.join(NAMES)}]"
+EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "data.sequence_length=64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_text(tmp_path_factory.mktemp("judged"))
+    write_tasks(folder / "tasks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """A run of two processes with four devices each, judged as it goes."""
+    fleet = Fleet(
+        folder / "train",
+        [
+            *(*TINY, *of_text(folder), f"run.dir={folder}/run", *EIGHT),
+            *("runtime.cpu_devices=4", "train.num_steps=6"),
+            *(f"eval.tasks={TASKS}", f"eval.task_path={folder}/tasks"),
+            *("eval.task_interval_steps=3", "eval.task_limit=7"),
+        ],
+        2,
+    )
+    assert fleet.wait() == [0, 0], fleet.said() + fleet.said(1)
+    assert "task        toy_choices acc_norm" in fleet.said()
+    return folder / "run"
+
+
+def judged(run: Path) -> dict[int, dict[str, float]]:
+    found = {}
+    for row in read_metrics(run):
+        own = {key: value for key, value in row.items() if key.startswith("tasks/")}
+        if own:
+            found[row["step"]] = own
+    return found
+
+
+def evaluated(run: Path, said: Path, devices: int, count: int) -> dict[str, float]:
+    words = [
+        *(f"run.dir={run}", f"tasks={TASKS}", f"task_path={run.parent}/tasks"),
+        *("limit=7", f"runtime.cpu_devices={devices}"),
+    ]
+    fleet = Fleet(said, words, count, module="train.evaluate")
+    assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
+    lines = [line for line in fleet.said().splitlines() if line.startswith("{")]
+    assert "toy_choices  acc_norm" in fleet.said()
+    if count > 1:
+        assert "toy" not in fleet.said(1)
+    return json.loads(lines[-1])
+
+
+def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
+    found = judged(run)
+    assert [*found] == [3, 6]
+    results = json.loads((run / "results.json").read_text())
+    assert {key: results[key] for key in found[6]} == found[6]
+    assert "Tasks: acc_norm" in (run / "report.html").read_text()
+    assert account(read_events(run)).buckets["eval"] > 0
+    for devices, count in ((8, 1), (4, 2)):
+        scores = evaluated(run, folder / f"of-{count}", devices, count)
+        assert scores.pop("step") == 6
+        assert scores == pytest.approx(found[6], rel=1e-5)
+
+
+NO_HARNESS = """
+import sys
+from importlib import util
+
+find = util.find_spec
+util.find_spec = lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+from train.__main__ import main, run_command
+
+run_command(main)
+"""
+
+
+def test_without_the_extra_a_run_says_so_and_leaves_nothing(folder):
+    words = [*TINY, *of_text(folder), f"run.dir={folder}/none", "eval.tasks=[piqa]"]
+    said = subprocess.run(
+        [sys.executable, "-c", NO_HARNESS, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 78
+    assert 'pip install "longhaul[eval]"' in said.stderr
+    assert not (folder / "none").exists()

@@ -1,0 +1,207 @@
+"""What tasks of lm-evaluation-harness make of a model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.tokenizer import encode, load_tokenizer
+from model.axes import ANYWHERE
+from model.gpt import GPT, bind, params_of
+from tests.train.evaluate.task_files import NAMES, write_tasks
+from train.errors import ConfigError
+from train.evaluate import tasks as tasks_module
+from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics, task_rows
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.tasks import TaskManager
+
+from train.evaluate.harness import HarnessModel, generation, row_lengths, windows_of
+
+BYTES = load_tokenizer("bytes")
+SMALL = ("model.num_layers=1", "data.sequence_length=64")
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+REQUESTS = [
+    (context, text)
+    for context in ("def f(x):", "import os;" * 12, "a")
+    for text in (" return x", "\n" * 70, " b")
+]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    return Asked(NAMES, write_tasks(tmp_path_factory.mktemp("tasks")), None, None)
+
+
+@pytest.fixture(scope="module")
+def params(programs):
+    params = params_of(GPT(programs(*SMALL, devices=1).config.model, nnx.Rngs(4)))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    return jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
+    )
+
+
+def of_requests(program, params, requests):
+    model = HarnessModel(program, BYTES)
+    with jax.set_mesh(program.mesh):
+        model.params = jax.device_put(params, program.shardings.params)
+        encoded = [(None, *model._encode_pair(*request)) for request in requests]
+        return model._loglikelihood_tokens(encoded)
+
+
+@pytest.fixture(scope="module")
+def together(programs, params):
+    return of_requests(programs(*SMALL, devices=1), params, REQUESTS)
+
+
+def by_hand(program, params, context: str, text: str) -> tuple[float, bool]:
+    """Score a text behind a context token by token, each with all that fits before."""
+    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+    before, tokens = (encode(BYTES, part.encode()).tolist() for part in (context, text))
+    whole, T = [*before, *tokens], program.config.data.sequence_length
+
+    @jax.jit
+    def log_probabilities(row):
+        x, *_ = model.features(row[None], jnp.arange(T)[None], None, how)
+        logits = model.logits(x, how)[0, :, : BYTES.n_vocab]
+        return jax.nn.log_softmax(logits)
+
+    nats, greedy = 0.0, True
+    for start in range(len(before), len(whole), T):
+        stop = min(start + T, len(whole))
+        seen = whole[max(0, stop - T - 1) : stop]
+        row = np.zeros(T, np.int32)
+        row[: len(seen) - 1] = seen[:-1]
+        scores = np.asarray(log_probabilities(row))[: len(seen) - 1]
+        for at, token in enumerate(seen[1:]):
+            if at >= len(seen) - 1 - (stop - start):
+                nats += scores[at, token]
+                greedy &= scores[at].argmax() == token
+    return nats, bool(greedy)
+
+
+def test_many_at_once_are_what_each_is_by_hand(programs, params, together):
+    program = programs(*SMALL, devices=1)
+    for request, score in list(zip(REQUESTS, together, strict=True))[::2]:
+        nats, greedy = by_hand(program, params, *request)
+        assert score[0] == pytest.approx(nats, rel=1e-5)
+        assert score[1] is greedy
+
+
+def test_the_likeliest_tokens_are_greedy(programs, params):
+    program = programs(*SMALL, devices=1)
+    model = HarnessModel(program, BYTES)
+    context = encode(BYTES, b"def f(x):").tolist()
+    with jax.set_mesh(program.mesh):
+        model.params = jax.device_put(params, program.shardings.params)
+        found = model._loglikelihood_tokens(
+            [(None, context, [token]) for token in range(BYTES.n_vocab)]
+        )
+    best = max(range(BYTES.n_vocab), key=lambda token: found[token][0])
+    assert [i for i, (_, greedy) in enumerate(found) if greedy] == [best]
+    # All of them, and no padding of the vocabulary.
+    assert sum(np.exp(score) for score, _ in found) == pytest.approx(1, rel=1e-5)
+
+
+def test_a_mesh_changes_no_score(programs, params, together):
+    found = of_requests(programs(*SMALL, *MESH, devices=8), params, REQUESTS)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in together]
+    assert [s for s, _ in found] == pytest.approx([s for s, _ in together], rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
+def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    tokens = list(range(1, count + 1))
+    theirs = [*map(make_disjoint_window, get_rolling_token_windows(tokens, 0, 8, 1))]
+    ours = [(before, part) for _, before, part in windows_of(0, [0], tokens, 8)]
+    assert ours == theirs
+
+
+def test_rows_have_few_lengths_of_whole_blocks(programs):
+    assert row_lengths(64, programs(*SMALL, devices=1)) == [64]
+    assert row_lengths(1024, programs(*SMALL, devices=1)) == [1024, 512, 256, 128]
+    assert row_lengths(384, programs(*SMALL, devices=1)) == [384]
+
+
+def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
+    program = programs(*SMALL, *MESH, devices=8)
+    tasks = Tasks(load_tasks(asked), asked, program, BYTES)
+    beats = []
+    with jax.set_mesh(program.mesh):
+        placed = jax.device_put(params, program.shardings.params)
+        metrics = tasks.scores(placed, lambda: beats.append(1))
+        assert tasks.scores(placed) == metrics
+    assert {f"tasks/toy_choices/{m}" for m in ("acc", "acc_norm")} < {*metrics}
+    assert metrics["tasks/toy_choices/acc_stderr"] > 0
+    assert metrics["tasks/toy_texts/bits_per_byte"] > 1
+    assert metrics["tasks/toy_answers/exact_match"] == 0
+    assert len(beats) > 5
+    rows = task_rows(metrics)
+    assert ["toy_answers", "exact_match", "0.0000", "± 0.0000"] in rows
+    assert len(rows) == 5
+
+
+def rule_of(*asked) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_tasks(Asked(*asked))
+    (mistake,) = error.value.mistakes
+    assert mistake.key == "tasks"
+    return mistake.rule
+
+
+def test_what_is_not_there_is_said_when_tasks_are_loaded(
+    asked, tmp_path, monkeypatch, programs
+):
+    own = partial(TaskManager, include_defaults=False)  # listing all takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
+    assert "is no task of" in rule_of(["toy_choises"], asked.path, None, None)
+    lost = write_tasks(tmp_path / "lost", json="EleutherAI/nowhere")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    assert "Without a network" in rule_of(["toy_texts"], lost, None, None)
+    monkeypatch.setattr(tasks_module, "find_spec", lambda name: None)
+    assert "longhaul[eval]" in rule_of(NAMES, asked.path, None, None)
+    monkeypatch.undo()
+    long = write_tasks(tmp_path / "long", **{"max_gen_toks: 12": "max_gen_toks: 64"})
+    wanted = Asked(NAMES, long, None, None)
+    with pytest.raises(ConfigError, match="64 tokens, but must leave room"):
+        Tasks(load_tasks(wanted), wanted, programs(*SMALL, devices=1), BYTES)
+
+
+def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
+    def shown(num_fewshot):
+        loaded = load_tasks(asked._replace(num_fewshot=num_fewshot))
+        return {task.config.num_fewshot for task in loaded["tasks"].values()}
+
+    assert shown(None) == {0}
+    assert shown(2) == {2}
+
+
+def test_sampling_is_read_as_the_harness_means_it():
+    greedy = generation({"until": "\n", "max_gen_toks": 3, "temperature": 0.5})
+    assert greedy.sampling.temperature == 0.5
+    assert greedy.stop == ["\n"]
+    assert generation({"do_sample": False, "temperature": 1}).sampling.temperature == 0
+    assert generation({"num_beams": 2}).unknown == ["num_beams"]
+
+
+def test_parts_of_a_group_are_left_out():
+    results = {
+        "groups": {"all": {}},
+        "group_subtasks": {"all": ["one"], "loose": ["two"]},
+        "results": {
+            "all": {"alias": "all", "acc,none": 0.5, "acc_stderr,none": "N/A"},
+            "one": {"acc,none": 1.0},
+            "two": {"exact_match,strict-match": 0.25, "sample_len": 3},
+        },
+    }
+    assert task_metrics(results) == {
+        "tasks/all/acc": 0.5,
+        "tasks/two/exact_match/strict-match": 0.25,
+    }

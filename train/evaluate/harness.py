@@ -1,0 +1,219 @@
+"""A model as lm-evaluation-harness sees it: it scores texts, and goes on from them.
+
+What the harness calls is `TemplateLM`; how a task becomes requests, and answers become
+metrics, is the harness' own. Each process is given the same requests and calls the
+devices in the same order.
+
+Not done here: chat templates, images, and more than one request in a row of a batch.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TQDM_DISABLE", "1")  # is read when it is imported
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its forks would copy JAX's threads
+
+import jax
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from tiktoken import Encoding
+
+from data.batches import Batch
+from data.tokenizer import END_OF_TEXT, encode
+from train.feed import local_rows, place
+from train.program import Program, shards_of
+from train.sample.generate import Sampling
+from train.sample.prompts import continue_rows, until
+from train.step import make_score_step
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
+
+
+class Window(NamedTuple):
+    """Tokens to score with those before them, together no longer than a row."""
+
+    request: int  # its number
+    before: list[int]
+    tokens: list[int]
+
+    @property
+    def length(self) -> int:
+        """How many positions a row needs for it."""
+        return len(self.before) + len(self.tokens) - 1
+
+
+class HarnessModel(TemplateLM):
+    """A program with parameters; `params` and `beat` may be replaced at any time.
+
+    Each request is scored in a row of its own, padded to one of a few lengths. Of a
+    context that is too long the beginning is left out. What follows an empty context
+    follows an end of text, as a document does in training.
+    """
+
+    def __init__(self, program: Program, encoding: Encoding):
+        """Prepare the step that scores; nothing is compiled yet."""
+        super().__init__()
+        self.params: Any = None
+        self.beat: Callable[[], None] = lambda: None
+        self._program, self._encoding = program, encoding
+        config = program.config
+        self.max_length = config.data.sequence_length
+        self._rows = config.data.batch_size
+        self._lengths = row_lengths(self.max_length, program)
+        self._step = jax.jit(
+            make_score_step(program.model, program.how, config.train, encoding.n_vocab),
+            in_shardings=(program.shardings.params, program.batch_shardings),
+            out_shardings=program.replicated,
+        )
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of text, which stands between documents."""
+        return self._encoding.eot_token
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Encode a text; special tokens are never added, nor read out of it."""
+        return encode(self._encoding, string.encode()).tolist()
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-probability, and whether it is the likeliest.
+
+        One longer than a row is scored in several, each with all that fits before it.
+        """
+        nats, misses = np.zeros(len(requests)), np.zeros(len(requests))
+        windows = [
+            window
+            for i, (_, context, tokens) in enumerate(requests)
+            for window in windows_of(i, context, tokens, self.max_length)
+        ]
+        windows.sort(key=lambda window: -window.length)
+        for first in range(0, len(windows), self._rows):
+            some = windows[first : first + self._rows]
+            numbers = [window.request for window in some]
+            for sums, of_rows in zip((nats, misses), self._score(some), strict=True):
+                np.add.at(sums, numbers, of_rows[: len(some)])
+            self.beat()
+        scores = zip(nats.tolist(), misses.tolist(), strict=True)
+        return [(-of_tokens, missed == 0) for of_tokens, missed in scores]
+
+    def _score(self, windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
+        """Return nats and misses of each row; the first rows are the windows."""
+        longest = max(window.length for window in windows)
+        length = min(length for length in self._lengths if length >= longest)
+        shape = self._rows, length
+        inputs, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        targets = np.full(shape, -1, np.int32)
+        for row, (_, before, tokens) in enumerate(windows):
+            stop = len(before) + len(tokens) - 1
+            inputs[row, :stop] = [*before, *tokens][:-1]
+            targets[row, stop - len(tokens) : stop] = tokens
+            segment_ids[row, :stop] = 1
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+        like = jax.tree.map(
+            lambda field: field.update(shape=shape), self._program.batch
+        )
+        own = np.concatenate([np.arange(self._rows)[rows] for rows in local_rows(like)])
+        batch = Batch(inputs, targets, segment_ids, positions)
+        batch = place(jax.tree.map(lambda field: field[own], batch), like)
+        nats, misses = jax.device_get(self._step(self.params, batch))
+        return nats, misses
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each whole text, each of its tokens once."""
+        texts = (self.tok_encode(*request.args) for request in requests)
+        whole = [(None, [self.prefix_token_id], tokens) for tokens in texts]
+        return [score for score, _ in self._loglikelihood_tokens(whole)]
+
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
+        """Return how each text goes on, up to one of its stops or an end of text."""
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        texts = dict[int, str]()
+        for numbers in alike.values():
+            texts |= self._generate(requests, numbers)
+        return [texts[number] for number in range(len(requests))]
+
+    def _generate(
+        self, requests: list[Instance], numbers: list[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Yield number and text of requests that all ask for the same."""
+        asked = generation(requests[numbers[0]].args[1])
+        room = self.max_length - asked.num_tokens
+        prompts = {}
+        for number in numbers:
+            tokens = self.tok_encode(requests[number].args[0])
+            prompts[number] = tokens[-room:] or [self.prefix_token_id]
+        numbers = sorted(numbers, key=lambda number: -len(prompts[number]))
+        for first in range(0, len(numbers), self._rows):
+            some = numbers[first : first + self._rows]
+            rows = [prompts[number] for number in some]
+            rows += [rows[-1]] * (self._rows - len(rows))  # of one shape
+            given = self._program, self.params, self._encoding, rows, asked.num_tokens
+            texts = continue_rows(*given, asked.sampling, first)
+            stop = [*asked.stop, END_OF_TEXT]
+            for number, text in zip(some, texts, strict=False):
+                yield number, until(text, stop)
+            self.beat()
+
+
+class Generation(NamedTuple):
+    """What a task asks of its texts."""
+
+    num_tokens: int
+    stop: list[str]
+    sampling: Sampling
+    unknown: list[str]  # that it asks for, too
+
+
+def generation(arguments: dict[str, Any]) -> Generation:
+    """Read a task's `generation_kwargs`."""
+    known = dict(normalize_gen_kwargs(arguments))
+    num_tokens, stop = known.pop("max_gen_toks"), known.pop("until", None) or []
+    usual = 1.0 if known.pop("do_sample") else 0.0
+    temperature = known.pop("temperature", usual)
+    among = known.pop("top_k", None), known.pop("top_p", None)
+    stop = [stop] if isinstance(stop, str) else stop
+    stop = [text for text in stop if text]
+    return Generation(num_tokens, stop, Sampling(temperature, *among), sorted(known))
+
+
+def windows_of(
+    number: int, context: list[int], tokens: list[int], longest: int
+) -> Iterator[Window]:
+    """Cut a request's tokens into windows; each has as much before it as fits."""
+    whole = [*context, *tokens]
+    for start in range(len(context), len(whole), longest):
+        stop = min(start + longest, len(whole))
+        before = whole[max(0, stop - longest - 1) : start]
+        yield Window(number, before, whole[start:stop])
+
+
+def row_lengths(longest: int, program: Program) -> list[int]:
+    """Return the lengths to which rows are padded: each half of the one before.
+
+    As long as all devices that share a row hold whole blocks of it.
+    """
+    _, shards = shards_of(program.how.rules, program.mesh.shape)
+    least = _BLOCK * (2 * shards if shards > 1 else 1)
+    lengths = [longest]
+    while lengths[-1] % (2 * least) == 0:
+        lengths.append(lengths[-1] // 2)
+    return lengths

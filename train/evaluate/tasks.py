@@ -1,0 +1,187 @@
+"""Benchmarks: a model judged by tasks of lm-evaluation-harness.
+
+A task is one of the harness' own or a YAML file of one's own (`task_path`). All that
+can be wrong with the tasks is said when they are loaded: before a run, not in it. What
+comes out are numbers by name: `tasks/<task>/<metric>`, and `..._stderr`, the standard
+error, beside it.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from tiktoken import Encoding
+
+from train.errors import ConfigError, Mistake
+from train.program import Program
+
+_SEED = 1234  # of the examples that are shown first, and of the harness' own commands
+_DRAWS = 1000  # of examples, for the standard error of what is not a mean
+_STDERR = "_stderr"
+
+
+class Asked(NamedTuple):
+    """Which tasks, and how.
+
+    path: a folder of task files.
+    limit: examples of each task; below 1: this part of them; None: all.
+    num_fewshot: examples that are shown first; None: as the task says.
+    keys: of the config, for messages.
+    """
+
+    names: Sequence[str]
+    path: str | None
+    limit: float | None
+    num_fewshot: int | None
+    key: str = "tasks"
+
+
+def load_tasks(asked: Asked) -> dict[str, Any]:
+    """Load tasks with their examples, as the harness' `TaskDict`.
+
+    Raises:
+        ConfigError: if the harness is not installed, or a task cannot be loaded.
+    """
+    if find_spec("lm_eval") is None:
+        rule = 'needs lm-evaluation-harness; pip install "longhaul[eval]"'
+        raise ConfigError([Mistake(asked.key, [*asked.names], rule)])
+    from lm_eval.tasks import TaskManager
+
+    import train.evaluate.harness  # noqa: F401  # what the harness reads when imported
+
+    manager = TaskManager(include_path=asked.path, include_defaults=False)
+    if not {*asked.names} <= {*manager.all_tasks}:
+        manager = TaskManager(include_path=asked.path)  # lists thousands
+    if unknown := [name for name in asked.names if name not in manager.all_tasks]:
+        rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
+        rule += f"folder task_path={asked.path}"
+        raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
+    try:
+        loaded = manager.load([*asked.names])
+    except Exception as error:  # of many libraries
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
+        rule += "that are on this machine: load the task once where there is one, and "
+        rule += "set HF_HUB_OFFLINE=1 here; or take task files of your own (task_path)"
+        raise ConfigError([Mistake(asked.key, [*asked.names], rule)]) from error
+    for task in loaded["tasks"].values():
+        # As the harness' own command: a task that says 0 keeps it.
+        own = task.config.num_fewshot
+        if own is None or (asked.num_fewshot is not None and own != 0):
+            task.set_config("num_fewshot", asked.num_fewshot or 0)
+    return dict(loaded)
+
+
+class Tasks:
+    """Loaded tasks, and the program that they judge."""
+
+    def __init__(
+        self,
+        loaded: dict[str, Any],
+        asked: Asked,
+        program: Program,
+        encoding: Encoding,
+    ):
+        """Prepare to judge; nothing is compiled yet.
+
+        Raises:
+            ConfigError: if a task asks for what is not there.
+        """
+        from train.evaluate.harness import HarnessModel
+
+        self._loaded, self._limit = loaded, asked.limit
+        self._model = HarnessModel(program, encoding)
+        length = self._model.max_length
+        if mistakes := _mistakes(loaded["tasks"], asked.key, length):
+            raise ConfigError(mistakes)
+
+    def scores(
+        self, params: Any, beat: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Judge parameters by all tasks; the same on all processes.
+
+        Args:
+            params: sharded as the program's.
+            beat: called after each batch.
+        """
+        from lm_eval.evaluator import evaluate
+
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(_SEED)  # drawn from: the same each time
+        self._model.params, self._model.beat = params, beat
+        with contextlib.redirect_stdout(io.StringIO()):  # of its progress
+            results = evaluate(
+                self._model,
+                self._loaded,
+                limit=self._limit,
+                bootstrap_iters=_DRAWS,
+                log_samples=False,
+            )
+        self._model.params = None  # no longer than needed
+        assert results is not None
+        return task_metrics(results)
+
+
+def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
+    """List what tasks ask for that is not there."""
+    from train.evaluate.harness import generation
+
+    mistakes = []
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            rule = "runs code of the model's, or shows it images; leave it out"
+            mistakes.append(Mistake(key, name, rule))
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
+        asked = generation(task.config.generation_kwargs or {})
+        if asked.num_tokens >= length:
+            rule = f"asks for texts of {asked.num_tokens} tokens, but must leave room "
+            rule += f"for a prompt within data.sequence_length={length}; lower its "
+            rule += "generation_kwargs.max_gen_toks"
+            mistakes.append(Mistake(key, name, rule))
+        if asked.unknown:
+            rule = f"asks for {', '.join(asked.unknown)} of its texts, which only "
+            rule += "know until, max_gen_toks, do_sample, temperature, top_k and top_p"
+            mistakes.append(Mistake(key, name, rule))
+    return mistakes
+
+
+def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the harness' results as numbers by name, without the parts of a group.
+
+    Of `exact_match,strict-match` the part behind the comma, unless it is none, comes
+    last: `tasks/gsm8k/exact_match/strict-match`.
+    """
+    groups = results.get("groups", {})
+    parts = {
+        part
+        for group, names in results["group_subtasks"].items()
+        for part in names
+        if group in groups
+    }
+    metrics = {}
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if task in parts or not chosen or not isinstance(value, int | float):
+                continue
+            name = f"tasks/{task}/{metric}" + f"/{chosen}" * (chosen != "none")
+            # What every tracker takes.
+            metrics[re.sub(r"[^\w./ -]", "_", name)] = float(value)
+    return metrics
+
+
+def task_rows(metrics: Mapping[str, float]) -> list[list[str]]:
+    """Return rows of a table: task, metric, value, standard error."""
+    rows = []
+    for name, value in metrics.items():
+        _, task, metric, *chosen = name.split("/")
+        if metric.endswith(_STDERR):
+            continue
+        error = metrics.get("/".join(["tasks", task, metric + _STDERR, *chosen]))
+        shown = "" if error is None else f"± {error:.4f}"
+        rows.append([task, " ".join([metric, *chosen]), f"{value:.4f}", shown])
+    return rows
