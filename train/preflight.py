@@ -85,13 +85,15 @@ class Prepared:
         )
         data = self.config.data
         self.sources = open_sets(open_sources(data), data, self.config.eval.paths)
+        tasks = {}
         if self._loaded:
             judged = self._asked, self.program, self.sources.encoding
             self.tasks = Tasks(self._loaded, *judged)
+            tasks = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, self.config.data, self.config.seed)
         if used_up := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in used_up])
-        return _about_data(self.sources)
+        return _about_data(self.sources) | tasks
 
 
 def _about_program(config: Config) -> dict[str, str]:

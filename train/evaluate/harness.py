@@ -31,8 +31,8 @@ from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows, until
 from train.step import make_score_step
 
-log = logging.getLogger(__name__)
-
+# It warns of each default that a task file leaves in force.
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
 _BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
 
 
@@ -143,25 +143,26 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
         """Return how each text goes on, up to one of its stops or an end of text."""
+        asked: list[Any] = [request.args for request in requests]
         alike: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(number)
+        for number, (_, arguments) in enumerate(asked):
+            alike.setdefault(repr(arguments), []).append(number)
         texts = dict[int, str]()
         for numbers in alike.values():
-            texts |= self._generate(requests, numbers)
+            contexts = {number: asked[number][0] for number in numbers}
+            texts |= self._generate(contexts, generation(asked[numbers[0]][1]))
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
-        self, requests: list[Instance], numbers: list[int]
+        self, contexts: dict[int, str], asked: "Generation"
     ) -> Iterator[tuple[int, str]]:
-        """Yield number and text of requests that all ask for the same."""
-        asked = generation(requests[numbers[0]].args[1])
+        """Yield how each context goes on, with its number."""
         room = self.max_length - asked.num_tokens
-        prompts = {}
-        for number in numbers:
-            tokens = self.tok_encode(requests[number].args[0])
-            prompts[number] = tokens[-room:] or [self.prefix_token_id]
-        numbers = sorted(numbers, key=lambda number: -len(prompts[number]))
+        prompts = {
+            number: self.tok_encode(context)[-room:] or [self.prefix_token_id]
+            for number, context in contexts.items()
+        }
+        numbers = sorted(prompts, key=lambda number: -len(prompts[number]))
         for first in range(0, len(numbers), self._rows):
             some = numbers[first : first + self._rows]
             rows = [prompts[number] for number in some]
@@ -185,7 +186,7 @@ class Generation(NamedTuple):
 
 def generation(arguments: dict[str, Any]) -> Generation:
     """Read a task's `generation_kwargs`."""
-    known = dict(normalize_gen_kwargs(arguments))
+    known: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
     num_tokens, stop = known.pop("max_gen_toks"), known.pop("until", None) or []
     usual = 1.0 if known.pop("do_sample") else 0.0
     temperature = known.pop("temperature", usual)

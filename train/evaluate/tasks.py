@@ -7,9 +7,12 @@ error, beside it.
 """
 
 import contextlib
+import hashlib
 import io
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -92,11 +95,25 @@ class Tasks:
         """
         from train.evaluate.harness import HarnessModel
 
-        self._loaded, self._limit = loaded, asked.limit
+        self._loaded = loaded
+        self._limit: Any = asked.limit  # the harness takes parts, but says it does not
         self._model = HarnessModel(program, encoding)
         length = self._model.max_length
         if mistakes := _mistakes(loaded["tasks"], asked.key, length):
             raise ConfigError(mistakes)
+
+    @property
+    def fingerprint(self) -> str:
+        """The hash of what all processes must ask: the examples, and the harness."""
+        from lm_eval.evaluator_utils import get_sample_size
+
+        digest = hashlib.sha256(version("lm_eval").encode())
+        for name, task in self._loaded["tasks"].items():
+            digest.update(f"{name} {task.config.num_fewshot}".encode())
+            count = get_sample_size(task, self._limit)
+            for example in itertools.islice(task.eval_docs, count):
+                digest.update(repr(example).encode())
+        return digest.hexdigest()
 
     def scores(
         self, params: Any, beat: Callable[[], None] = lambda: None

@@ -1,0 +1,68 @@
+"""The harness' own backend for transformers, given our export, finds what we find."""
+
+import jax
+import pytest
+from flax import nnx
+
+from model.gpt import GPT, params_of
+from tests.train.evaluate.task_files import NAMES, write_tasks
+from train.pretrained.folder import empty_folder, write_folder
+
+pytestmark = pytest.mark.slow
+
+MODEL = ("model=llama_nano", "model.num_layers=2", "data.sequence_length=64")
+
+
+@pytest.mark.parametrize("num_fewshot", [0, 1])
+def test_both_give_the_same_answers_to_each_example(
+    programs, store, tmp_path, num_fewshot
+):
+    for name in ("torch", "transformers", "lm_eval"):
+        pytest.importorskip(name)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from train.evaluate.harness import HarnessModel
+
+    program = programs(*MODEL, devices=1)
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    params = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
+    )
+    folder = empty_folder(str(tmp_path / "exported"))
+    write_folder(folder, program, params, store, 0, "float32", True)
+    ours = HarnessModel(program, store.encoding)
+    ours.params = jax.device_put(params, program.shardings.params)
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
+    path = write_tasks(tmp_path / "tasks")
+    with jax.set_mesh(program.mesh):
+        mine, its = (
+            simple_evaluate(
+                model,
+                tasks=NAMES,
+                num_fewshot=num_fewshot,
+                task_manager=TaskManager(include_path=path, include_defaults=False),
+                bootstrap_iters=10,
+            )
+            for model in (ours, theirs)
+        )
+    for name in NAMES:
+        own = {row["doc_id"]: row for row in mine["samples"][name]}
+        assert len(own) == len(its["samples"][name]) > 5
+        for row in its["samples"][name]:
+            answers = own[row["doc_id"]]["resps"]
+            for ours_, theirs_ in zip(answers, row["resps"], strict=True):
+                same(ours_[0], theirs_[0])
+        for key, value in its["results"][name].items():
+            if isinstance(value, float):
+                assert mine["results"][name][key] == pytest.approx(value, rel=1e-4)
+
+
+def same(ours, theirs) -> None:
+    if isinstance(ours, tuple):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
+        assert ours[1] is theirs[1]
+    else:
+        assert ours == (theirs if isinstance(theirs, str) else pytest.approx(theirs))
