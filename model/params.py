@@ -54,6 +54,11 @@ class ParamInfo(NamedTuple):
         own = self.axes[self.stacked :]
         return self.stacked + (self.kind is Kind.matrix and own[0] == "experts")
 
+    @property
+    def split(self) -> int:
+        """The dim that outputs begin with, or a table's columns; vectors have none."""
+        return self.stack + max(1, self.inputs)
+
     def size(self, shape: tuple[int, ...]) -> int:
         """Count the parameters in an array of this shape, without its padding."""
         dims = zip(self.axes, shape, strict=True)

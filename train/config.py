@@ -47,6 +47,17 @@ class OptimizerName(StrEnum):
     muon = "muon"
 
 
+class MomentDtype(StrEnum):
+    """In which an optimizer keeps its moments; bfloat16 and int8 round at random.
+
+    `int8` is codes of levels that grow finer towards zero (train/optimizer/moments.py).
+    """
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
 class Schedule(StrEnum):
     """Shape of the learning rate after the warm-up."""
 
@@ -172,6 +183,8 @@ class OptimizerConfig:
     b1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay of the mean
     b2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay of the mean square
     epsilon: Annotated[float, Gt(0)] = 1e-8  # added to the root of the mean square
+    # In which moments are kept; computed in float32, and rounded at random.
+    moment_dtype: MomentDtype = MomentDtype.float32
     # Global norm that gradients are scaled down to; null: any.
     clip_norm: Annotated[float, Gt(0)] | None = 1.0
     # Decay of an average of the weights, used by evaluation; null: none is kept.

@@ -258,6 +258,7 @@ def make_program(
         how.compute_dtype,
         mesh,
         specs,
+        config.seed,
     )
     state = abstract_state(config.model, optimizer, train)
     shardings = state_shardings(state, infos, mesh, config.mesh.params)

@@ -5,6 +5,7 @@ it into one `NamedSharding` per leaf of the train state, which initialisation, t
 checkpoint restore and the plan all use.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -90,9 +91,10 @@ def state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every leaf of a train state.
 
-    A leaf of the optimizer whose path ends with a parameter's path and which has its
-    shape (a moment, an average) lies where the parameter lies; anything else (step,
-    counts) is replicated. `tx.init` under `jit` alone would replicate the moments.
+    A leaf of the optimizer whose path is a parameter's, or a part of one (`codes`,
+    `rows`), and which has its shape (a moment, an average) lies where the parameter
+    lies; where some dims are 1 instead, along the others. Anything else (step, counts)
+    is replicated. `tx.init` under `jit` alone would replicate the moments.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
@@ -105,10 +107,14 @@ def state_shardings(
     }
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        for start in range(len(path)):
-            shape, spec = by_path.get(path[start:], (None, None))
-            if shape == leaf.shape and spec is not None:
-                return NamedSharding(mesh, spec)
+        for start, stop in itertools.product(range(len(path)), (None, -1)):
+            shape, spec = by_path.get(path[start:stop], ((), ()))
+            if len(shape) != leaf.ndim or not spec:
+                continue
+            dims = [*zip(leaf.shape, shape, spec, strict=True)]
+            if all(own in (1, dim) for own, dim, _ in dims):
+                entries = (entry if own == dim else None for own, dim, entry in dims)
+                return NamedSharding(mesh, PartitionSpec(*entries))
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(sharding, abstract_state)

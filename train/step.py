@@ -51,7 +51,7 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         loss, grads, load = gradients(state.params, batch, seeds_BT)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         with jax.named_scope("optimizer"):
             params, opt = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step
@@ -121,9 +121,10 @@ def make_gradients(
 
             def add(total, part: tuple[Batch, jax.Array | None]):
                 grads, measured = value_and_grad(params, part)
+                grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
                 return jax.tree.map(jnp.add, total, (measured, grads)), None
 
-            zeros = jax.tree.map(jnp.zeros_like, params)
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
             no_load = jnp.zeros(shape, jnp.float32) if shape[0] else None
             start = (jnp.zeros((), jnp.float32), no_load), zeros
             with jax.named_scope("microbatches"):

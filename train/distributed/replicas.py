@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.params import named
+from train.optimizer.rounding import mixed, places
 
 
 class Finding(NamedTuple):
@@ -153,20 +154,5 @@ def _copy_axes(sharding: NamedSharding) -> list[int]:
 def _checksum(part: jax.Array) -> jax.Array:
     """Sum up the mixed bits of all numbers, each mixed with its place."""
     bits = part.view(f"uint{8 * part.dtype.itemsize}")
-    place, stride = jnp.uint32(0), 0x9E3779B9  # odd: no two places share a number
-    for dim, size in reversed(list(enumerate(part.shape))):
-        place += jnp.uint32(stride) * jax.lax.broadcasted_iota(
-            jnp.uint32, part.shape, dim
-        )
-        stride = stride * size % 2**32
-    return jnp.sum(_mixed(bits.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """Map each uint32 to another, one to one, so that near ones end up far apart.
-
-    Source: lowbias32 of https://nullprogram.com/blog/2018/07/31/.
-    """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    numbers = mixed(bits.astype(jnp.uint32) ^ places(part.shape))
+    return jnp.sum(numbers, dtype=jnp.uint32)

@@ -72,8 +72,8 @@ def muon(
 
 def fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a parameter's matrices."""
-    split = info.stack + info.inputs
-    return math.prod(shape[info.stack : split]), math.prod(shape[split:])
+    inputs, outputs = shape[info.stack : info.split], shape[info.split :]
+    return math.prod(inputs), math.prod(outputs)
 
 
 def _scaled(x: jax.Array, info: ParamInfo) -> jax.Array:

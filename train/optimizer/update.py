@@ -1,7 +1,9 @@
 """One update of the weights, by AdamW or Muon, and the average of weights.
 
 optax computes a direction; this module scales it by the schedule at the *step*, which a
-skipped update does not hold back, and applies it.
+skipped update does not hold back, and applies it. All of it is in float32, whatever the
+dtype of weights and moments: what it leaves in bfloat16 or eight bits is rounded at
+random, and no copy of it in float32 is kept. An average is always kept in float32.
 """
 
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from jax.typing import DTypeLike
 
 from model.params import Kind, is_info
 from train.config import OptimizerConfig, OptimizerName, ScheduleConfig
+from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
 from train.optimizer.schedule import factor
 
@@ -34,14 +37,15 @@ class Optimizer:
     config: OptimizerConfig
     transform: optax.GradientTransformation
     factor: Callable[[jax.Array], jax.Array]  # of the step
+    storage: Storage  # of weights and moments
 
     def init(self, params: Any) -> OptimizerState:
         """Start: moments at zero, the average at the weights."""
         average = None
         if self.config.ema_decay is not None:
-            # A copy: parameters and average are both donated to the step.
-            average = jax.tree.map(jnp.copy, params)
-        return OptimizerState(self.transform.init(params), average)
+            average = averages(params)
+        state = self.transform.init(jax.tree.map(_as_float32, params))
+        return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Return AdamW's learning rate for the update after `step` updates."""
@@ -54,17 +58,30 @@ class Optimizer:
         if self.config.clip_norm is not None:
             scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        directions, transform = self.transform.update(grads, state.transform, params)
+        grads, weights = jax.tree.map(_as_float32, (grads, params))
+        moments = unpacked(state.transform)
+        directions, moments = self.transform.update(grads, moments, weights)
         factor = self.factor(step)
-        params = jax.tree.map(
-            lambda p, d: (p - factor * d).astype(p.dtype), params, directions
-        )
+        weights = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
+        params = self.storage.rounded(weights, params, step)
         average, decay = state.average, self.config.ema_decay
         if decay is not None:
             average = jax.tree.map(
-                lambda a, p: decay * a + (1 - decay) * p, average, params
+                lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
             )
-        return params, OptimizerState(transform, average)
+        return params, OptimizerState(self.storage.packed(moments, step), average)
+
+
+def averages(params: Any) -> Any:
+    """Return averages that start at the weights, in float32.
+
+    Copies: parameters and averages are both donated to the step.
+    """
+    return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def make_optimizer(
@@ -75,6 +92,7 @@ def make_optimizer(
     compute: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     specs: Any = None,
+    seed: int = 0,
 ) -> Optimizer:
     """Build the optimizer.
 
@@ -86,6 +104,7 @@ def make_optimizer(
         compute: dtype of the operands of Muon's products.
         mesh: whose devices share Muon's work.
         specs: tree of the parameters' PartitionSpecs on it.
+        seed: of random rounding.
     """
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
@@ -103,4 +122,5 @@ def make_optimizer(
         )
         matrices = muon(config, infos, compute, mesh, specs)
         adamw = optax.partition({"muon": matrices, "adamw": adamw}, labels)
-    return Optimizer(config, adamw, factor(schedule, num_steps))
+    storage = Storage(config.moment_dtype, infos, seed)
+    return Optimizer(config, adamw, factor(schedule, num_steps), storage)

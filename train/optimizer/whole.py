@@ -96,7 +96,7 @@ class Stack(NamedTuple):
         sizes: dict[str, int],
     ) -> "Stack":
         """Return how a parameter lies on a mesh with these wide axes."""
-        first, split = info.stack, info.stack + info.inputs
+        first, split = info.stack, info.split
 
         def wide(dims: slice) -> tuple[str, ...]:
             entries = tuple(place)[dims]

@@ -1,0 +1,139 @@
+"""Moments in bfloat16 and eight bits: near float64, without bias, harmless."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from model.params import Kind, ParamInfo
+from tests.train.optimizer.test_update import ADAMW, INFOS, MUON, draw, take_steps
+from train.config import MomentDtype
+from train.optimizer.moments import from_eight_bits, is_eight_bits, to_eight_bits
+from train.optimizer.rounding import key_of_step, random_bits
+
+MATRIX = ParamInfo(("layers", "embed", "heads", "head_dim"), Kind.matrix, 1)
+VECTOR = ParamInfo(("layers", "embed"), Kind.vector)
+SHAPE = (2, 6, 3, 4)
+
+
+def kept(x, signed: bool, step: int = 0, info=MATRIX) -> np.ndarray:
+    """Round an array to eight bits and back."""
+    bits = random_bits(key_of_step(0, step), "w", x.shape)
+    packed = to_eight_bits(jnp.asarray(x, jnp.float32), info, signed, bits)
+    assert packed.codes.dtype == (jnp.int8 if signed else jnp.uint8)
+    return np.asarray(from_eight_bits(packed), np.float64)
+
+
+def rough(signed: bool) -> np.ndarray:
+    """Draw numbers of six orders of magnitude."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=SHAPE) * 10.0 ** rng.uniform(-3, 3, size=SHAPE)
+    return np.asarray(x if signed else x**2, np.float32).astype(np.float64)
+
+
+def least(x: np.ndarray) -> np.ndarray:
+    rows = np.abs(x).max(axis=(2, 3), keepdims=True)
+    return np.minimum(rows, np.abs(x).max(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
+def test_eight_bits_are_off_by_less_than_a_step_and_right_on_average(signed):
+    """Of levels (c / 127)**2, or (c / 255)**4, of the lesser of two maxima."""
+    x, (top, power) = rough(signed), (127, 2) if signed else (255, 4)
+    share = np.abs(x) / least(x)
+    below = np.floor(top * share ** (1 / power) * (1 + 1e-6))
+    step = (((below + 1) / top) ** power - (below / top) ** power) * least(x)
+    draws = np.stack([kept(x, signed, step) for step in range(256)])
+    assert (np.abs(draws - x) <= 1.001 * step).all()
+    counts = share > top**-power  # below it a square is held at the least level
+    off = np.abs(draws.mean(axis=0) - x)
+    assert (off <= 5 * 0.5 * step / 16 + 1e-6 * np.abs(x))[counts | signed].all()
+    assert np.ptp(draws, axis=0).any()
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
+def test_zeros_stay_zero_and_one_huge_entry_coarsens_no_other(signed):
+    """But for those of its row and its column at once, of which it is the only one."""
+    zero = kept(np.zeros(SHAPE), signed)
+    assert not zero.any()
+    x = np.ones(SHAPE)
+    x[:, 0] = 0.0
+    x[0, 3, 2, 1] = 1e30
+    found = kept(x, signed)
+    assert not found[:, 0].any()
+    np.testing.assert_allclose(found[x > 0], x[x > 0], rtol=1e-6)
+    vector = np.array([[0.0, 1e-30, 1.0], [0.0, 0.0, 0.0]])
+    found = kept(vector, signed, info=VECTOR)
+    assert found[0, 2] == 1
+    assert not found[1].any()
+    assert (found[0, :2] <= (255**-4 if not signed else 127**-2) * 1.001).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e15])
+def test_gradients_of_any_size_move_weights_as_in_float32(size):
+    grads = [jax.tree.map(lambda g: g * size, draw(step)) for step in range(1, 5)]
+    exact, ours = (
+        take_steps(replace(ADAMW, moment_dtype=dtype), draw(0), 4, grads=grads)
+        for dtype in (MomentDtype.float32, MomentDtype.int8)
+    )
+    for (expected, _), (params, _) in zip(exact, ours, strict=True):
+        for name, param in params.items():
+            moved = np.abs(param - expected[name]) / ADAMW.learning_rate
+            assert moved.max() < 0.2, name  # of a step of about 1
+
+
+@pytest.mark.parametrize("dtype", [MomentDtype.bfloat16, MomentDtype.int8])
+def test_a_mean_follows_float64_though_it_changes_by_less_than_a_step(dtype):
+    """b2 = 0.999: rounded to the nearest, a mean square would never fall."""
+    config = replace(ADAMW, b2=0.999, moment_dtype=dtype)
+    one = jax.tree.map(jnp.ones_like, draw(0))
+    grads = [one] + [jax.tree.map(lambda g: g * 1e-3, one)] * 300
+    (_, state) = take_steps(config, draw(0), 301, grads=grads)[-1]
+    for name in INFOS:
+        (nu,) = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                state.transform, is_leaf=is_eight_bits
+            )
+            if f".nu['{name}']" in jax.tree_util.keystr(path)
+        ]
+        nu = from_eight_bits(nu) if is_eight_bits(nu) else nu
+        mean = float(np.asarray(nu, np.float64).mean())
+        assert mean == pytest.approx(0.001 * 0.999**300, rel=0.05), name
+
+
+@pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_all_moments_are_kept_in_eight_bits_and_steps_are_near_float32(config):
+    params = draw(0)
+    (exact, _), (ours, state) = (
+        take_steps(replace(config, moment_dtype=dtype), params, 6)[-1]
+        for dtype in (MomentDtype.float32, MomentDtype.int8)
+    )
+    sizes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size > 12}
+    assert sizes == {1}
+    for name, param in params.items():
+        moved = np.linalg.norm(exact[name] - param)
+        assert np.linalg.norm(ours[name] - exact[name]) < 0.1 * moved, name
+        assert np.linalg.norm(ours[name] - exact[name]) > 0
+
+
+def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
+    """The average of them, in float32, moves with them."""
+    config = replace(ADAMW, learning_rate=1e-4, weight_decay=0.0, ema_decay=0.5)
+    params = {k: jnp.ones((64, 64), jnp.bfloat16) for k in ("matrix", "table")}
+    infos = {k: INFOS[k] for k in params}
+    grads = [jax.tree.map(jnp.ones_like, params)] * 20  # each moves by the rate
+    found, state = take_steps(config, params, 20, infos=infos, grads=grads)[-1]
+    for name, param in found.items():
+        assert param.dtype == jnp.bfloat16
+        assert float(jnp.mean(param.astype(jnp.float32))) == pytest.approx(
+            1 - 20e-4, abs=2e-4
+        )
+        average = state.average[name]
+        assert average.dtype == jnp.float32
+        assert float(jnp.mean(average)) == pytest.approx(1 - 19e-4, abs=3e-4)
+    moments = optax.tree_utils.tree_get(state.transform, "mu")
+    assert {m.dtype for m in moments.values()} == {jnp.dtype("float32")}
