@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from etils import epath
 
 from data.errors import DataError
 from train.distributed.processes import Cluster
+from train.optimizer.update import averages
 from train.pretrained.compare import check_folder, weight_files
 from train.pretrained.other_run import check_run, is_run, read_run_weights, sealed_files
 from train.pretrained.read import read_folder
@@ -50,7 +49,7 @@ def start_from(path: str, program: Program) -> TrainState:
     state = read(path, program, program.init())
     average = state.optimizer.average
     if average is not None:
-        average = jax.tree.map(jnp.copy, state.params)
+        average = averages(state.params)
     return state._replace(optimizer=state.optimizer._replace(average=average))
 
 
