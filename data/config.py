@@ -18,10 +18,11 @@ PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     """List what is wrong with a tokenizer's name, or with a rank file's hash."""
     published = ("bytes", *PUBLISHED)
-    if name in published or sha256 is not None:
+    if name in published or sha256 is not None or Path(name).expanduser().is_dir():
         return []
     if Path(name).name != name or Path(name).suffix or Path(name).exists():
         rule = f"is required with a rank file: sha256sum {name}"
+        rule += "; a folder with tokenizer.json needs none"
         return [("tokenizer_sha256", None, rule)]
     meant = difflib.get_close_matches(name, published, n=1)
     hint = f"; did you mean {meant[0]}?" if meant else ""
@@ -88,7 +89,8 @@ class DataConfig:
     pattern: str = "**/*"  # which files of a folder
     # Part held out, say 0.1: by document; of a single file its end.
     validation: Annotated[float, Gt(0), Lt(1)] = 0.1
-    tokenizer: str = "bytes"  # gpt2, cl100k_base, o200k_base, or a rank file's path
+    # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
+    tokenizer: str = "bytes"
     tokenizer_sha256: str | None = None  # required with a rank file
     sequence_length: Count = 256  # T: tokens in a row
     batch_size: Count = 16  # B: rows in the global batch of one step
@@ -170,7 +172,8 @@ class PrepareConfig:
     id_field: str | None = None  # of records; null: file and place
     # Part held out, say 0.01: by document; of a single text its end; 0: nothing.
     validation: Annotated[float, Ge(0), Lt(1)] = 0.01
-    tokenizer: str = "bytes"  # gpt2, cl100k_base, o200k_base, or a rank file's path
+    # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
+    tokenizer: str = "bytes"
     tokenizer_sha256: str | None = None  # required with a rank file
     on_error: OnError = OnError.fail  # of a record that cannot be used
     keep_invalid_utf8: bool = False  # of text files: encode such bytes one by one

@@ -8,6 +8,7 @@ downloaded for "bytes" or a local rank file.
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +40,9 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     """Load the tokenizer of that name.
 
     It is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of `PUBLISHED`
-    (downloaded on first use), or the path of a tiktoken rank file (<|endoftext|>
-    follows its last rank), whose SHA-256 in hexadecimal is required.
+    (downloaded on first use), a folder with tokenizer.json, or the path of a tiktoken
+    rank file (<|endoftext|> follows its last rank), whose SHA-256 in hexadecimal is
+    required.
 
     Raises:
         DataError: the vocabulary is missing, damaged, or cannot be downloaded.
@@ -52,6 +54,10 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
+    if is_folder(name):
+        from data.tokenizer_folder import load_folder  # which needs this module
+
+        return load_folder(name, sha256)
     if name not in PUBLISHED:
         return _load_rank_file(name, sha256)
     try:
@@ -72,7 +78,7 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
     except OSError as error:
         raise DataError(
             f"data.tokenizer={name}: is not one of {', '.join((BYTES, *PUBLISHED))}, "
-            f"nor a rank file that can be read ({error}). Name one of these or a file"
+            f"nor a folder, nor a rank file that can be read ({error}). Name one"
         ) from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != str(sha256).lower():
@@ -85,12 +91,16 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
 
 
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Make a tokenizer of a rank file's content.
+    """Make a tokenizer of a rank file's content, or of what `rank_file` made.
 
     Raises:
         DataError: it is no rank file.
     """
     digest = hashlib.sha256(content).hexdigest()
+    if content.startswith(b"{"):
+        whole = json.loads(content)
+        ranks = {base64.b64decode(token): rank for token, rank in whole.pop("ranks")}
+        return tiktoken.Encoding(**whole, mergeable_ranks=ranks)
     try:
         pairs = (line.split() for line in content.splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
@@ -108,10 +118,25 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
 
 
 def rank_file(name: str) -> bytes | None:
-    """Read the rank file that a tokenizer's name means; None if it means none."""
+    """Return the file from which a store makes the tokenizer of that name again.
+
+    It is a rank file, or JSON of what a folder's tokenizer holds; None if the name says
+    it all.
+    """
     if name == BYTES or name in PUBLISHED:
         return None
+    if is_folder(name):
+        own = load_tokenizer(name)
+        pairs = sorted((rank, token) for token, rank in own._mergeable_ranks.items())
+        ranks = [(base64.b64encode(token).decode(), rank) for rank, token in pairs]
+        about = {"name": own.name, "pat_str": own._pat_str, "ranks": ranks}
+        return json.dumps(about | {"special_tokens": own._special_tokens}).encode()
     return Path(name).expanduser().read_bytes()
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a tokenizer's name means a folder."""
+    return name not in (BYTES, *PUBLISHED) and Path(name).expanduser().is_dir()
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:

@@ -5,6 +5,7 @@ cuts text into pieces. The file names bytes by characters, as GPT-2's does, and 
 merges, which ranks imply.
 """
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ import tiktoken
 from data.errors import DataError
 from data.tokenizer import BYTES, END_OF_TEXT, encode
 
+COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive count of a pattern
 # In as many scripts as fit in a few lines: what an export must encode as we do.
 SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
 Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία
@@ -28,6 +30,9 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
+    # What is only added gets the ids that follow the vocabulary, whatever it says.
+    special, last = encoding._special_tokens, max(ranks.values())
+    inside = {token: rank for token, rank in special.items() if rank < last}
     split: list[dict[str, Any]] = []
     if encoding.name != BYTES:
         split = [
@@ -47,14 +52,14 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
         "added_tokens": [
             {
                 "id": rank,
-                "content": special,
+                "content": token,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
                 "special": True,
             }
-            for special, rank in sorted(encoding._special_tokens.items())
+            for token, rank in sorted(special.items())
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, level]},
@@ -70,8 +75,8 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "byte_fallback": False,
             # A piece that is a token as a whole is that token, however ranks lie.
             "ignore_merges": True,
-            "vocab": {name(token): rank for token, rank in ranks.items()},
-            "merges": [[name(a), name(b)] for a, b in _merges(ranks)],
+            "vocab": {name(token): rank for token, rank in ranks.items()} | inside,
+            "merges": [[name(a), name(b)] for a, b in merges_of(ranks)],
         },
     }
 
@@ -103,7 +108,10 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
 
     theirs = tokenizers.Tokenizer.from_str(content)
     for text in texts:
-        ours, ids = encode(encoding, text.encode()).tolist(), theirs.encode(text).ids
+        ours, ids = (
+            encode(encoding, text.encode()).tolist(),
+            theirs.encode(text, add_special_tokens=False).ids,
+        )
         if ours != ids:
             pairs = enumerate(zip(ours, ids, strict=False))
             place = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(ids)))
@@ -115,7 +123,7 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
             )
 
 
-def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Return the pair that each token is made of by tokens of lower rank, by rank."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -141,7 +149,7 @@ def for_oniguruma(pattern: str) -> str:
     text's. Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in
     ONIG_SYNTAX_JAVA only".
     """
-    return pattern.replace("}+", "}")
+    return re.sub(COUNTED, lambda match: match[0][:-1], pattern)
 
 
 def byte_names() -> list[str]:

@@ -33,6 +33,7 @@ from data.token_store.progress import Meter
 from data.token_store.storage import Storage, written_whole
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
+from data.tokenizer_folder import digest_of
 
 _ABANDONED_AFTER_S = 24 * 3600
 _MARK = "unfinished"  # a key in a store that is being written
@@ -54,7 +55,7 @@ def cached_store(config: DataConfig) -> Store:
     corpus = find_corpus(config)
     settings = EncodingSettings(
         config.tokenizer,
-        config.tokenizer_sha256,
+        config.tokenizer_sha256 or digest_of(config.tokenizer),
         Reading(keep_invalid_utf8=True),
         config.validation,
         skip_bad=False,
@@ -99,7 +100,7 @@ def prepare_store(config: PrepareConfig) -> Store:
     )
     settings = EncodingSettings(
         config.tokenizer,
-        config.tokenizer_sha256,
+        config.tokenizer_sha256 or digest_of(config.tokenizer),
         reading,
         config.validation,
         config.on_error is OnError.skip,

@@ -1,0 +1,139 @@
+"""Tokenizers of a folder that transformers wrote: tokenizer.json, read for tiktoken.
+
+A tokenizer is taken if tiktoken must give the same ids as `tokenizers` does, for any
+text that does not spell a special token: byte-level BPE whose merges stand in the order
+of its ids, of text that is cut by one pattern and not changed before. Any other is
+refused with the reason. What a post-processor adds around a text is left out.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from data.errors import DataError
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_json import COUNTED, byte_names, merges_of
+
+FILE = "tokenizer.json"
+# Source: tokenizers 0.23, pre_tokenizers/byte_level.rs: it is GPT-2's.
+_BYTE_LEVEL_PATTERN = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+_BYTE_OF = {character: byte for byte, character in enumerate(byte_names())}
+
+
+def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
+    """Load the tokenizer of a folder; <|endoftext|> is its own, or else its eos_token.
+
+    Raises:
+        DataError: there is none, it is not the one of that hash, or one of which the
+            ids would differ.
+    """
+    folder = Path(name).expanduser()
+    try:
+        content = (folder / FILE).read_bytes()
+        settings = folder / "tokenizer_config.json"
+        end = json.loads(settings.read_bytes()) if settings.exists() else {}
+        digest = hashlib.sha256(content).hexdigest()
+        if sha256 is not None and digest != sha256.lower():
+            raise ValueError(f"SHA-256 is {digest}, not data.tokenizer_sha256={sha256}")
+        end = end.get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        return _encoding(f"{folder.name}:{digest[:12]}", content, end)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"data.tokenizer={name}: its {FILE} cannot serve: {error}. Give text that "
+            f"is encoded already, or another tokenizer"
+        ) from error
+
+
+def digest_of(name: str) -> str | None:
+    """Return the SHA-256 of a folder's tokenizer; None if the name means none."""
+    file = Path(name).expanduser() / FILE
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
+
+
+@functools.cache
+def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
+    """Convert a tokenizer; `end` is what ends a text."""
+    tokenizer = json.loads(content)
+    model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise ValueError("it is no byte-level BPE, but of SentencePiece's kind")
+    if kind := tokenizer.get("normalizer"):
+        raise ValueError(f"it changes text before it is cut (normalizer {kind})")
+    plain = [a["content"] for a in added if not a.get("special")]
+    if plain:
+        raise ValueError(f"tokens are added that are not special, such as {plain[0]!r}")
+    special = {a["content"]: a["id"] for a in added}
+    if END_OF_TEXT not in special:
+        if end not in special:
+            raise ValueError(f"no {END_OF_TEXT}, and no eos_token beside it")
+        special[END_OF_TEXT] = special.pop(end)
+    added = {a["content"] for a in added}
+    ranks = {_token(k): v for k, v in model["vocab"].items() if k not in added}
+    if missing := {bytes([byte]) for byte in range(256)} - {*ranks}:
+        raise ValueError(f"the byte {min(missing)!r} has no token")
+    _check_merges(model, ranks)
+    return tiktoken.Encoding(
+        name,
+        pat_str=_pattern(tokenizer.get("pre_tokenizer")),
+        mergeable_ranks=ranks,
+        special_tokens=special,
+    )
+
+
+def _token(name: str) -> bytes:
+    """Return the bytes that the characters of a token's name stand for."""
+    try:
+        return bytes(_BYTE_OF[character] for character in name)
+    except KeyError:
+        raise ValueError(f"the token {name!r} is not named by bytes") from None
+
+
+def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
+    """Check that merging by ids is merging by the list.
+
+    Of the pairs that make a token only one can ever lie side by side once all earlier
+    merges are done, inside of any text: that of the token's own bytes.
+    """
+    pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+    listed = [(_token(a), _token(b)) for a, b in pairs]
+    implied = merges_of(ranks)
+    known = {*implied}
+    if [pair for pair in listed if pair in known] != implied:
+        raise ValueError("its merges do not stand in the order of its ids")
+    if not model.get("ignore_merges") and len(implied) != len(ranks) - 256:
+        raise ValueError("some tokens are made by no merge")
+
+
+def _pattern(before: Mapping[str, Any] | None) -> str:
+    """Return the pattern by which text is cut."""
+    steps = [before or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["pretokenizers"]
+    *splits, level = steps
+    if level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
+        raise ValueError(f"text is cut in another way ({before})")
+    if not splits and level.get("use_regex", True):
+        return _BYTE_LEVEL_PATTERN
+    if not splits:
+        return r"(?s:.+)"
+    (split,) = splits if len(splits) == 1 else ({},)
+    pattern = (split.get("pattern") or {}).get("Regex")
+    how = split.get("type"), split.get("behavior"), split.get("invert")
+    if (
+        how != ("Split", "Isolated", False)
+        or not pattern
+        or level.get("use_regex", True)
+    ):
+        raise ValueError(f"text is cut in another way ({before})")
+    if re.search(COUNTED, pattern):
+        raise ValueError("its pattern repeats a count, which tiktoken reads otherwise")
+    return pattern

@@ -1,0 +1,140 @@
+"""A folder's tokenizer.json gives the same ids here as with `tokenizers`, or none."""
+
+import gettext
+import importlib.util
+import inspect
+import json
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from data.tokenizer import (
+    RANK_FILE_PATTERN,
+    encode,
+    fingerprint,
+    load_tokenizer,
+    parse_ranks,
+    rank_file,
+)
+from data.tokenizer_folder import FILE
+from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
+
+tokenizers = pytest.importorskip("tokenizers")
+CODE = inspect.getsource(tokenize)
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def messages() -> list[str]:
+    """Texts in a dozen scripts: a package's catalogues."""
+    spec = importlib.util.find_spec("humanize")
+    if spec is None or spec.origin is None:
+        return []
+    texts = []
+    for file in sorted(Path(spec.origin).parent.glob("locale/*/*/*.mo")):
+        with file.open("rb") as opened:
+            catalogue = gettext.GNUTranslations(opened)
+        texts.append("\n".join(map(str, catalogue._catalog.values())))  # pyright: ignore
+    return texts
+
+
+TEXTS = [SAMPLE, CODE, *messages()]
+
+
+def learned(pattern: str | None) -> dict:
+    """Return a tokenizer.json as transformers would have it, of 600 tokens."""
+    from tokenizers import (
+        Regex,
+        Tokenizer,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    if pattern is not None:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        level = pre_tokenizers.Sequence([split, level])
+    tokenizer.pre_tokenizer = level
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return json.loads(tokenizer.to_str())
+
+
+def write(folder: Path, content: dict, end: object = "</s>") -> str:
+    (folder / FILE).write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("pattern", [None, LLAMA], ids=["gpt2", "llama3"])
+def test_the_ids_are_the_same(tmp_path, pattern):
+    content = learned(pattern)
+    name = write(tmp_path, content, {"content": "</s>"})
+    encoding = load_tokenizer(name)
+    assert len(TEXTS) > 10, "catalogues of humanize, which Orbax needs"
+    check_same_ids(encoding, json.dumps(content), TEXTS)
+    assert encoding.eot_token == 1
+    assert encode(encoding, b"</s>").tolist() != [1], "text is never control"
+    stored = rank_file(name)
+    assert stored is not None
+    assert fingerprint(parse_ranks("stored", stored)) == fingerprint(encoding)
+    check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), TEXTS)
+
+
+def test_what_we_export_comes_back(tmp_path):
+    own = load_tokenizer("bytes")
+    encoding = load_tokenizer(write(tmp_path, tokenizer_json(own)))
+    for text in TEXTS:
+        expected = encode(own, text.encode()).tolist()
+        assert encode(encoding, text.encode()).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"normalizer": {"type": "NFC"}}, "changes text before it is cut"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "cut in another way"),
+        ({"pre_tokenizer": None}, "cut in another way"),
+        ({"model": {"type": "Unigram"}}, "no byte-level BPE"),
+        ({"added_tokens": [{"content": "  ", "id": 7}]}, "not special, such as '  '"),
+        ({"added_tokens": []}, "no eos_token beside it"),
+    ],
+)
+def test_any_other_is_refused_with_the_reason(tmp_path, change, reason):
+    name = write(tmp_path, learned(None) | change)
+    with pytest.raises(DataError, match=reason):
+        load_tokenizer(name)
+
+
+def test_merges_in_another_order_are_refused(tmp_path):
+    content = learned(None)
+    merges = content["model"]["merges"]
+    merges[3], merges[50] = merges[50], merges[3]
+    with pytest.raises(DataError, match="order of its ids"):
+        load_tokenizer(write(tmp_path, content))
+    content = learned(RANK_FILE_PATTERN)  # whose counts are possessive
+    with pytest.raises(DataError, match="repeats a count"):
+        load_tokenizer(write(tmp_path, content))
+
+
+def test_a_folder_of_another_hash_or_without_the_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match="No such file"):
+        load_tokenizer(str(tmp_path))
+    name = write(tmp_path, learned(None))
+    with pytest.raises(DataError, match="SHA-256"):
+        load_tokenizer(name, "0" * 64)
