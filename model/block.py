@@ -22,6 +22,7 @@ from model.parts import part
 from model.remat import layer_input, rematerialized
 from model.rope import Rotations
 from model.router import Routing
+from model.taps import Taps
 
 
 class Block(nnx.Module):
@@ -58,9 +59,11 @@ class Block(nnx.Module):
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Run one layer; a local one sees the model's window only."""
+        how.note("residual", x_BTD)
         a_BTD = _through(self.attention_norm, x_BTD)
         with part("attention"):
             a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache, local)
+        how.note("attention", a_BTD)
         a_BTD = _through(self.attention_output_norm, a_BTD)
         a_BTD = drop(a_BTD, self.dropout, "attention_output", how)
         x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
@@ -70,6 +73,7 @@ class Block(nnx.Module):
                 h_BTD, routing = self.mlp(h_BTD, how)
             else:
                 h_BTD = self.mlp(h_BTD, how)
+            how.note("mlp", h_BTD)
             h_BTD = _through(self.mlp_output_norm, h_BTD)
             x_BTD = x_BTD + drop(h_BTD, self.dropout, "mlp_output", how)
         return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache, routing
@@ -120,19 +124,23 @@ def run_stack(
         number, params, cache, flag = of_layer
         own = how if number is None else how.drawing(number)
         here = local[0] if flag is None else Local(flag, sum(local), len(local))
+        taps = None if how.taps is None else Taps()
+        own = own._replace(taps=taps)
         x_BTD = layer_input(x_BTD)
         run = nnx.merge(block, params)
         x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache, here)
-        return x_BTD, rest
+        return x_BTD, (*rest, taps and taps.of_layer())
 
     depth = depth_of(stack)
     numbers = None if how.keys_BT is None else first + jnp.arange(depth)
     unroll = depth if unroll == -1 else min(unroll, depth)
     with jax.named_scope("layers"):
-        x_BTD, (cache, routing) = jax.lax.scan(
+        x_BTD, (cache, routing, noted) = jax.lax.scan(
             rematerialized(layer, how.remat, looped=unroll < depth),
             x_BTD,
             (numbers, params, cache, flags_L),
             unroll=True if unroll == depth else unroll,
         )
+    if how.taps is not None and noted is not None:
+        how.taps.put(noted)
     return x_BTD, cache, routing

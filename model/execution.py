@@ -9,6 +9,7 @@ from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
 from model.quantization import Quantization
 from model.remat import Policy
+from model.taps import Taps
 
 
 class Execution(NamedTuple):
@@ -35,6 +36,7 @@ class Execution(NamedTuple):
         lie on several.
     pipeline_repeats: how often each does.
     trained_length: with a cache, how many of the newest keys are seen; None: all.
+    taps: what layers tell how large their results are; None: nobody watches.
     """
 
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
@@ -54,6 +56,12 @@ class Execution(NamedTuple):
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
     trained_length: int | None = None
+    taps: Taps | None = None
+
+    def note(self, name: str, x: jax.Array) -> None:
+        """Tell whoever watches how large a result of a layer is."""
+        if self.taps is not None:
+            self.taps.note(name, x)
 
     @property
     def rounds_at_random(self) -> bool:

@@ -83,21 +83,22 @@ def _multiply(
 ) -> jax.Array:
     operands, result = spec.split("->")
     left, right = operands.split(",")
-    a_8 = to_int8(a, _contracted(left, result), keys_BT=keys_BT)
-    b_8 = to_int8(b, _contracted(right, result), parts)
+    a_8 = to_int8(a, contracted(left, result), keys_BT=keys_BT)
+    b_8 = to_int8(b, contracted(right, result), parts)
     y = contract(spec, a_8, b_8, jnp.int32, emulated).astype(jnp.float32)
     scale = _along(result, a_8.scale, left) * _along(result, b_8.scale, right)
     return (y * scale).astype(out)
 
 
-def _contracted(dims: str, result: str) -> list[int]:
+def contracted(dims: str, result: str) -> list[int]:
+    """Return which dims of an operand an einsum contracts."""
     return [i for i, dim in enumerate(dims) if dim not in result]
 
 
 def _along(result: str, scale: jax.Array, dims: str) -> jax.Array:
     """Bring scales, whose contracted dims have size 1, to the dims of a result."""
     kept = [dim for dim in dims if dim in result]
-    scale = jnp.squeeze(scale, _contracted(dims, result))
+    scale = jnp.squeeze(scale, contracted(dims, result))
     scale = jnp.transpose(scale, [kept.index(dim) for dim in result if dim in kept])
     missing = [i for i, dim in enumerate(result) if dim not in kept]
     return jnp.expand_dims(scale, missing)

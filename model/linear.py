@@ -9,6 +9,7 @@ XLA's CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to T
 with the weight's own dims are the form that XLA's CPU is fast on.
 """
 
+import re
 import zlib
 from functools import partial
 
@@ -22,10 +23,10 @@ from model.choices import ComputeDtype
 from model.execution import Execution
 from model.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.gather import WHOLE, Parts, parts_of
-from model.int8 import int8_product
+from model.int8 import contracted, int8_product, to_int8
 from model.params import Kind, ParamInfo
 from model.parts import part
-from model.quantization import Quantization, transposed
+from model.quantization import Quantization, Scaled, transposed
 
 
 def product(
@@ -59,6 +60,14 @@ def product(
             return float8_product(spec, a, b, *how)  # pyright: ignore[reportReturnType]
         return int8_product(spec, a, b, *how, keys_BT)  # pyright: ignore[reportReturnType]
     return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
+
+
+def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Scaled:
+    """Round a left operand as `product` does where it is quantized."""
+    if dtype is ComputeDtype.float8:
+        return to_float8(a, FORWARD, float8_scale(a, FORWARD))
+    left, _, result = re.split(",|->", spec)
+    return to_int8(a, contracted(left, result))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -181,6 +190,10 @@ class Linear(nnx.Module):
         with part(self.name):
             parts = parts_of(self.axes, how)
             keys_BT = how.drawing(zlib.crc32(self.name.encode())).keys_BT
+            if how.taps is not None and how.quantization is not None:
+                x_rounded = x.astype(how.compute_dtype)
+                dtype = how.quantization.dtype
+                how.taps.note_rounding(x_rounded, rounded(self.spec, x_rounded, dtype))
             y = product(
                 self.spec,
                 x,

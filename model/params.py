@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-# The subtrees whose parameters carry a leading `layers` dim.
-STACKED = ("layers", "dense_layers")
+# The subtrees whose parameters carry a leading `layers` dim, in the order of layers.
+STACKED = ("dense_layers", "layers")
 
 
 class Kind(StrEnum):

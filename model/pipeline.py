@@ -29,6 +29,7 @@ from model.execution import Execution
 from model.parts import part
 from model.remat import rematerialized_stage
 from model.router import Routing
+from model.taps import Taps
 
 Run = Callable[
     [Any, jax.Array, Any, jax.Array, Execution], tuple[jax.Array, Routing | None]
@@ -75,8 +76,10 @@ def run_pipeline(
         group = jax.tree.map(lambda own: _group(own, repeat, R), params)
         rows, keys = rows_keys
         keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
-        own = inside._replace(keys_BT=keys_BT)
-        return run(group, x, rows, repeat * S + stage, own)
+        taps = None if how.taps is None else Taps()
+        own = inside._replace(keys_BT=keys_BT, taps=taps)
+        y, routing = run(group, x, rows, repeat * S + stage, own)
+        return y, routing, taps and taps.of_stacks()
 
     run_stage = rematerialized_stage(run_stage, how.remat)
 
@@ -92,32 +95,39 @@ def run_pipeline(
         x = jnp.where(stage == 0, entering, arrived)
         x = jnp.where(at_work, x, 0)
         own = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
-        y, routing = run_stage(params, x, own, jnp.clip(number // M, 0, R - 1))
+        y, *done = run_stage(params, x, own, jnp.clip(number // M, 0, R - 1))
         if waits:
             waiting = _put(waiting, arrived, t % waits)
         with part("pipeline"):
             arrived = jax.lax.ppermute(y, axis, onwards)
             moved = jax.lax.ppermute(first, axis, back)
         stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)
-        return (stream, arrived, waiting), routing
+        return (stream, arrived, waiting), done
 
     arrived = jnp.zeros_like(stream[0])
     start = stream, arrived, jnp.zeros((waits, *arrived.shape), arrived.dtype)
     with jax.named_scope("stages"):
-        (stream, _, _), routing = jax.lax.scan(
+        (stream, _, _), (routing, noted) = jax.lax.scan(
             iterate, start, jnp.arange(R * M + S - 1)
         )
     # The last stage began S - 1 iterations late, and with it its place in the stream.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
-    if routing is None:
-        return x_BTD, None
 
-    def of_own(each: jax.Array) -> jax.Array:  # [iterations, L/(R S), ...] -> [L, ...]
+    def of_own(each: jax.Array, over: Callable = jnp.sum) -> jax.Array:
+        """Bring [iterations, L/(R S), ...] to [L, ...]; zero where layers lie apart."""
         each = jax.lax.dynamic_slice_in_dim(each, stage, R * M)
-        own = jnp.sum(each.reshape(R, M, *each.shape[1:]), axis=1)
+        own = over(each.reshape(R, M, *each.shape[1:]), axis=1)
         whole = jnp.zeros((R, S, *own.shape[1:]), own.dtype).at[:, stage].set(own)
         return whole.reshape(-1, *own.shape[2:])
 
+    if how.taps is not None and noted is not None:
+        noted = noted.reduced(
+            lambda each: jax.lax.pmax(of_own(each, jnp.max), axis),
+            lambda each: jax.lax.psum(of_own(each, jnp.mean), axis),
+        )
+        how.taps.put(noted)
+    if routing is None:
+        return x_BTD, None
     load, loss = jax.tree.map(of_own, routing)
     return x_BTD, Routing(jax.lax.psum(load, axis), loss)
 

@@ -50,6 +50,12 @@ def largest(
     return jax.lax.pmax(most, axes) if axes else most
 
 
+def largest_value(dtype: DTypeLike) -> float:
+    """Return the largest value of a dtype of eight bits."""
+    integers = jnp.issubdtype(dtype, jnp.integer)
+    return float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
+
+
 def contract(
     spec: str, a: Scaled, b: Scaled, sums: DTypeLike, emulated: bool
 ) -> jax.Array:

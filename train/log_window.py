@@ -17,6 +17,7 @@ from data.machine import is_remote
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
+from train.numerics import Culprit, by_layer, culprit
 from train.program import Program
 from train.run.directory import RunDir
 from train.run.storage import upload
@@ -37,6 +38,8 @@ class LogWindow:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
+        self.culprit: Culprit | None = None  # to blame for these, if one was watched
+        self._watched: Metrics | None = None  # the last such step that was accepted
         self._warned: bool | None = None  # None: the first window also fills the buffer
         self._lapped_wait = 0.0
         self._open()
@@ -46,6 +49,14 @@ class LogWindow:
         self._lapped_steps = 0
         self._began, self._paused = time.monotonic(), 0.0
         self._waited = self._feed.seconds_waited
+
+    def is_to_watch(self, step: int) -> bool:
+        """Tell whether a step is to have figures of its layers."""
+        interval = self._program.config.log.numerics_interval_steps
+        if interval is None:
+            return False
+        # What spoiled the last step may spoil the next, and is seen there.
+        return step % interval == 0 or (self.skipped_in_a_row > 0 and not self._metrics)
 
     def add(self, metrics: Metrics) -> None:
         """Keep the metrics of a step that was dispatched, unread."""
@@ -88,7 +99,7 @@ class LogWindow:
         steps = jax.device_get(self._metrics)
         seconds = time.monotonic() - self._began - self._paused
         waited = self._feed.seconds_waited - self._waited
-        self._record_skipped(step - len(steps), steps, progress)
+        self.record(step - len(steps), steps, progress)
         program, last = self._program, steps[-1]
         speed = program.tokens_per_step * len(steps) / seconds
         flops = program.flops_per_step * len(steps) / seconds
@@ -112,14 +123,15 @@ class LogWindow:
         self._open()
         return seconds
 
-    def _record_skipped(
-        self, before: int, steps: list[Metrics], progress: Progress
-    ) -> None:
-        """Record the updates that were left out, and name them and their batches."""
+    def record(self, before: int, steps: list[Metrics], progress: Progress) -> None:
+        """Record figures of layers, and name the updates that were left out."""
         named = []
         for step, metrics in enumerate(steps, before + 1):
+            if figures := by_layer(metrics):
+                self._run.log(step, figures)
             if not metrics["skipped"]:
-                self.skipped_in_a_row = 0
+                self.skipped_in_a_row, self.culprit = 0, None
+                self._watched = metrics if figures else self._watched
                 continue
             self.skipped_in_a_row += 1
             values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
@@ -127,6 +139,9 @@ class LogWindow:
             reason = "spike" if finite else "not finite"
             batch = self._order.batch_number(step - 1)
             of_step = {"step": step, "batch": batch, **values, "reason": reason}
+            if figures and (found := culprit(metrics, self._watched)):
+                self.culprit, reason = found, f"{reason}, {found}"
+                of_step |= found._asdict()
             self._run.events.record("skipped", **of_step)
             named.append(f"step {step:,} (batch {batch:,}, {reason})")
         if named:

@@ -43,7 +43,7 @@ class Trainer:
     """What the loop works with, and what it does now and then."""
 
     program: Program
-    compiling: Future[Any]  # the train step
+    compiling: Future[list[Any]]  # the train step, and the watched one if need be
     sources: Sources
     order: Order
     run: RunDir
@@ -66,7 +66,7 @@ class Trainer:
         if first >= end:
             return 0, state
         with self.phase("compile"):
-            train_step = self.compiling.result()
+            train_step, *watched_step = self.compiling.result()
             # Else who finds it in the cache would be found idle at its first step.
             self.cluster.wait("compiled", config.watchdog.compile_timeout_s)
         batches = self.order.batches(first, local_rows(program.batch))
@@ -80,7 +80,9 @@ class Trainer:
         with closing(Progress(end, first, *shown)) as progress:
             for step in range(first + 1, end + 1):
                 profiler.before(step)
-                state, metrics = train_step(state, next(feed))
+                watched = window.is_to_watch(step)
+                take = watched_step[0] if watched else train_step
+                state, metrics = take(state, next(feed))
                 window.add(metrics)
                 if await_steps:
                     jax.block_until_ready(metrics)
@@ -93,6 +95,9 @@ class Trainer:
                     watchdog.pace(window.close(step, progress, write=due.log))
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
                     log.error(_DIVERGED, step, window.skipped_in_a_row)
+                    if watched_step and not window.culprit:  # it may show what is wrong
+                        state, metrics = watched_step[0](state, next(feed))
+                        window.record(step, [jax.device_get(metrics)], progress)
                     return DIVERGED, state
                 if due.evaluate or due.judge:
                     with window.pause("eval"), watchdog.during("eval"):

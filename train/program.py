@@ -80,9 +80,17 @@ class Program:
     @functools.cached_property
     def train_step(self):
         """Jitted: (state, batch) -> (state, metrics); the old state is donated."""
-        config = self.config
+        return self._jit_step(watched=False)
+
+    @functools.cached_property
+    def watched_step(self):
+        """Jitted: a train step whose metrics have figures of its layers too."""
+        return self._jit_step(watched=True)
+
+    def _jit_step(self, watched: bool):
+        train, seed = self.config.train, self.config.seed
         step = make_train_step(
-            self.model, self.optimizer, self.how, config.train, config.seed
+            self.model, self.optimizer, self.how, train, seed, watched
         )
         return jax.jit(
             step,

@@ -121,18 +121,23 @@ def _start(
     return code
 
 
-def _compile(program: Program) -> Future[Any]:
-    """Begin to compile the train step, beside the rest of the start.
+def _compile(program: Program) -> Future[list[Any]]:
+    """Begin to compile the train step, and the watched one, beside the start's rest.
 
     XLA needs neither the state nor the interpreter's lock, and takes longest of all.
     """
 
-    def compile_step() -> Any:
+    steps = [program.train_step]
+    if program.config.log.numerics_interval_steps is not None:
+        steps.append(program.watched_step)
+
+    def compile_steps() -> list[Any]:
         with jax.set_mesh(program.mesh):  # of this thread
-            return program.train_step.lower(program.state, program.batch).compile()
+            arguments = program.state, program.batch
+            return [step.lower(*arguments).compile() for step in steps]
 
     thread = ThreadPoolExecutor(1, "compile")
-    compiling = thread.submit(compile_step)
+    compiling = thread.submit(compile_steps)
     thread.shutdown(wait=False)
     return compiling
 

@@ -1,6 +1,7 @@
 """One update: gradients over microbatches, the optimizer, and the guard around both."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
+from model.taps import Noted, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
+from train.numerics import numerics
 from train.optimizer.update import Optimizer
 from train.rows import REPLICATED, by_rows, over_copies, over_rows
 from train.spikes import is_spike, remember
@@ -32,6 +35,7 @@ def make_train_step(
     how: Execution,
     config: TrainConfig,
     seed: int,
+    watched: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
 
@@ -41,21 +45,25 @@ def make_train_step(
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
     left out, because one of the first two was not finite or a spike). With experts
     also expert_load, of each layer that has them: the tokens of the expert that got
-    most over the mean.
+    most over the mean. A watched step makes the same update, and has figures of its
+    layers besides (train/numerics.py).
     """
-    gradients = make_gradients(model, how, config)
+    gradients = make_gradients(model, how, config, watched)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
         if how.rounds_at_random or model.config.dropout != Dropout():
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
-        loss, grads, load = gradients(state.params, batch, seeds_BT)
+        loss, grads, load, *noted = gradients(state.params, batch, seeds_BT)
         norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         with jax.named_scope("optimizer"):
             params, opt = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step
             )
+        of_layers = {}
+        if noted:
+            of_layers = numerics(noted[0], grads, state.params, params)
         params = balanced(params, load, model.config)
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         if recent is not None and config.skip_sigma is not None:
@@ -75,18 +83,19 @@ def make_train_step(
         }
         if load is not None:
             metrics["expert_load"] = jnp.max(load, axis=1) / jnp.mean(load, axis=1)
-        return TrainState(state.step + 1, params, opt, recent), metrics
+        return TrainState(state.step + 1, params, opt, recent), metrics | of_layers
 
     return train_step
 
 
 def make_gradients(
-    model: GPT, how: Execution, config: TrainConfig
-) -> Callable[..., tuple[Float[Array, ""], Any, Load]]:
+    model: GPT, how: Execution, config: TrainConfig, watched: bool = False
+) -> Callable[..., tuple[Any, ...]]:
     """Build `gradients(params, batch, seeds_BT=None) -> (loss, gradients, load)`.
 
     They are of all microbatches. The load is how many tokens each expert got, [L, E];
     None without experts. What is drawn at random has int32 seeds, one a position.
+    Where layers are watched, what they noted comes behind these (model/taps.py).
 
     Each device takes its own rows: weights are gathered and their gradients scattered
     where they are used (model/gather.py). Copies along other axes (data) add up once a
@@ -102,42 +111,53 @@ def make_gradients(
 
         def mean_loss(
             params: Any, rows: tuple[Batch, jax.Array | None]
-        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load]]:
+        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Noted | None]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
-            (part, seeds_BT), own = rows, how
+            taps = Taps() if watched else None
+            (part, seeds_BT), own = rows, how._replace(taps=taps)
             if seeds_BT is not None:
                 keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
-                own = how._replace(keys_BT=keys_BT)
+                own = own._replace(keys_BT=keys_BT)
             loss, nats, routing = loss_sum(bound, part, own, config.z_loss, chunk)
             loss, load = loss / num_targets, None
             if routing is not None:
                 loss, load = loss + jnp.mean(routing.loss) / num_tokens, routing.load_E
-            return loss, (nats / num_targets, load)
+            return loss, (nats / num_targets, load, taps and taps.of_stacks())
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
         if microbatches == 1:
-            grads, (loss, load) = value_and_grad(params, rows)
+            grads, (loss, load, noted) = value_and_grad(params, rows)
         else:
 
             def add(total, part: tuple[Batch, jax.Array | None]):
-                grads, measured = value_and_grad(params, part)
+                grads, (*measured, noted) = value_and_grad(params, part)
                 grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-                return jax.tree.map(jnp.add, total, (measured, grads)), None
+                return jax.tree.map(jnp.add, total, ((*measured,), grads)), noted
 
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
             no_load = jnp.zeros(shape, jnp.float32) if shape[0] else None
             start = (jnp.zeros((), jnp.float32), no_load), zeros
             with jax.named_scope("microbatches"):
-                (loss, load), grads = jax.lax.scan(
+                ((loss, load), grads), noted = jax.lax.scan(
                     add, start, split(rows, microbatches)
-                )[0]
-        return over_rows(loss, how), over_copies(grads, infos, how), load
+                )
+            if noted is not None:
+                mean = partial(jnp.mean, axis=0)
+                noted = noted.reduced(partial(jnp.max, axis=0), mean)
+        result = over_rows(loss, how), over_copies(grads, infos, how), load
+        if noted is None:
+            return result
+        parts = wide(how.rules.by_hand)
+        most, mean = (
+            partial(f, axis_name=parts) for f in (jax.lax.pmax, jax.lax.pmean)
+        )
+        return *result, noted.reduced(most, mean)
 
     infos = param_infos(model)
     shape = model.config.expert_layers, model.config.num_experts
 
     def results(specs: Any) -> Any:
-        return REPLICATED, specs, REPLICATED
+        return REPLICATED, specs, REPLICATED, *[REPLICATED] * watched
 
     on_devices = by_rows(gradients, how, infos, results)
     return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))

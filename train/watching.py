@@ -49,6 +49,9 @@ class LogConfig:
     """How often metrics are read from the device and written."""
 
     interval_steps: Count = 10  # steps between two lines of metrics.jsonl
+    # Steps between figures of each layer: its activations, gradients and updates, and
+    # what eight bits flush to zero or cut off; null: none.
+    numerics_interval_steps: Count | None = None
 
 
 @dataclass(frozen=True)

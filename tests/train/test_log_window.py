@@ -34,14 +34,14 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
 
     window._run = SimpleNamespace(events=SimpleNamespace(record=record))
     window._order = SimpleNamespace(batch_number=lambda step: step + 2)
-    window.skipped_in_a_row = 1
+    window.skipped_in_a_row, window._watched = 1, None
     progress = SimpleNamespace(note=notes.append)
 
     def step(skipped: float, loss: float = 9.0, norm: float = 2.0) -> Metrics:
         values = {"skipped": skipped, "loss": loss, "grad_norm": norm}
         return {key: np.float32(value) for key, value in values.items()}
 
-    window._record_skipped(1000, [step(1), step(0), step(1, norm=np.inf)], progress)
+    window.record(1000, [step(1), step(0), step(1, norm=np.inf)], progress)
     assert notes == [
         "updates left out: step 1,001 (batch 1,002, spike), "
         "step 1,003 (batch 1,004, not finite)"
@@ -50,13 +50,41 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
     assert events[0] == ("skipped", {**first, "reason": "spike"})
     assert events[1][1]["reason"] == "not finite"
     assert window.skipped_in_a_row == 1
-    window._record_skipped(1003, [step(1)] * 10, progress)
+    window.record(1003, [step(1)] * 10, progress)
     assert window.skipped_in_a_row == 11
     assert len(events) == 12
     assert notes[1].endswith("step 1,011 (batch 1,012, spike) and 2 more")
-    window._record_skipped(1013, [step(0)], progress)
+    window.record(1013, [step(0)], progress)
     assert window.skipped_in_a_row == 0
     assert len(notes) == 2
+
+
+def test_a_watched_step_names_the_layer_to_blame(window):
+    """The step after a window that left out updates is watched, so that it shows."""
+    window._program.config.log = SimpleNamespace(numerics_interval_steps=10)
+    assert [window.is_to_watch(step) for step in (9, 10)] == [False, True]
+    window.skipped_in_a_row = 1
+    assert window.is_to_watch(11)
+    window.add({})
+    assert not window.is_to_watch(12)
+    window._program.config.log = SimpleNamespace(numerics_interval_steps=None)
+    assert not window.is_to_watch(10)
+
+    events, notes = [], []
+    window._run.events.record = lambda *args, **fields: events.append(fields)
+    names = ("residual", "attention", "mlp", "grad_largest", "grad_norm")
+    bad = {f"numerics/{name}": np.array([1.0, np.inf]) for name in names}
+    bad["numerics/residual"] = np.array([1.0, 2.0])
+    skipped = {**METRICS, "skipped": 1.0, "loss": math.nan}
+    window.record(10, [skipped | bad], SimpleNamespace(note=notes.append))
+    said = "not finite, layer 1: its attention is not finite"
+    assert notes == [f"updates left out: step 11 (batch 10, {said})"]
+    assert (events[0]["quantity"], events[0]["layer"]) == ("attention", 1)
+    assert str(window.culprit) == "layer 1: its attention is not finite"
+    ((step, values),) = window._run.logged
+    assert (step, len(values)) == (11, 10)
+    window.record(11, [METRICS], PROGRESS)
+    assert window.culprit is None
 
 
 class Events:

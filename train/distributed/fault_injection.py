@@ -5,12 +5,16 @@ The environment variable LONGHAUL_DRILL holds one of
 - `stuck:<process>:<step>`: the process does nothing any more after that step;
 - `flip:<step>:<device>:<array>`: one bit of what a device (by its place in the mesh)
   holds of an array of the state, say `params.embedding.weight`, is another one then;
+- `fill:<step>:<array>:<layer>:<value>`: of an array of the state, say
+  `params.layers.mlp.up.weight`, all of one layer is `nan` or a number then;
 - `crash:<process>:<step>`: an exception.
 """
 
 import os
 import time
 from typing import Any
+
+import jax
 
 from train.distributed.replicas import flip
 from train.program import Program
@@ -35,4 +39,16 @@ class FaultInjection:
             case "flip", [at, device, array] if at == str(step):
                 of_mesh: Any = program.mesh.devices.flat[int(device)]
                 return flip(state, array, of_mesh.id)
+            case "fill", [at, array, layer, value] if at == str(step):
+                return _fill(state, array, int(layer), float(value))
         return state
+
+
+def _fill(state: TrainState, array: str, layer: int, value: float) -> TrainState:
+    def filled(path: Any, leaf: jax.Array) -> jax.Array:
+        if jax.tree_util.keystr(path, simple=True, separator=".") != array:
+            return leaf
+        fill = jax.jit(lambda x: x.at[layer].set(value), out_shardings=leaf.sharding)
+        return fill(leaf)
+
+    return jax.tree_util.tree_map_with_path(filled, state)

@@ -16,6 +16,7 @@ from etils import epath
 
 from train.errors import meaning
 from train.run.goodput import BUCKETS, Goodput, Start, account, finite
+from train.run.heat_maps import heat_maps
 from train.run.metrics import read_events, read_metrics
 from train.run.page import write_page
 from train.units import format_count, format_seconds
@@ -73,6 +74,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
         "name": name or run_dir.name,
         "figures": _figures(series, goodput, num_steps),
         "charts": [drawn for drawn in charts if drawn],
+        "heat_maps": heat_maps(rows),
         "restarts": _restarts(events),
         "goodput": _goodput(goodput),
         "config": config,

@@ -1,0 +1,195 @@
+"""Watched steps: the same update, figures that are true, and who is to blame."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.batches import Order
+from tests.train.conftest import TINY
+from train.feed import place
+from train.numerics import by_layer, culprit
+
+INTERVAL = "log.numerics_interval_steps=5"
+PARTS = ("train.accumulation_steps=2", INTERVAL)
+MOE = (
+    *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
+    *("model.embed_dim=32", "model.expert_dim=24", "model.init=scaled"),
+    *("model.layer_unroll=1", "data.batch_size=8"),
+)
+DEEP = ("model.num_layers=4", "model.embed_dim=16")
+
+
+def taken(program, store, step, state=None):
+    """Take a step, the one of that name, from a state or from the start."""
+    with jax.set_mesh(program.mesh):
+        state = program.init() if state is None else jax.tree.map(jnp.copy, state)
+        batch = place(Order(store, program.config.data, 0).read(0), program.batch)
+        return jax.device_get(getattr(program, step)(state, batch))
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs(*PARTS)
+
+
+@pytest.fixture(scope="module")
+def start(program):
+    with jax.set_mesh(program.mesh):
+        return jax.device_get(program.init())
+
+
+@pytest.fixture(scope="module")
+def watched(program, store):
+    return taken(program, store, "watched_step")
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_that_is_watched_takes_the_same_steps_as_one_that_is_not(
+    program, programs
+):
+    unwatched = programs(PARTS[0])
+    texts = []
+    for each in (program, unwatched):
+        with jax.set_mesh(each.mesh):
+            step = each.train_step.lower(each.state, each.batch)
+        texts.append(step.as_text())
+    assert texts[0] == texts[1]
+    assert "abs" not in texts[0]  # what every tap begins with
+
+
+def test_a_watched_step_makes_the_same_update(program, store, watched):
+    plain, metrics = taken(program, store, "train_step")
+    same(plain, watched[0])
+    same(metrics, {name: watched[1][name] for name in metrics})
+
+
+def test_figures_are_of_each_layer(program, store, start, watched):
+    state, metrics = watched
+    figures = {key: v for key, v in metrics.items() if key.startswith("numerics/")}
+    assert {values.shape for values in figures.values()} == {(2,)}
+    ids = Order(store, program.config.data, 0).read(0).inputs
+    rows = start.params["embedding"]["weight"][ids]
+    assert figures["numerics/residual"][0] == np.abs(rows).max()
+    # Its square is the sum of all layers' and of what is in none.
+    assert sum(figures["numerics/grad_norm"] ** 2) < metrics["grad_norm"] ** 2
+    assert (figures["numerics/grad_largest"] < figures["numerics/grad_norm"]).all()
+    for layer in range(2):
+        before, after = (
+            np.concatenate([x[layer].ravel() for x in jax.tree.leaves(p["layers"])])
+            for p in (start.params, state.params)
+        )
+        ratio = np.linalg.norm(after - before) / np.linalg.norm(before)
+        found = figures["numerics/update_ratio"][layer]
+        assert found == pytest.approx(ratio, rel=1e-4)
+    assert by_layer(metrics)["numerics/residual/0"] == pytest.approx(
+        float(figures["numerics/residual"][0]), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e38])
+@pytest.mark.parametrize(
+    ("array", "layer", "expected"),
+    [("mlp.up", 1, ("mlp", 1)), ("attention.query", 0, ("attention", 0))],
+)
+def test_the_layer_that_is_to_blame(
+    program, store, start, array, layer, expected, value
+):
+    """All of a matrix is spoiled: the step is left out, the layer named."""
+    part, name = array.split(".")
+    spoiled = jax.tree.map(np.copy, start)
+    spoiled.params["layers"][part][name]["weight"][layer] = value
+    after, metrics = taken(program, store, "watched_step", spoiled)
+    assert metrics["skipped"] == 1
+    same(after.params, spoiled.params)
+    found = culprit(metrics, None)
+    assert found is not None
+    assert (found.quantity, found.layer) == expected
+
+
+def figures(**changed):
+    """Give three layers' figures, some of them changed."""
+    names = ("residual", "attention", "mlp", "grad_largest", "grad_norm")
+    values = {name: [1.0, 1.0, 1.0] for name in names} | changed
+    return {f"numerics/{name}": np.array(v) for name, v in values.items()}
+
+
+def test_gradients_go_from_the_last_layer_to_the_first():
+    bad = [np.inf, np.nan, 2.0]
+    found = culprit(figures(grad_norm=bad, grad_largest=bad), None)
+    assert str(found) == "layer 1: the norm of its gradients is not finite"
+
+
+def test_a_spike_is_what_has_grown_most():
+    now = figures(mlp=[2.0, 3.0, 9.0], grad_norm=[1.0, 50.0, 3.0])
+    assert str(culprit(now, figures())) == "layer 1: the norm of its gradients is 50"
+    assert culprit(now, None) is None
+    assert culprit(figures(mlp=[3.0, 1.0, 1.0]), figures()) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "devices"),
+    [
+        ((), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"), 8),
+        ((), ("mesh.context=2", "train.remat=full"), 2),
+        (MOE, ("mesh.expert=2", "mesh.fsdp=2"), 4),
+        (DEEP, ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.pipeline_repeats=2"), 4),
+    ],
+)
+def test_figures_are_the_same_on_any_mesh(programs, store, model, mesh, devices):
+    _, alone = taken(programs(*model), store, "watched_step")
+    program = programs(*model, *mesh, devices=devices)
+    state, found = taken(program, store, "watched_step")
+    names = [name for name in alone if name.startswith("numerics/")]
+    assert len(names) == 6
+    for name in names:
+        np.testing.assert_allclose(found[name], alone[name], rtol=1e-3)
+    plain, metrics = taken(program, store, "train_step")
+    same((plain, metrics), (state, {name: found[name] for name in metrics}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_what_eight_bits_lose(programs, store, dtype):
+    """Gains of a norm of very different sizes: the small values are flushed."""
+    program = programs(f"model.compute_dtype={dtype}")
+    with jax.set_mesh(program.mesh):
+        state = jax.device_get(program.init())
+    scale = state.params["layers"]["mlp_norm"]["scale"]
+    scale[1, :] = 1e-6
+    scale[1, 0] = 1.0
+    _, metrics = taken(program, store, "watched_step", state)
+    flushed, saturated = (
+        metrics[f"numerics/{name}"] for name in ("flushed", "saturated")
+    )
+    assert flushed[1] > 0.1 > flushed[0] >= 0
+    assert (saturated < 0.1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "watched"), [(6, [5, 9]), (0, [5])])
+def test_a_run_names_the_layer_to_blame(tmp_path, text, forks, most, watched):
+    """A layer is spoiled after step 3, and step 4 ends a window: the next one shows it.
+
+    It is taken, for that alone, also where no more may be left out."""
+    words = (
+        *("-m", "train", f"run.dir={tmp_path}/run", *TINY, f"data.path={text}"),
+        *(f"data.cache_dir={tmp_path}/data", "log.numerics_interval_steps=100"),
+        *("log.interval_steps=4", f"train.max_skipped_steps={most}"),
+    )
+    drill = {"LONGHAUL_DRILL": "fill:3:params.layers.mlp.down.weight:1:nan"}
+    result = forks.run(words, tmp_path, drill)
+    assert result.returncode == 3, result.stderr
+    assert "layer 1: its MLP is not finite" in result.stdout + result.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    seen = [json.loads(line) for line in lines if "numerics/mlp/1" in line]
+    assert [line["step"] for line in seen] == watched
+    assert seen[0]["numerics/mlp/0"] > 0
+    assert seen[0]["numerics/mlp/1"] is None
+    assert "Largest value of attention" in (tmp_path / "run/report.html").read_text()

@@ -1,0 +1,66 @@
+"""Figures of layers as pictures: layers against steps, a shade for each value.
+
+What the figures are: train/numerics.py. A picture has at most some hundred columns;
+where there are more steps, a column is the largest value of a few of them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from train.run.goodput import finite
+
+_TITLES = {
+    "residual": "Largest value into each layer",
+    "attention": "Largest value of attention",
+    "mlp": "Largest value of MLP or experts",
+    "grad_largest": "Largest gradient of each layer",
+    "grad_norm": "Norm of gradients of each layer",
+    "update_ratio": "Update over weight of each layer, RMS",
+    "flushed": "Share that eight bits flush to zero",
+    "saturated": "Share at the largest value of eight bits",
+}
+_MAX_COLUMNS = 120
+_RANGE = 1e6  # of values that have shades of their own
+
+
+def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the pictures of the quantities that lines of metrics have.
+
+    Each has a title, the steps of its columns, and the values of each layer, None
+    where one was not finite; low and high are the ends of the shades.
+    """
+    return [drawn for name in _TITLES for drawn in _heat_map(name, rows)]
+
+
+def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    prefix, columns = f"numerics/{name}/", dict[float, dict[int, float | None]]()
+    for row in rows:
+        own = {
+            int(key.removeprefix(prefix)): finite(value)
+            for key, value in row.items()
+            if key.startswith(prefix)
+        }
+        if own and (step := finite(row.get("step"))) is not None:
+            columns[step] = own
+    known = [v for column in columns.values() for v in column.values() if v]
+    if not known:
+        return
+    high = max(known)
+    width = math.ceil(len(columns) / _MAX_COLUMNS)
+    steps = sorted(columns)
+    groups = [steps[i : i + width] for i in range(0, len(steps), width)]
+    layers = defaultdict[int, list[float | None]](list)
+    for group in groups:
+        for layer in columns[group[0]]:
+            values = [columns[step].get(layer) for step in group]
+            some = [value for value in values if value is not None]
+            layers[layer].append(max(some) if len(some) == len(values) else None)
+    yield {
+        "title": _TITLES[name],
+        "steps": [group[-1] for group in groups],
+        "layers": [layers[layer] for layer in sorted(layers)],
+        "low": max(min(known), high / _RANGE),
+        "high": high,
+    }
