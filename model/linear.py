@@ -74,12 +74,13 @@ def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Scaled:
 def _product(
     spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: Parts
 ) -> jax.Array:
-    return _einsum(spec, a, parts.gather(b.astype(compute)), compute, a.dtype)
+    return einsum(spec, a, parts.gather(b.astype(compute)), compute, a.dtype)
 
 
-def _einsum(
+def einsum(
     spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, out: DTypeLike
 ) -> jax.Array:
+    """Contract two arrays rounded to `compute`, for a backward pass of one's own."""
     return jnp.einsum(
         spec, a.astype(compute), b.astype(compute), preferred_element_type=out
     )
@@ -91,7 +92,7 @@ def _forward(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: P
     # was gathered is kept where all of a layer is recomputed: it lives that long.
     a_rounded = a.astype(compute)
     whole = parts.gather(b.astype(compute)) if parts.cut else b
-    y = _einsum(spec, a_rounded, whole, compute, a.dtype)
+    y = einsum(spec, a_rounded, whole, compute, a.dtype)
     kept = b if parts.gather_again else whole
     return y, (a_rounded, kept, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
 
@@ -101,8 +102,8 @@ def _backward(spec: str, compute: DTypeLike, parts: Parts, residuals, dy: jax.Ar
     if parts.gather_again:
         b = parts.gather(b.astype(compute))
     dy, (of_a, of_b) = dy.astype(compute), transposed(spec)
-    da = _einsum(of_a, dy, b, compute, like_a.dtype)
-    db = _einsum(of_b, a, dy, compute, like_b.dtype)
+    da = einsum(of_a, dy, b, compute, like_a.dtype)
+    db = einsum(of_b, a, dy, compute, like_b.dtype)
     return da, parts.scatter(db)
 
 

@@ -26,7 +26,6 @@ from model.attention import cudnn, splash, xla
 from model.attention.ring import Kernel, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
-from model.remat import named
 
 Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
 KERNELS = {Attention.xla: xla, Attention.cudnn: cudnn, Attention.splash: splash}
@@ -166,8 +165,7 @@ def _all_gather(
         keys_BS = _of_all(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None]
     more = q_BTNH.dtype, soft_cap, sinks_N
-    o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
-    return named(o_BTNH, "attention")
+    return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
 
 
 def _xla(
@@ -181,8 +179,7 @@ def _xla(
     soft_cap: float | None,
 ) -> Array:
     mask = xla.mask(q.shape[1], segment_ids, window)
-    o = xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks)
-    return named(o, "attention")
+    return xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks)
 
 
 def _of_all(x_BT: Array, axes: tuple[str, ...]) -> Array:

@@ -20,7 +20,6 @@ from model.attention.across import KERNELS
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
 from model.parts import taken
-from model.remat import named
 
 
 def choose(
@@ -94,8 +93,7 @@ def attention(
     if implementation is Attention.xla and alone:
         mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
         more = compute, soft_cap, sinks_N, drop
-        o_BTNH = xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
-        return named(o_BTNH, "attention")
+        return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
     assert drop is None, "settled by train/runtime"
     dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))

@@ -1,10 +1,16 @@
 """Attention by two products and a softmax, on any platform.
 
-Shapes: B batch, T query time, S key time, N query heads, K key/value heads, G = N/K,
-H head dim.
+Queries of the heads that share keys are rows of one product, and the backward pass is
+written out, with the flash kernels' sum over the head instead of one over all keys: on
+XLA's CPU five times as fast as what it makes of five dims and of differentiating the
+softmax (docs/log.md).
+
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+M = T N/K queries that share keys, head by head.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,13 +19,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention.ring import Documents, Result
-from model.linear import product
+from model.linear import einsum
+from model.remat import named
 
 MULTIPLE = 1  # positions of a chunk
 _MASKED = -1e30
 
-
-Drop = Callable[[Array], Array]  # of weights [B, T, K, G, S]
+Drop = Callable[[Array], Array]  # of weights [B, T, K, N/K, S]
 
 
 class Local(NamedTuple):
@@ -69,33 +75,26 @@ def attend(
     sinks_N: Float[Array, "N"] | None = None,
     drop: Drop | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend where the mask is true, with scores [B, K, G, T, S] in memory.
+    """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     A sink is one more score, of a value that is zero: it takes its part of the weights
     from the sum over all others.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
-    scores_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, compute)
-    scores_BKGTS = scores_BKGTS.astype(jnp.float32)
-    scores_BKGTS = _capped(scores_BKGTS, soft_cap)
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    q_BNTH = jnp.swapaxes(q_BTNH * H**-0.5, 1, 2)
+    operands = q_BNTH.reshape(B, K, -1, H), k_BSKH, v_BSKH, _of_groups(mask_BTS, N // K)
+    kept_BKMS = None
     if drop is not None:
-        dropped_BTKGS = drop(jnp.moveaxis(weights_BKGTS, 3, 1))
-        weights_BKGTS = jnp.moveaxis(dropped_BTKGS, 1, 3)
-    o_BTKGH = product("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH, compute)
-    if sinks_N is not None:
-        lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
-        sinks_BKGT = sinks_N.astype(jnp.float32).reshape(1, K, N // K, 1)
-        kept_BTKG = jnp.moveaxis(jax.nn.sigmoid(lse_BKGT - sinks_BKGT), -1, 1)
-        o_BTKGH = o_BTKGH * kept_BTKG[..., None].astype(o_BTKGH.dtype)
-    return o_BTKGH.reshape(B, T, N, H)
-
-
-def _capped(scores: Array, soft_cap: float | None) -> Array:
-    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+        kept_BTKGS = drop(jnp.ones((B, T, K, N // K, k_BSKH.shape[1]), compute))
+        kept_BKMS = jnp.moveaxis(kept_BTKGS, 1, 3).reshape(B, K, -1, k_BSKH.shape[1])
+    o_BKMH, lse_BKM = _attend(*operands, kept_BKMS, compute, soft_cap)
+    o_BTNH = jnp.swapaxes(o_BKMH.reshape(B, N, T, H), 1, 2)
+    if sinks_N is None:
+        return o_BTNH
+    sinks_1N1 = sinks_N.astype(jnp.float32)[None, :, None]
+    kept_BNT = jax.nn.sigmoid(lse_BKM.reshape(B, N, T) - sinks_1N1)
+    return o_BTNH * jnp.swapaxes(kept_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
 
 
 def forward(
@@ -107,10 +106,13 @@ def forward(
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Run a step of a ring (model/attention/ring.py); the result is float32."""
-    scores_BKGTS = _scores(q_BNTH, k_BKSH, documents, causal, soft_cap)
-    lse_BKGT = jax.nn.logsumexp(scores_BKGTS, axis=-1)
-    o_BKGTH, _ = _weighted(scores_BKGTS, v_BKSH, lse_BKGT)
-    return o_BKGTH.reshape(q_BNTH.shape), lse_BKGT.reshape(q_BNTH.shape[:3])
+    q_BKMH, k_BSKH, v_BSKH, mask_BMS = _operands(
+        q_BNTH, k_BKSH, v_BKSH, documents, causal
+    )
+    scores_BKMS = _scores(q_BKMH, k_BSKH, q_BNTH.dtype, soft_cap)
+    weights_BKMS, lse_BKM = _softmax(_masked(scores_BKMS, mask_BMS))
+    o_BKMH = einsum("bkms,bskh->bkmh", weights_BKMS, v_BSKH, v_BKSH.dtype, jnp.float32)
+    return o_BKMH.reshape(q_BNTH.shape), lse_BKM.reshape(q_BNTH.shape[:3])
 
 
 def backward(
@@ -123,49 +125,146 @@ def backward(
     do_BNTH: Float[Array, "B N T H"],
     soft_cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Run a step of a ring backward.
+    """Run a step of a ring backward; the gradients are float32."""
+    q_BKMH, k_BSKH, v_BSKH, mask_BMS = _operands(
+        q_BNTH, k_BKSH, v_BKSH, documents, causal
+    )
+    compute, shape = q_BNTH.dtype, q_BKMH.shape
+    scores_BKMS = _scores(q_BKMH, k_BSKH, compute, soft_cap)
+    slope_BKMS = _slope(scores_BKMS, soft_cap)
+    lse_BKM1 = result.lse_BNT.reshape(*shape[:3], 1)
+    weights_BKMS = jnp.exp(_masked(scores_BKMS, mask_BMS) - lse_BKM1)
+    o_BKMH, do_BKMH = result.o_BNTH.reshape(shape), do_BNTH.reshape(shape)
+    dot_BKM = _dot(do_BKMH, o_BKMH)
+    kept = q_BKMH, k_BSKH, v_BSKH, weights_BKMS.astype(compute)
+    grads = _gradients(*kept, do_BKMH, dot_BKM, compute, None, slope_BKMS)
+    dq_BKMH, dk_BSKH, dv_BSKH = grads
+    dk_BKSH, dv_BKSH = jnp.swapaxes(dk_BSKH, 1, 2), jnp.swapaxes(dv_BSKH, 1, 2)
+    return dq_BKMH.reshape(q_BNTH.shape), dk_BKSH, dv_BKSH
 
-    With weights P = exp(scores - lse), of which the whole result is o = sum(P v) over
-    all keys, the scores' gradient is P (do v - do o): that of sum(P v) with cotangent
-    do, and of sum(P) with cotangent -do o.
-    """
-    B, N, T, _ = q_BNTH.shape
-    K = k_BKSH.shape[1]
-    lse_BKGT = result.lse_BNT.reshape(B, K, N // K, T)
-    do_BNTH = do_BNTH.astype(jnp.float32)
 
-    def sums(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        return _weighted(_scores(q, k, documents, causal, soft_cap), v, lse_BKGT)
-
-    (o_BKGTH, _), transpose = jax.vjp(sums, q_BNTH, k_BKSH, v_BKSH)
-    dot_BNT = jnp.sum(do_BNTH * result.o_BNTH.astype(jnp.float32), axis=-1)
-    return transpose((do_BNTH.reshape(o_BKGTH.shape), -dot_BNT.reshape(lse_BKGT.shape)))
-
-
-def _scores(
+def _operands(
     q_BNTH: Array,
     k_BKSH: Array,
+    v_BKSH: Array,
     documents: Documents,
     causal: bool,
-    soft_cap: float | None,
-) -> Array:
-    """Return float32 scores [B, K, G, T, S] of scaled queries."""
+) -> tuple[Array, Array, Array, Array]:
+    """Return what `_attend` takes of a ring's operands."""
     (B, N, T, H), (K, S) = q_BNTH.shape, k_BKSH.shape[1:3]
-    q_BKGTH = q_BNTH.astype(jnp.float32).reshape(B, K, N // K, T, H)
-    scores_BKGTS = product("bkgth,bksh->bkgts", q_BKGTH, k_BKSH, q_BNTH.dtype)
-    scores_BKGTS = _capped(scores_BKGTS, soft_cap)
     mask_BTS = jnp.ones((1, T, S), bool)
     if documents is not None:
         mask_BTS = documents[0][:, :, None] == documents[1][:, None]
     if causal:
         mask_BTS &= jnp.tril(jnp.ones((T, S), bool))[None]
-    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
+    q_BKMH, mask_BMS = q_BNTH.reshape(B, K, -1, H), _of_groups(mask_BTS, N // K)
+    return q_BKMH, jnp.swapaxes(k_BKSH, 1, 2), jnp.swapaxes(v_BKSH, 1, 2), mask_BMS
 
 
-def _weighted(
-    scores_BKGTS: Array, v_BKSH: Array, lse_BKGT: Array
-) -> tuple[Array, Array]:
-    """Return the sums of values by exp(scores - lse), and of these weights."""
-    weights_BKGTS = jnp.exp(scores_BKGTS - lse_BKGT[..., None])
-    o_BKGTH = product("bkgts,bksh->bkgth", weights_BKGTS, v_BKSH, v_BKSH.dtype)
-    return o_BKGTH, jnp.sum(weights_BKGTS, axis=-1)
+def _of_groups(mask_BTS: Bool[Array, "_ T S"], heads: int) -> Bool[Array, "_ M S"]:
+    """Repeat a mask for each of the heads that share keys."""
+    return jnp.tile(mask_BTS, (1, heads, 1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(
+    q_BKMH: Float[Array, "B K M H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    mask_BMS: Bool[Array, "_ M S"],
+    factors_BKMS: Float[Array, "B K M S"] | None,
+    compute: DTypeLike,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
+    """Attend with scaled queries; the result has their dtype, lse is float32.
+
+    Weights are multiplied by the factors, which are constants.
+    """
+    operands = q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS
+    return _attend_forward(*operands, compute, soft_cap)[0]
+
+
+def _attend_forward(q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS, compute, soft_cap):
+    scores_BKMS = _scores(q_BKMH, k_BSKH, compute, soft_cap)
+    weights_BKMS, lse_BKM = _softmax(_masked(scores_BKMS, mask_BMS))
+    weights_BKMS = weights_BKMS.astype(compute)
+    used_BKMS = _times(weights_BKMS, factors_BKMS)
+    o_BKMH = einsum("bkms,bskh->bkmh", used_BKMS, v_BSKH, compute, q_BKMH.dtype)
+    slope_BKMS = _slope(scores_BKMS, soft_cap)
+    kept = q_BKMH, k_BSKH, v_BSKH, weights_BKMS
+    o_BKMH, lse_BKM = named(o_BKMH, "attention"), named(lse_BKM, "attention")
+    return (o_BKMH, lse_BKM), (kept, o_BKMH, factors_BKMS, slope_BKMS)
+
+
+def _attend_backward(compute, soft_cap, residuals, cotangents):
+    (kept, o_BKMH, *factors), (do_BKMH, dlse_BKM) = residuals, cotangents
+    dot_BKM = _dot(do_BKMH, o_BKMH) - dlse_BKM
+    grads = _gradients(*kept, do_BKMH, dot_BKM, compute, *factors)
+    grads = (g.astype(x.dtype) for g, x in zip(grads, kept[:3], strict=True))
+    return *grads, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(
+    q_BKMH: Array, k_BSKH: Array, compute: DTypeLike, soft_cap: float | None
+) -> Float[Array, "B K M S"]:
+    scores_BKMS = einsum("bkmh,bskh->bkms", q_BKMH, k_BSKH, compute, jnp.float32)
+    if soft_cap is None:
+        return scores_BKMS
+    return soft_cap * jnp.tanh(scores_BKMS / soft_cap)
+
+
+def _slope(capped_BKMS: Array, soft_cap: float | None) -> Array | None:
+    """Return the derivative of capped scores by the uncapped ones."""
+    return None if soft_cap is None else 1 - jnp.square(capped_BKMS / soft_cap)
+
+
+def _masked(scores_BKMS: Array, mask_BMS: Array) -> Array:
+    return jnp.where(mask_BMS[:, None], scores_BKMS, _MASKED)
+
+
+def _softmax(scores_BKMS: Array) -> tuple[Array, Array]:
+    """Return the weights, and the log-sum-exp of the scores."""
+    highest_BKM1 = jnp.max(scores_BKMS, axis=-1, keepdims=True)
+    weights_BKMS = jnp.exp(scores_BKMS - highest_BKM1)
+    sum_BKM1 = jnp.sum(weights_BKMS, axis=-1, keepdims=True)
+    lse_BKM1 = highest_BKM1 + jnp.log(sum_BKM1)
+    return weights_BKMS / sum_BKM1, lse_BKM1[..., 0]
+
+
+def _times(x: Array, factors: Array | None) -> Array:
+    return x if factors is None else x * factors.astype(x.dtype)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    return jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32), axis=-1)
+
+
+def _gradients(
+    q_BKMH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    weights_BKMS: Array,
+    do_BKMH: Array,
+    dot_BKM: Array,
+    compute: DTypeLike,
+    factors_BKMS: Array | None = None,
+    slope_BKMS: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """Return the float32 gradients of queries, keys and values.
+
+    With weights P = exp(scores - lse), of which the result is o = sum(P v) over all
+    keys, the scores' gradient is P (do v - do o), `dot` being do o; a cotangent of lse
+    is taken from it. Factors are those of `_attend`, `slope` is that of the soft cap.
+    """
+    dscores_BKMS = einsum("bkmh,bskh->bkms", do_BKMH, v_BSKH, compute, jnp.float32)
+    dscores_BKMS = _times(dscores_BKMS, factors_BKMS) - dot_BKM[..., None]
+    dscores_BKMS = _times(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
+    into = compute, jnp.float32
+    dq_BKMH = einsum("bkms,bskh->bkmh", dscores_BKMS, k_BSKH, *into)
+    dk_BSKH = einsum("bkms,bkmh->bskh", dscores_BKMS, q_BKMH, *into)
+    used_BKMS = _times(weights_BKMS, factors_BKMS)
+    dv_BSKH = einsum("bkms,bkmh->bskh", used_BKMS, do_BKMH, *into)
+    return dq_BKMH, dk_BSKH, dv_BSKH

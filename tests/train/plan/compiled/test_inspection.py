@@ -56,7 +56,7 @@ def test_the_largest_buffers_have_a_maker_a_line_and_an_end(found):
     scores = 4 * L * B // 8 * HEADS * T * T
     first = next(buffer for buffer in found.buffers if buffer.bytes == scores)
     assert first.made.startswith("layers forward attention, model/")
-    assert first.dies.startswith("layers backward attention, model/")
+    assert first.dies.startswith("layers backward")  # a slice of a layer
     assert "model/attention/xla.py:" in first.made
     assert not any("main" in buffer.made for buffer in found.buffers)
 
