@@ -136,7 +136,7 @@ def run_stack(
     unroll = depth if unroll == -1 else min(unroll, depth)
     with jax.named_scope("layers"):
         x_BTD, (cache, routing, noted) = jax.lax.scan(
-            rematerialized(layer, how.remat, looped=unroll < depth),
+            rematerialized(layer, how.remat, how.offload, looped=unroll < depth),
             x_BTD,
             (numbers, params, cache, flags_L),
             unroll=True if unroll == depth else unroll,

@@ -58,6 +58,10 @@ Intermediate = Literal[
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
+# What of a layer can wait for its backward pass in host memory: the residual stream
+# that it starts from, and its intermediate results.
+OffloadName = Literal["residual", Intermediate]
+
 # How far the queries of a layer see: `model.window` keys, or all before them.
 Reach = Literal["local", "global"]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
+from model.config import OffloadName
 from model.quantization import Quantization
 from model.remat import Policy
 from model.taps import Taps
@@ -31,6 +32,7 @@ class Execution(NamedTuple):
     context_attention: what it attends across devices with that share a row.
     grouped: body of products of rows grouped by expert.
     remat: what the backward pass recomputes, or names of what it keeps.
+    offload: names of what is kept for it in host memory.
     rules: where arrays lie.
     pipeline_microbatches: that pass through the stages one after another, where layers
         lie on several.
@@ -52,6 +54,7 @@ class Execution(NamedTuple):
     context_attention: ContextAttention = ContextAttention.ring
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
+    offload: tuple[OffloadName, ...] = ()
     rules: AxisRules = ANYWHERE
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1

@@ -1,20 +1,21 @@
 """What a layer's backward pass has of its forward pass: kept, or computed again.
 
-Recomputation is the same mathematics in the same order: losses and gradients stay what
-they are to rounding, memory and time change.
+What is kept waits in the device's memory, or, by name, in the host's. Recomputation is
+the same mathematics in the same order: losses and gradients stay what they are to
+rounding, memory and time change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jaxtyping import Array, Float
 
-from model.config import Intermediate
+from model.config import Intermediate, OffloadName
 
 Policy = str | tuple[str, ...]  # none, dots, full; or names of Intermediate
-_INPUT = "layer_input"
+_INPUT: OffloadName = "residual"
 # cuDNN's forward pass gives its output and log-sum-exp no names: the primitive of
 # jax.nn.dot_product_attention stands for both.
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
@@ -30,19 +31,24 @@ def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
     return checkpoint_name(x, what)
 
 
-def rematerialized(layer: Callable, policy: Policy, looped: bool) -> Callable:
+def rematerialized(
+    layer: Callable, policy: Policy, offload: Sequence[OffloadName], looped: bool
+) -> Callable:
     """Return the layer, its results recomputed in the backward pass as a policy says.
 
     Args:
         layer: a function of arrays.
         policy: which of its intermediate results are kept: all (none is recomputed),
             those of products with a weight (dots), no one (full), or those named.
+        offload: names of results that are kept in host memory, whatever the policy.
         looped: whether a loop of more than one iteration runs over it.
     """
     if policy == "none":
+        assert not offload, "refused by train/cli/rules.py"
         return layer
+    keep = _offloading(offload, _keep(policy)) if offload else _keep(policy)
     # A loop keeps XLA from undoing the recomputation; without one it has to be told.
-    return jax.checkpoint(layer, policy=_keep(policy), prevent_cse=not looped)
+    return jax.checkpoint(layer, policy=keep, prevent_cse=not looped)
 
 
 def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
@@ -75,6 +81,18 @@ def _keep(policy: Policy) -> Callable[..., Any]:
     if "attention" not in policy:
         return names
     return save.save_from_both_policies(names, _is_cudnn_forward)
+
+
+def _offloading(names: Sequence[OffloadName], keep: Callable) -> Callable[..., Any]:
+    """Return a policy that keeps some results in host memory, others as another one."""
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        kernel = "attention" in names and _is_cudnn_forward(primitive)
+        if kernel or (primitive.name == "name" and params["name"] in names):
+            return Offloadable(src="device", dst="pinned_host")
+        return keep(primitive, *avals, **params)
+
+    return policy
 
 
 def _is_cudnn_forward(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
 from model.choices import ContextAttention, Dtype
-from model.config import Intermediate, ModelConfig
+from model.config import Intermediate, ModelConfig, OffloadName
 from train.watching import (
     Count,
     EvalConfig,
@@ -221,6 +221,8 @@ class TrainConfig:
     replica_check_interval_steps: Count | None = 500
     # What the backward pass recomputes of a layer, or a list of what is kept of it.
     remat: Remat | tuple[Intermediate, ...] = Remat.none
+    # A list of what is kept of it in host memory: [residual] is what it starts from.
+    offload: tuple[OffloadName, ...] = ()
     # In which the gradients of matrices and tables travel between devices; auto: in
     # model.compute_dtype, bfloat16 if that has eight bits; float32 between the devices
     # of a CPU.

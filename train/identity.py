@@ -30,7 +30,12 @@ HARMLESS = (
 )
 ALLOWED = (
     *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
-    *("train.remat", "train.loss_chunk_tokens", "train.max_skipped_steps"),
+    *(
+        "train.remat",
+        "train.offload",
+        "train.loss_chunk_tokens",
+        "train.max_skipped_steps",
+    ),
     *("train.accumulation_steps", "data.skip_batches"),
 )
 

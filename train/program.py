@@ -172,7 +172,9 @@ class Program:
         parts = math.prod(shards_of(rules, self.mesh.shape))
         rules = replace(rules, rows_travel=rows_travel(config, parts))
         once = train.accumulation_steps == 1 == self.pipeline.stages
-        how = self.how._replace(remat=train.remat, rules=rules, reduces_copies=once)
+        how = self.how._replace(
+            remat=train.remat, offload=train.offload, rules=rules, reduces_copies=once
+        )
         return replace(self, config=config, how=how)
 
 

@@ -119,6 +119,7 @@ def execution(
         context_attention=_context_attention(config, kernel, rules, sizes),
         grouped=grouped,
         remat=train.remat,
+        offload=train.offload,
         rules=rules,
     )
 

@@ -209,12 +209,22 @@ def test_the_tracker_of_an_older_version_is_read(tmp_path):
         ]
 
 
-def test_to_keep_what_a_model_does_not_make_is_named():
-    config = Config(train=TrainConfig(remat=("mlp_gate",)))
+@pytest.mark.parametrize("key", ["remat", "offload"])
+def test_to_keep_what_a_model_does_not_make_is_named(key):
+    config = Config(train=TrainConfig(**{key: ("mlp_gate",)}))
     assert without_effect(config) == []
     plain = replace(config.model, activation=Activation.gelu)
     (warning,) = without_effect(replace(config, model=plain))
-    assert "keeps mlp_gate in vain: model.activation=gelu" in warning
+    assert f"{key} keeps mlp_gate in vain: model.activation=gelu" in warning
+
+
+def test_what_cannot_wait_in_host_memory_is_refused():
+    kept = TrainConfig(remat=("query",), offload=("residual", "query"))
+    assert [m.key for m in validate(Config(train=kept))] == ["train.offload"]
+    config = Config(train=TrainConfig(offload=("residual",)))
+    config = replace(config, mesh=replace(config.mesh, pipeline=2))
+    rules = [m.rule for m in validate(config) if m.key == "train.offload"]
+    assert ["train.remat" in rule for rule in rules] == [True, True]
 
 
 def test_a_rank_file_needs_its_hash():

@@ -14,7 +14,14 @@ from typing import Any
 from data.config import DataConfig, Source
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES
-from train.config import MESH_AXES, Config, MeshConfig, OptimizerName, Schedule
+from train.config import (
+    MESH_AXES,
+    Config,
+    MeshConfig,
+    OptimizerName,
+    Remat,
+    Schedule,
+)
 from train.errors import Mistake, nearest
 from train.identity import differences
 from train.watching import EvalSet
@@ -31,6 +38,7 @@ def validate(config: Config) -> list[Mistake]:
         *_mesh(config.mesh),
         *_experts(config),
         *_pipeline(config),
+        *_offload(config),
         *set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
@@ -144,6 +152,21 @@ def _pipeline(config: Config) -> Iterator[Mistake]:
         yield Mistake("mesh.pipeline", mesh.pipeline, rule)
 
 
+def _offload(config: Config) -> Iterator[Mistake]:
+    """Yield what cannot wait in host memory."""
+    remat, names = config.train.remat, config.train.offload
+    if names and remat is Remat.none:
+        rule = "needs a layer that is recomputed from it: add train.remat=full, or a "
+        yield Mistake("train.offload", names, rule + "list of what stays on the device")
+    if both := [name for name in names if name in remat]:
+        rule = f"names {both[0]}, which train.remat keeps on the device; leave it out "
+        yield Mistake("train.offload", names, rule + "of one of them")
+    if names and config.mesh.pipeline != 1:
+        rule = "must be [] with mesh.pipeline, whose stages keep what passes through "
+        rule += "them; take train.remat=full, or mesh.fsdp instead of the stages"
+        yield Mistake("train.offload", names, rule)
+
+
 def _experts(config: Config) -> Iterator[Mistake]:
     """Yield what does not let devices share experts."""
     mesh, dense = config.mesh, config.model.mlp is Mlp.dense
@@ -200,12 +223,10 @@ def without_effect(config: Config) -> list[str]:
         for key in changed
         if unused and key.startswith(prefix)
     ]
-    gated, remat = model.gated, config.train.remat
-    if "mlp_gate" in remat and not gated:
-        warnings.append(
-            f"train.remat keeps mlp_gate in vain: model.activation={model.activation} "
-            "makes none"
-        )
+    for key in ("remat", "offload"):
+        if "mlp_gate" in getattr(config.train, key) and not model.gated:
+            makes = f"model.activation={model.activation} makes none"
+            warnings.append(f"train.{key} keeps mlp_gate in vain: {makes}")
     steps, warmup = config.train.num_steps, config.schedule.warmup_steps
     if warmup >= steps:
         warnings.append(

@@ -67,6 +67,7 @@ class Array:
     sums: of which it is made; some may not be reduced yet.
     made_from: the parameter that it is but for dtype and shape; None: itself.
     label: what it serves, for people.
+    on_host: whether it lies in host memory.
     """
 
     dims: tuple[Dim, ...]
@@ -75,6 +76,7 @@ class Array:
     sums: tuple[PartialSum, ...] = ()
     made_from: "Array | None" = None
     label: str = ""
+    on_host: bool = False
 
     def __post_init__(self):
         self.source = self.made_from or self

@@ -80,7 +80,7 @@ def _trip(loop: Operation, plan: Schedule, core: int) -> tuple[float, float]:
         shared = elementwise and all(seen.get(a, -1) > ready for a in large)
         for array in reads:
             stays = array in touched and clock - touched[array] <= _AGAIN * core
-            stays = stays and array.bytes < core / 2
+            stays = (stays and array.bytes < core / 2) or array.on_host
             if array.from_batch and not (shared or stays):
                 moved[multiplies] += array.bytes
                 spilled.add(array)

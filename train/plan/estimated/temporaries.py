@@ -53,8 +53,13 @@ def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
     return math.ceil(min(map(padded, itertools.permutations(shape, 2))))
 
 
-def saved_bytes(step: LocalStep) -> int:
-    """Return what all layers keep of a microbatch for their backward pass."""
+def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
+    """Return what all layers keep of a microbatch for their backward pass.
+
+    Args:
+        step: of the device.
+        on_host: of the host's memory, or else of the device's.
+    """
     forward, *_ = step.layers
     kept = forward.stacked
     if step.attention is Attention.cudnn:  # transposed arrays are one
@@ -67,6 +72,7 @@ def saved_bytes(step: LocalStep) -> int:
             _activation_bytes(step, array)
             for array in dict.fromkeys(kept)
             if array.from_batch and array.size >= positions
+            if array.on_host is on_host
         )
     )
 
@@ -169,7 +175,7 @@ def _peak(step: LocalStep, loop: Operation) -> int:
     made.difference_update(plan.results)
 
     def size(array: Array) -> int:
-        known = array.from_batch and array in made
+        known = array.from_batch and array in made and not array.on_host
         return _activation_bytes(step, array) if known else 0
 
     inside = (_peak(step, inner) for inner in loop.body if inner.body)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
 from model.axes import mesh_axes
@@ -126,7 +127,11 @@ class Walk:
         whole = same_rank(equation.invars, inner.invars)
         carry = same_rank(equation.outvars, inner.outvars)
         slices = [
-            Array(a.dims[1:], a.itemsize, a.from_batch, label=a.label)
+            Array(
+                *(a.dims[1:], a.itemsize, a.from_batch),
+                label=a.label,
+                on_host=a.on_host,
+            )
             for a in operands[whole:]
         ]
         outer = self.operations
@@ -139,7 +144,8 @@ class Walk:
         for a in loop.stacked:
             source = a.source if a.source is not a else None
             dims = (Dim(trips), *a.dims)
-            stack = Array(dims, a.itemsize, a.from_batch, a.sums, source, a.label)
+            about = a.sums, source, a.label, a.on_host
+            stack = Array(dims, a.itemsize, a.from_batch, *about)
             loop.results.append(stack)
         self.operations.append(loop)
         return loop.results
@@ -169,7 +175,7 @@ class Walk:
     def _renamed(self, array: Array, dims: Any) -> Array:
         """Return an array with other axes; it stays where it is."""
         of = array.from_batch, array.sums, array.source, array.label
-        result = Array(tuple(dims), array.itemsize, *of)
+        result = Array(tuple(dims), array.itemsize, *of, array.on_host)
         self.operations.append(Operation("shard_map", [array], [result], self.place))
         return result
 
@@ -197,7 +203,9 @@ class Walk:
         kept = [p for a in operands for p in a.sums if linear and not p.reduced]
         results = []
         for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
-            array = Array(dims, var.aval.dtype.itemsize, from_batch)
+            on_host = var.aval.memory_space is jax.memory.Space.Host
+            size = var.aval.dtype.itemsize
+            array = Array(dims, size, from_batch, on_host=on_host)
             if name in SHAPES or name in ("all_gather", "dynamic_slice", "ppermute"):
                 array.source, array.label = operands[0].source, operands[0].label
             axes = self.sending.wide(summed) if from_batch else ()

@@ -1,0 +1,55 @@
+"""Host memory: what waits there changes no bit of the training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.batches import Order
+from train.plan.estimated.local_step import local_step
+from train.plan.estimated.temporaries import saved_bytes
+
+LAYERS = ("model.num_layers=2", "train.remat=full")
+MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
+
+def trained(program, store, steps=2):
+    """Return losses and norms of some steps, and the state behind them."""
+    order, measured = Order(store, program.config.data, 0), []
+    with jax.set_mesh(program.mesh):
+        state = program.init()
+        for step in range(steps):
+            rows = jax.tree.map(jnp.asarray, order.read(step))
+            batch = jax.device_put(rows, program.batch_shardings)
+            state, metrics = program.train_step(state, batch)
+            measured += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return measured, state
+
+
+def same(state, other):
+    """Compare all bits, wherever they lie."""
+    for a, b in zip(*map(jax.tree.leaves, (state, other)), strict=True):
+        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(1, ()), pytest.param(8, MESH, marks=pytest.mark.slow)]
+)
+def test_activations_in_host_memory_change_no_bit(programs, store, devices, mesh):
+    names = "train.offload=[residual,attention,mlp_up]"
+    plain = programs(*LAYERS, *mesh, devices=devices)
+    moved = programs(*LAYERS, *mesh, names, devices=devices)
+    (losses, state), (others, other) = trained(plain, store), trained(moved, store)
+    assert losses == others
+    same(state, other)
+
+
+def test_the_estimate_knows_what_waits_where(programs):
+    """The residual stream [B, T, D] of a layer in float32, on one side or the other."""
+    config = programs(*LAYERS).config
+    stream = 2 * config.data.batch_size * config.data.sequence_length
+    stream *= 4 * config.model.embed_dim
+    for names, on_host in (("[]", 0), ("[residual]", stream)):
+        step = local_step(programs(*LAYERS, f"train.offload={names}"))
+        assert saved_bytes(step, on_host=True) == on_host
+        assert saved_bytes(step) == stream - on_host
