@@ -19,7 +19,7 @@ Shapes: B batch, T time, D embed, S stages, M microbatches, R repeats, L layers.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from model.execution import Execution
 from model.parts import part
 from model.remat import rematerialized_stage
 from model.router import Routing
-from model.taps import Taps
+from model.taps import Noted, Taps
 
 Run = Callable[
     [Any, jax.Array, Any, jax.Array, Execution], tuple[jax.Array, Routing | None]
@@ -102,14 +102,14 @@ def run_pipeline(
             arrived = jax.lax.ppermute(y, axis, onwards)
             moved = jax.lax.ppermute(first, axis, back)
         stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)
-        return (stream, arrived, waiting), done
+        return (stream, arrived, waiting), tuple(done)
 
     arrived = jnp.zeros_like(stream[0])
     start = stream, arrived, jnp.zeros((waits, *arrived.shape), arrived.dtype)
     with jax.named_scope("stages"):
-        (stream, _, _), (routing, noted) = jax.lax.scan(
-            iterate, start, jnp.arange(R * M + S - 1)
-        )
+        iterations = jnp.arange(R * M + S - 1)
+        (stream, _, _), done = jax.lax.scan(iterate, start, iterations)
+    routing, noted = cast("tuple[Routing | None, Noted | None]", done)
     # The last stage began S - 1 iterations late, and with it its place in the stream.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
 

@@ -110,7 +110,7 @@ def attend(
         return partial(_ring, Kernel(*(partial(f, **capped) for f in passes)), axes)
     own = _xla if kernel is xla else kernel.attend
     whole = partial(own, window=window, soft_cap=soft_cap)
-    if way is ContextAttention.ring:
+    if way is ContextAttention.ring and window is not None:
         return partial(attend_in_window, whole, window, kernel.MULTIPLE, axes)
     if way is ContextAttention.ulysses:
         return partial(_ulysses, whole, axes)

@@ -11,7 +11,7 @@ M = T N/K queries that share keys, head by head.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,8 @@ def attend(
     if drop is not None:
         kept_BTKGS = drop(jnp.ones((B, T, K, N // K, k_BSKH.shape[1]), compute))
         kept_BKMS = jnp.moveaxis(kept_BTKGS, 1, 3).reshape(B, K, -1, k_BSKH.shape[1])
-    o_BKMH, lse_BKM = _attend(*operands, kept_BKMS, compute, soft_cap)
+    result: Any = _attend(*operands, kept_BKMS, compute, soft_cap)
+    o_BKMH, lse_BKM = result
     o_BTNH = jnp.swapaxes(o_BKMH.reshape(B, N, T, H), 1, 2)
     if sinks_N is None:
         return o_BTNH
@@ -197,10 +198,12 @@ def _attend_forward(q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS, compute, sof
 
 
 def _attend_backward(compute, soft_cap, residuals, cotangents):
-    (kept, o_BKMH, *factors), (do_BKMH, dlse_BKM) = residuals, cotangents
+    (q_BKMH, k_BSKH, v_BSKH, weights_BKMS), o_BKMH, *how = residuals
+    do_BKMH, dlse_BKM = cotangents
     dot_BKM = _dot(do_BKMH, o_BKMH) - dlse_BKM
-    grads = _gradients(*kept, do_BKMH, dot_BKM, compute, *factors)
-    grads = (g.astype(x.dtype) for g, x in zip(grads, kept[:3], strict=True))
+    operands = q_BKMH, k_BSKH, v_BSKH
+    grads = _gradients(*operands, weights_BKMS, do_BKMH, dot_BKM, compute, *how)
+    grads = (g.astype(x.dtype) for g, x in zip(grads, operands, strict=True))
     return *grads, None, None
 
 
