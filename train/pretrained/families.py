@@ -17,6 +17,7 @@ from model.choices import (
     NormSpan,
     Position,
     Scaling,
+    Scores,
 )
 from model.config import ModelConfig
 from train.errors import ConfigError, Mistake
@@ -57,6 +58,16 @@ _GEMMA = {
     "window": SOME,
     "activation": Activation.geglu,
     "scaled_embedding": True,
+    "bias": False,
+}
+
+
+_EXPERTS = {
+    "mlp": Mlp.moe,
+    "shared_experts": 0,
+    "dense_layers": 0,
+    "router": Scores.softmax,
+    "router_bias_rate": 0.0,
     "bias": False,
 }
 
@@ -185,6 +196,20 @@ FAMILIES = (
         settings.gemma3,
     ),
     Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        _usual(_SCALED, "window", **_EXPERTS, router_normalized=True),
+        names.MIXTRAL,
+        settings.mixtral,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _usual(_SCALED, **_EXPERTS, qk_norm=True, qk_norm_over=NormSpan.head),
+        names.QWEN3_MOE,
+        settings.qwen3_moe,
+    ),
+    Family(
         "gpt2",
         "GPT2LMHeadModel",
         _usual(
@@ -211,7 +236,11 @@ def family_of(model: ModelConfig) -> Family:
         ConfigError: if there is none, with all that keeps it from the nearest.
     """
     mistakes = [family.mistakes(model) for family in FAMILIES]
-    nearest = min(mistakes, key=len)
+
+    def distance(found: list[Mistake]) -> tuple[int, bool]:
+        return len(found), any(mistake.key == "model.mlp" for mistake in found)
+
+    nearest = min(mistakes, key=distance)
     if nearest:
         raise ConfigError(nearest)
     return FAMILIES[mistakes.index(nearest)]

@@ -1,7 +1,7 @@
 """Tensors of each family of models, and the parameters of ours that lie in each.
 
 Source: what `save_pretrained` of transformers 5.23 writes. {} is the layer's number; a
-name without ending stands for a weight and a bias.
+name without ending stands for a weight and a bias. A second {} is the expert's number.
 """
 
 LLAMA = {
@@ -54,3 +54,15 @@ GEMMA = (
     | _OUTPUTS
     | {"model.layers.{}.pre_feedforward_layernorm.weight": ["layers.mlp_norm.scale"]}
 )
+MIXTRAL = LLAMA | {
+    "model.layers.{}.block_sparse_moe.gate.weight": ["layers.mlp.router.weight"],
+    "model.layers.{}.block_sparse_moe.experts.{}.w1.weight": ["layers.mlp.gate"],
+    "model.layers.{}.block_sparse_moe.experts.{}.w2.weight": ["layers.mlp.down"],
+    "model.layers.{}.block_sparse_moe.experts.{}.w3.weight": ["layers.mlp.up"],
+}
+QWEN3_MOE = LLAMA | {
+    "model.layers.{}.mlp.gate.weight": ["layers.mlp.router.weight"],
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": ["layers.mlp.gate"],
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": ["layers.mlp.up"],
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": ["layers.mlp.down"],
+}

@@ -43,7 +43,7 @@ class _Reader:
     def __init__(self, folder: Folder, parts: Parts):
         self.folder, self.parts, self.infos = folder, parts, parts.infos
         self.tensors = {
-            (param, tensor.layer): (name, tensor.params)
+            (param, tensor.at): (name, tensor.params)
             for name, tensor in parts.tensors.items()
             for param in tensor.params
         }
@@ -51,23 +51,25 @@ class _Reader:
     def param(self, params: dict[str, jax.Array], name: str) -> jax.Array:
         """Return a parameter, sharded and of the dtype as it was drawn."""
         drawn, info = params[name], self.infos[name]
-        stacked = int(info.stacked)
+        lead = info.stack  # layers and experts
         # Of rows that the folder lacks the drawn ones stay.
         shards = {_span(s.index, drawn.shape): s for s in drawn.addressable_shards}
 
         def read(index: Any) -> np.ndarray:
             spans = _span(index, drawn.shape)
             part = np.array(shards[spans].data)
-            inside = list(spans[stacked:])
+            inside = list(spans[lead:])
             if "vocab" in info.axes:
                 dim = info.axes.index("vocab")
                 first, last = inside[dim]
                 inside[dim] = (first, max(first, min(last, self.parts.vocab_size)))
             shapes = {key: x.shape for key, x in params.items()}
             place = tuple(slice(0, last - first) for first, last in inside)
-            for i, layer in enumerate(range(*spans[0]) if stacked else [None]):
-                own = part[i] if stacked else part
-                own[place] = self._read(name, layer, inside, shapes)
+            for local in np.ndindex(part.shape[:lead]):
+                at = tuple(
+                    i + first for i, (first, _) in zip(local, spans, strict=False)
+                )
+                part[local][place] = self._read(name, at, inside, shapes)
             return part
 
         return jax.make_array_from_callback(drawn.shape, drawn.sharding, read)
@@ -75,18 +77,18 @@ class _Reader:
     def _read(
         self,
         name: str,
-        layer: int | None,
+        at: tuple[int, ...],
         spans: Sequence[_Span],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> np.ndarray:
-        """Read the part of a parameter of one layer that spans cut out."""
-        info, (tensor, beside) = self.infos[name], self.tensors[name, layer]
-        dims = shapes[name][info.stacked :]
+        """Read the part of a parameter of one layer, or expert, that spans cut out."""
+        (tensor, beside), lead = self.tensors[name, at], len(at)
+        dims = shapes[name][lead:]
         inputs = self.parts.inputs(name)
         rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
         columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
         before = beside[: beside.index(name)]
-        split = [math.prod(shapes[b][self.infos[b].stacked :][inputs:]) for b in before]
+        split = [math.prod(shapes[b][lead:][inputs:]) for b in before]
         columns = slice(columns.start + sum(split), columns.stop + sum(split))
         if not inputs:
             x = self.folder.read(tensor, columns, None)

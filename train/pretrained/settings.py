@@ -68,6 +68,32 @@ def mistral(model: ModelConfig) -> dict[str, Any]:
     return llama(model) | {"sliding_window": model.window}
 
 
+def mixtral(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Mixtral."""
+    settings = mistral(model)
+    del settings["attention_bias"], settings["mlp_bias"]  # there is none
+    return settings | {
+        "intermediate_size": model.expert_size,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+    }
+
+
+def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Qwen 3 with experts, for versions 5 and 4."""
+    settings = qwen(model)
+    del settings["intermediate_size"]  # of layers without experts
+    return settings | {
+        "moe_intermediate_size": model.expert_size,
+        "num_local_experts": model.num_experts,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "norm_topk_prob": model.router_normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def gemma2(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma 2."""
     settings = llama(model)

@@ -1,5 +1,6 @@
 """The tensors of a folder, and the parameters of ours that they are made of."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from train.pretrained.families import Family
 class Tensor(NamedTuple):
     """A tensor of a folder.
 
-    layer: of the stack; None: it is none of the layers'.
+    at: where in the leading dims of a parameter: (layer, expert), (layer,) or ().
     params: names of the parameters that lie in it side by side, along their outputs.
     """
 
-    layer: int | None
+    at: tuple[int, ...]
     params: list[str]
 
 
@@ -37,11 +38,12 @@ class Parts:
         """
         self.family, self.vocab_size = family, vocab_size
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
+        leading = range(model.num_layers), range(model.num_experts)
         self.tensors = {
-            name.format(layer): Tensor(layer, params)
+            name.format(*at): Tensor(at, params)
             for name, params in family.tensors().items()
             if all(self._present(param) for param in params)
-            for layer in (range(model.num_layers) if "{}" in name else [None])
+            for at in itertools.product(*leading[: name.count("{}")])
         }
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
@@ -57,15 +59,17 @@ class Parts:
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name; nothing is read."""
+        first = {tuple(own.params): name for name, own in self.tensors.items()}
         shapes = jax.eval_shape(
-            lambda p: {n: self.make(p, n) for n in self.tensors}, params
+            lambda p: {own: self.make(p, name) for own, name in first.items()}, params
         )
-        return {name: shapes[name].shape for name in self.tensors}
+        tensors = self.tensors.items()
+        return {name: shapes[tuple(own.params)].shape for name, own in tensors}
 
     def make(self, params: dict[str, jax.Array], name: str) -> jax.Array:
         """Make a tensor of parameters."""
-        layer, names = self.tensors[name]
-        arrays = [self._flat(params, param, layer) for param in names]
+        at, names = self.tensors[name]
+        arrays = [self._flat(params, param, at) for param in names]
         whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
         return whole.T if self.turned(names[0]) else whole
 
@@ -75,21 +79,20 @@ class Parts:
         return name == "head.weight" or (self.family.turned and matrix)
 
     def inputs(self, name: str) -> int:
-        """Return how many leading dims of a parameter of one layer are rows."""
+        """Return how many dims of a parameter of one layer, or expert, are rows."""
         info = self.infos[name]
         return {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
 
     def _flat(
-        self, params: dict[str, jax.Array], name: str, layer: int | None
+        self, params: dict[str, jax.Array], name: str, at: tuple[int, ...]
     ) -> jax.Array:
         """Return a parameter as [inputs, outputs], [rows, D] or [size]."""
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"
-            return jnp.zeros(self._flat(params, like, layer).shape[-1:])
-        x, info = params[name], self.infos[name]
-        axes = info.axes[info.stacked :]
-        x = x if layer is None else x[layer]
+            return jnp.zeros(self._flat(params, like, at).shape[-1:])
+        x, info = params[name][at], self.infos[name]
+        axes = info.axes[len(at) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
         inputs = self.inputs(name)

@@ -46,6 +46,12 @@ def exported(programs, tmp_path_factory):
         ("olmo2", CUBE),
         pytest.param("qwen2", (), marks=pytest.mark.slow),
         pytest.param("gemma3", CUBE, marks=pytest.mark.slow),
+        pytest.param("mixtral", CUBE, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3 with experts",
+            ("mesh.expert=2", "mesh.data=1"),
+            marks=pytest.mark.slow,
+        ),
         ("gpt2 without biases, untied", ("mesh.params.head_dim=fsdp", "mesh.fsdp=2")),
     ],
 )
@@ -75,7 +81,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     "family",
     [
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
-        *("gemma2", "gemma3", "gpt2"),
+        *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt2"),
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):
