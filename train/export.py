@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import RunConfig, RuntimeConfig, Step
+from train.config import DistributedConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 
 
@@ -22,6 +22,7 @@ class ExportConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     output: str | None = None  # the folder to write, new or empty; also s3://, gs://
     step: Step | None = None  # of the checkpoint, or best; null: the newest
     dtype: ExportDtype | None = None  # of the weights; null: the parameters' own
@@ -38,30 +39,34 @@ def validate(config: ExportConfig) -> list[Mistake]:
 def main(asked: ExportConfig) -> int:
     """Write the weights, settings and tokenizer of a checkpoint for transformers.
 
+    Several processes bring the weights together, and process 0 writes.
+
     Raises:
         ConfigError: if no family of models holds this one, the folder is not empty, or
-            `safetensors` is not installed.
+            `tokenizers` is not installed.
         DataError: if the tokenizer cannot be written so that it gives the same ids.
     """
     try:
-        import safetensors  # noqa: F401
         import tokenizers  # noqa: F401
     except ImportError as error:
         rule = f'needs the package {error.name}; pip install "longhaul[export]"'
         raise ConfigError([Mistake("output", asked.output, rule)]) from None
     import jax
 
+    from train.distributed.processes import join
     from train.load_run import load_run
     from train.pretrained.folder import empty_folder, write_folder
 
     folder = empty_folder(asked.output or "")
+    leads = join(asked.distributed, lambda: None).is_leader
     program, sources, step, params = load_run(asked.run, asked.runtime, asked.step)
     with jax.set_mesh(program.mesh):
         dtype = asked.dtype or program.config.model.param_dtype
         written = write_folder(
             folder, program, params, sources, step, str(dtype), asked.tokenizer
         )
-    print(f"exported    {folder}, step {step:,}: {written}")
+    if leads:
+        print(f"exported    {folder}, step {step:,}: {written}")
     return 0
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import tiktoken
 from etils import epath
@@ -60,7 +61,7 @@ def write_folder(
     dtype: str,
     with_tokenizer: bool,
 ) -> str:
-    """Write everything; return a line that says what.
+    """Write everything; return a line that says what. Process 0 writes.
 
     Args:
         folder: empty.
@@ -77,8 +78,8 @@ def write_folder(
     """
     config, encoding = program.config, sources.encoding
     model, length = config.model, config.data.sequence_length
-    family = family_of(model)
-    if with_tokenizer:
+    family, writes = family_of(model), jax.process_index() == 0
+    if with_tokenizer and writes:
         content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, content, [SAMPLE, text])
@@ -86,12 +87,13 @@ def write_folder(
         write_json(folder / "tokenizer_config.json", tokenizer_config(length))
     parts = Parts(family, model, program.infos, encoding.n_vocab)
     count = write_weights(folder, parts, dict(named(params)), jnp.dtype(dtype))
-    results = read_results(run_folder(config.run.dir or ""))
-    write_whole(folder / "README.md", card(config, encoding, count, step, results))
-    settings = settings_of(family, model, encoding, length, dtype)
-    end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "generation_config.json", end)
-    write_json(folder / "config.json", settings)
+    if writes:
+        results = read_results(run_folder(config.run.dir or ""))
+        write_whole(folder / "README.md", card(config, encoding, count, step, results))
+        settings = settings_of(family, model, encoding, length, dtype)
+        end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
+        write_json(folder / "generation_config.json", end)
+        write_json(folder / "config.json", settings)
     return (
         f"{format_count(count)} parameters in {dtype}, a model of family {family.name}"
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
@@ -45,6 +46,7 @@ class Parts:
             if all(self._present(param) for param in params)
             for at in itertools.product(*leading[: name.count("{}")])
         }
+        self._gathered = jax.jit(self._gather, static_argnums=2)  # once a kind
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
 
@@ -54,8 +56,9 @@ class Parts:
         return name in self.infos or zero
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
-        """Bring a tensor to this machine's memory."""
-        return np.asarray(jax.device_get(self.make(params, name)))
+        """Bring a tensor to this machine's memory; all processes must."""
+        at, names = self.tensors[name]
+        return np.asarray(self._gathered(params, at, tuple(names)))
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name; nothing is read."""
@@ -69,6 +72,17 @@ class Parts:
     def make(self, params: dict[str, jax.Array], name: str) -> jax.Array:
         """Make a tensor of parameters."""
         at, names = self.tensors[name]
+        return self._made(params, at, tuple(names))
+
+    def _gather(self, *what: Any) -> jax.Array:
+        whole = self._made(*what)
+        if jax.process_count() == 1:
+            return whole
+        return jax.lax.with_sharding_constraint(whole, PartitionSpec())
+
+    def _made(
+        self, params: dict[str, jax.Array], at: tuple[int, ...], names: tuple[str, ...]
+    ) -> jax.Array:
         arrays = [self._flat(params, param, at) for param in names]
         whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
         return whole.T if self.turned(names[0]) else whole

@@ -1,9 +1,11 @@
 """Write weights as files of tensors.
 
-Tensors go one by one from the devices to files of at most two gigabytes, so that this
-machine's memory holds one such file besides what the devices hold.
+Tensors go one by one from the devices of all processes to files of at most two
+gigabytes, so that memory holds one tensor besides what the devices hold; under s3:// or
+gs:// it holds one file. Process 0 writes.
 """
 
+import collections
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -27,14 +29,12 @@ def write_weights(
     Args:
         folder: where.
         parts: what the tensors are made of.
-        params: arrays by name, sharded in any way over this process' devices.
+        params: arrays by name, sharded in any way.
         dtype: of what is written.
 
     Returns:
         How many parameters were written.
     """
-    from safetensors.numpy import save
-
     shapes = parts.shapes(params)
     files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
     where = dict[str, str]()
@@ -42,17 +42,43 @@ def write_weights(
         file = "model.safetensors"
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        arrays = {name: parts.read(params, name).astype(dtype) for name in names}
-        # Older versions of transformers refuse a file that does not say this.
-        write_whole(folder / file, save(arrays, metadata={"format": "pt"}))
+        content = _content(parts, params, {n: shapes[n] for n in names}, dtype)
+        if jax.process_index() == 0:
+            write_whole(folder / file, content)
+        collections.deque(content, maxlen=0)  # the others take part
         where |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
-    if len(files) > 1:
+    if len(files) > 1 and jax.process_index() == 0:
         index = {"metadata": {"total_size": count * dtype.itemsize}}
         write_json(
             folder / "model.safetensors.index.json", index | {"weight_map": where}
         )
     return count
+
+
+def _content(
+    parts: Parts,
+    params: dict[str, jax.Array],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+) -> Iterator[bytes]:
+    """Yield a file of tensors piece by piece. All processes must.
+
+    Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
+    file whose metadata do not say "pt".
+    """
+    known = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, shape in shapes.items():
+        first, end = end, end + math.prod(shape) * dtype.itemsize
+        about = {"dtype": known, "shape": shape, "data_offsets": [first, end]}
+        header[name] = about
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in shapes:
+        tensor = parts.read(params, name)
+        yield tensor.astype(dtype).tobytes()
 
 
 def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:

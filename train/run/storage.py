@@ -10,6 +10,7 @@ AWS_ENDPOINT_URL names another server that speaks S3.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -49,27 +50,30 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def write_whole(
-    file: epath.Path, content: str | bytes, partial: epath.Path | None = None
+    file: epath.Path,
+    content: str | bytes | Iterator[bytes],
+    partial: epath.Path | None = None,
 ) -> None:
     """Write a file so that it is there whole, also after a power cut, or not at all.
 
     Args:
         file: an object, or a local file; its folder is made if missing.
-        content: text is written as UTF-8.
+        content: text is written as UTF-8; pieces one after another.
         partial: what a local one is called until it is whole; default: hidden beside.
 
     Raises:
         OSError: it was not written.
     """
     content = content.encode() if isinstance(content, str) else content
+    pieces = [content] if isinstance(content, bytes) else content
     if is_remote(file):  # the upload of one object is atomic by itself
-        file.write_bytes(content)
+        file.write_bytes(b"".join(pieces))
         return
     new = Path(partial or file.parent / f".{file.name}.tmp")
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         with new.open("wb") as opened:
-            opened.write(content)
+            opened.writelines(pieces)
             opened.flush()
             os.fsync(opened.fileno())  # else the new name may hold nothing
         new.replace(file)

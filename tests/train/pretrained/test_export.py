@@ -1,6 +1,8 @@
 """What is exported is, for transformers, the same model with the same tokenizer."""
 
 import json
+import math
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +143,22 @@ def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
         own = load_file(tmp_path / "many" / index["weight_map"][name])[name]
         np.testing.assert_array_equal(own, array)
     assert index["metadata"]["total_size"] == sum(a.nbytes for a in whole.values())
+
+
+def test_memory_holds_one_tensor_beside_the_devices(programs, tmp_path):
+    """And not the file, which is some thirty times as large."""
+    small = "model.layer_unroll=1", "model.vocab_size=512"
+    program = programs("model=llama_nano", "model.num_layers=16", *small, devices=1)
+    params = program.init().params
+    parts = export(tmp_path / "once", program, params)  # compiled
+    largest = 4 * max(map(math.prod, parts.shapes(dict(named(params))).values()))
+    tracemalloc.start()
+    where = run_folder(str(tmp_path / "again"))
+    write_weights(where, parts, dict(named(params)), jnp.dtype("float32"))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    size = (tmp_path / "again/model.safetensors").stat().st_size
+    assert most < 4 * largest < size / 4
 
 
 def test_a_mesh_changes_no_byte(programs, tmp_path):
