@@ -68,13 +68,29 @@ def attend(
 
     def row(q_NTH, k_KSH, v_KSH, segments_S):
         ids = splash.SegmentIds(segments_S[S - T :], segments_S)
-        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks_N)
+        sinks = None if sinks_N is None else _own_dtype(sinks_N)
+        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
     with nullcontext() if S == T else computed(*_computed(T, S, window or S)):
         out = jax.vmap(row)(q, k, v, segment_ids_BS)
     assert isinstance(out, jax.Array)  # no residuals asked for
     return out.swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _own_dtype(sinks_N: Array) -> Array:
+    """Return sinks; the kernel gives their gradient in the dtype of its queries.
+
+    Source: `_splash_attention_bwd`, alike in jax 0.10.2 and 0.12.0.
+    """
+    return sinks_N
+
+
+_own_dtype.defvjp(
+    lambda sinks_N: (sinks_N, jnp.zeros((), sinks_N.dtype)),
+    lambda like, dsinks_N: (dsinks_N.astype(like.dtype),),
+)
 
 
 def forward(

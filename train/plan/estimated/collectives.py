@@ -45,7 +45,7 @@ class Sending:
     ) -> None:
         """Count a collective as often as its place runs."""
         axes, times = self.wide(axes), place.times
-        if axes and payload:
+        if axes and payload and times:
             label = label or place.scope.strip("/").split("/")[-1]
             where = place.in_layers, "copies" in place.scope, place.body
             found = Exchange(axes, kind, times, times * payload, label, *where)

@@ -4,9 +4,9 @@ Three moments are weighed; the one that needs most gives the items.
 
 - The loss: a tile's logits and what they are rounded to, its operand, and the sum over
   all tiles of that operand's gradient, before devices reduce it.
-- The layers: the gradients of all layers, and the backward pass of one layer: the
-  weights that it gathers (on TPU the next one's travel meanwhile), their gradients
-  before they are scattered, and what its passes make (plan/estimated/schedule.py).
+- The layers: the gradients of all layers, and the backward pass of one layer: what its
+  passes make (plan/estimated/schedule.py), gathered weights among it, and the gradient
+  of the largest before it is scattered; of two on GPUs, where one travels meanwhile.
 - The update: the gradients, and the largest product of the update.
 
 At the first two lives what the layers kept for their backward pass, the features, and
@@ -22,6 +22,7 @@ from model.choices import Attention
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation
+from train.plan.estimated.schedule import Schedule
 
 _LANES, _SUBLANES = 128, 8
 
@@ -114,12 +115,11 @@ def _loss(step: LocalStep) -> dict[str, int]:
 
 def _layers(step: LocalStep) -> dict[str, int]:
     given = {array.source for loop in step.layers for array in loop.operands}
-    gathered = [used for own, used in _weights(step).items() if used.size > own.size]
-    held = sum(array.bytes for array in gathered)
+    sizes = sorted(array.size for array in _gathered(step))
+    largest = sizes[-1 if step.platform == "tpu" else -2 :]
     return {
         "gradients": _bytes(step, [p for p in step.params if p in given], FLOAT32),
-        "gathered weights": (2 if step.platform == "tpu" else 1) * held,
-        "gradients to scatter": step.reduce_itemsize * sum(a.size for a in gathered),
+        "gradients to scatter": step.reduce_itemsize * sum(largest),
         "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
     }
 
@@ -156,6 +156,10 @@ def _weights(step: LocalStep) -> dict[Array, Array]:
     }
 
 
+def _gathered(step: LocalStep) -> list[Array]:
+    return [used for own, used in _weights(step).items() if used.size > own.size]
+
+
 def _loss_gradient(step: LocalStep) -> int:
     sums = [a for loop in _tiles(step) for a in loop.carried]
     return max((_bytes(step, [array]) for array in sums), default=0)
@@ -172,14 +176,31 @@ def _peak(step: LocalStep, loop: Operation) -> int:
     copied = {a for one in plan.passes if one.operation for a in one.reads}
     made = {array for one in plan.passes for array in one.writes}
     made.update(a for a in loop.slices if again or a in copied)
-    made.difference_update(plan.results)
+    made.difference_update(plan.results, _scattered(step, plan))
 
     def size(array: Array) -> int:
-        known = array.from_batch and array in made and not array.on_host
-        return _activation_bytes(step, array) if known else 0
+        if array not in made or array.on_host:
+            return 0
+        gathered = array.size > array.source.size
+        if not array.from_batch:
+            return array.bytes if gathered else 0
+        return _activation_bytes(step, array)
 
     inside = (_peak(step, inner) for inner in loop.body if inner.body)
     return plan.peak(size) + max(inside, default=0)
+
+
+def _scattered(step: LocalStep, plan: Schedule) -> set[Array]:
+    """Return the gradients of gathered weights, as products make them."""
+    sizes = {array.size for array in _gathered(step)}
+    made = {a for one in plan.passes if one.operation for a in one.writes}
+    return {
+        array
+        for one in plan.passes
+        if not one.operation
+        for array in one.reads
+        if array in made and array.size in sizes and array.size > one.writes[0].size
+    }
 
 
 def _activation_bytes(step: LocalStep, array: Array) -> int:

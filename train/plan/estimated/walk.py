@@ -99,7 +99,8 @@ class Walk:
     def _branches(self, branches: Sequence[Any], operands: list[Array]) -> list[Array]:
         """Walk the last branch, as often as a scope in it says, or else always.
 
-        Of the others that say how often they are taken what kernels multiply counts.
+        Of the others that say how often they are taken what kernels multiply counts,
+        and what they alone keep: in its place the last one has zeros.
         """
         times, held, results = self._times, self.operations, list[Array]()
         for branch in branches:
@@ -109,7 +110,11 @@ class Walk:
                 continue
             self._times = times if part is None else round(times * part)
             self.operations = held if last else []
-            results = self.run(branch, operands)
+            found = self.run(branch, operands)
+            results = [
+                own if own.from_batch or not before.from_batch else before
+                for before, own in zip(results or found, found, strict=True)
+            ]
             if not last:
                 kernels = [op for op in self.operations if op.is_kernel]
                 held += [replace(op, operands=[], results=[]) for op in kernels]
@@ -134,11 +139,11 @@ class Walk:
             )
             for a in operands[whole:]
         ]
-        outer = self.operations
+        outer, times = self.operations, self._times
         loop = Operation("scan", operands, [], self.place, trips=trips, slices=slices)
-        self.operations, self._times = loop.body, self._times * trips
+        self.operations, self._times = loop.body, times * trips
         results = self.run(inner, [*operands[:whole], *slices])
-        self.operations, self._times = outer, self._times // trips
+        self.operations, self._times = outer, times
         loop.carried, loop.stacked = results[:carry], results[carry:]
         loop.results = list(loop.carried)
         for a in loop.stacked:
