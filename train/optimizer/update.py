@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from model.params import Kind, is_info
-from train.config import OptimizerConfig, OptimizerName, ScheduleConfig
+from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
 from train.optimizer.schedule import factor
@@ -45,6 +45,9 @@ class Optimizer:
         if self.config.ema_decay is not None:
             average = averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
+        if self.storage.dtype is not MomentDtype.float32:
+            # Else XLA works out what becomes of zeros as it compiles: seconds.
+            state = jax.lax.optimization_barrier(state)
         return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
