@@ -91,6 +91,29 @@ def disk_full(ground: Ground) -> str:
     return f"1 after {first}; 1; then {alarms(fleet)}, room, 0, bits equal"
 
 
+@drill(29)
+def tracker_whose_disk_is_full(ground: Ground) -> str:
+    """The folders of three trackers lie on a disk of their own, which is filled up to
+    the last byte after the first save, until the run ends -> 0, one line of each
+    tracker, the same bits."""
+    trackers = "wandb", "tensorboard", "mlflow"
+    with small_disk(ground) as disk:
+        run = ground.run(f"tracker=[{','.join(trackers)}]")
+        run.path.mkdir()
+        for tracker in trackers:
+            (disk / tracker).mkdir()
+            (run.path / tracker).symlink_to(disk / tracker)
+        fleet = run.start()
+        fleet.await_that(lambda: 5 in run.sealed())
+        fill(disk)
+        expect("exit codes", fleet.wait(), [0])
+        for tracker in trackers:
+            said = fleet.said().count(f" {tracker} is off from here on: ")
+            expect(f"what was said of {tracker}", said, 1)
+        ground.check(run)
+    return "0, one line of each, bits equal"
+
+
 @drill(13)
 def read_only_checkpoints(ground: Ground) -> str:
     """The folder of checkpoints cannot be written from the first save to the third

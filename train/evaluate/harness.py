@@ -7,14 +7,8 @@ devices in the same order.
 Not done here: chat templates, images, and more than one request in a row of a batch.
 """
 
-import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-os.environ.setdefault("TQDM_DISABLE", "1")  # is read when it is imported
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("DISABLE_MULTIPROC", "1")  # its forks would copy JAX's threads
 
 import jax
 import numpy as np
@@ -31,8 +25,6 @@ from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows, until
 from train.step import make_score_step
 
-# It warns of each default that a task file leaves in force.
-logging.getLogger("lm_eval").setLevel(logging.ERROR)
 _BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
 
 

@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import io
 import itertools
+import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -32,7 +34,7 @@ class Asked(NamedTuple):
     path: a folder of task files.
     limit: examples of each task; below 1: this part of them; None: all.
     num_fewshot: examples that are shown first; None: as the task says.
-    keys: of the config, for messages.
+    key: of the config, for messages.
     """
 
     names: Sequence[str]
@@ -51,25 +53,30 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         rule = 'needs lm-evaluation-harness; pip install "longhaul[eval]"'
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)])
+    # Read when it is imported: no bars, and no forks, which would copy JAX's threads.
+    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    # It warns of each default that a task file leaves in force.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    import train.evaluate.harness  # noqa: F401  # what the harness reads when imported
-
-    manager = TaskManager(include_path=asked.path, include_defaults=False)
-    if not {*asked.names} <= {*manager.all_tasks}:
-        manager = TaskManager(include_path=asked.path)  # lists thousands
-    if unknown := [name for name in asked.names if name not in manager.all_tasks]:
-        rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
-        rule += f"folder task_path={asked.path}"
-        raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
     try:
-        loaded = manager.load([*asked.names])
+        manager = TaskManager(include_path=asked.path, include_defaults=False)
+        if not {*asked.names} <= {*manager.all_tasks}:
+            manager = TaskManager(include_path=asked.path)  # lists thousands
+        unknown = [name for name in asked.names if name not in manager.all_tasks]
+        loaded = {} if unknown else manager.load([*asked.names])
     except Exception as error:  # of many libraries
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
         rule += "that are on this machine: load the task once where there is one, and "
         rule += "set HF_HUB_OFFLINE=1 here; or take task files of your own (task_path)"
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)]) from error
+    if unknown:
+        rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
+        rule += f"folder task_path={asked.path}"
+        raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
     for task in loaded["tasks"].values():
         # As the harness' own command: a task that says 0 keeps it.
         own = task.config.num_fewshot

@@ -102,6 +102,9 @@ def test_the_likeliest_tokens_are_greedy(programs, params):
         found = model._loglikelihood_tokens(
             [(None, context, [token]) for token in range(BYTES.n_vocab)]
         )
+        model.params = jax.tree.map(jnp.zeros_like, model.params)
+        alike = model._loglikelihood_tokens([(None, context, [t]) for t in range(8)])
+    assert [greedy for _, greedy in alike] == [True] + [False] * 7  # the first of them
     best = max(range(BYTES.n_vocab), key=lambda token: found[token][0])
     assert [i for i, (_, greedy) in enumerate(found) if greedy] == [best]
     # All of them, and no padding of the vocabulary.
@@ -132,6 +135,7 @@ def test_rows_have_few_lengths_of_whole_blocks(programs):
 
 def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
     program = programs(*SMALL, *MESH, devices=8)
+    asked = asked._replace(num_fewshot=1)
     tasks = Tasks(load_tasks(asked), asked, program, BYTES)
     beats = []
     with jax.set_mesh(program.mesh):
@@ -143,9 +147,34 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
     assert metrics["tasks/toy_texts/bits_per_byte"] > 1
     assert metrics["tasks/toy_answers/exact_match"] == 0
     assert len(beats) > 5
+    fewer = Tasks(load_tasks(asked), asked._replace(limit=3), program, BYTES)
+    assert fewer.fingerprint != tasks.fingerprint
+    again = Tasks(load_tasks(asked), asked, program, BYTES)
+    assert again.fingerprint == tasks.fingerprint
     rows = task_rows(metrics)
     assert ["toy_answers", "exact_match", "0.0000", "± 0.0000"] in rows
     assert len(rows) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ((), ("mesh.context=2", "mesh.fsdp=4")),
+        ((), ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.data=2")),
+        (("model.mlp=moe",), ("mesh.expert=2", "mesh.fsdp=2", "mesh.tensor=2")),
+    ],
+)
+def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
+    found = []
+    for layout in ((), mesh):
+        typed = ("model.num_layers=2", "data.sequence_length=64", *model, *layout)
+        program = programs(*typed, devices=8 if layout else 1)
+        drawn = params_of(GPT(program.config.model, nnx.Rngs(0)))
+        tasks = Tasks(load_tasks(asked), asked, program, BYTES)
+        with jax.set_mesh(program.mesh):
+            found.append(tasks.scores(jax.device_put(drawn, program.shardings.params)))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def rule_of(*asked) -> str:

@@ -47,6 +47,8 @@ class WandbWriter(Writer):
         """Begin or resume; a server knows its last step, files do not."""
         os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # else ~/.cache/wandb
         os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
+        # It logs to the folder; on a full disk each line would be a traceback.
+        logging.raiseExceptions = False
         import wandb  # half a second, which those who turn it off do not pay
 
         mode = self._config.mode
