@@ -178,6 +178,13 @@ def test_a_setting_without_effect_is_named():
     )
 
 
+def test_so_is_how_to_judge_by_no_task():
+    judge = EvalConfig(task_limit=5)
+    (warning,) = without_effect(Config(eval=judge))
+    assert warning.startswith("eval.task_limit has no effect")
+    assert without_effect(Config(eval=replace(judge, tasks=["piqa"]))) == []
+
+
 def test_so_is_a_schedule_without_stages():
     mesh, train = MeshConfig(pipeline_repeats=2), TrainConfig(pipeline_microbatches=8)
     found = without_effect(Config(mesh=mesh, train=train))

@@ -203,6 +203,7 @@ def without_effect(config: Config) -> list[str]:
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (learned, "model.rotary_fraction", "model.position is learned"),
     ]
+    unread.append((not config.eval.tasks, "eval.task_", "eval.tasks is []"))
     for name in (tracker.name for tracker in fields(config.tracker)):
         off = not getattr(config.tracker, name).enabled
         unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))

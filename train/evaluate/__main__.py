@@ -16,6 +16,7 @@ from train.config import (
     RuntimeConfig,
     Step,
 )
+from train.errors import ConfigError, Mistake
 from train.watching import Batches, EvalSet
 
 
@@ -38,6 +39,19 @@ class EvaluateConfig:
     num_fewshot: Number | None = None  # examples shown first; null: as the task says
 
 
+def validate(config: EvaluateConfig) -> list[Mistake]:
+    """List the mistakes: no run, or keys that do not go together."""
+    mistakes = must_name_run(config)
+    of_tasks = ("task_path", "limit", "num_fewshot")
+    for key in ("sets",) if config.tasks else of_tasks:
+        if value := getattr(config, key):
+            rule = "is not for tasks; leave one of them out"
+            if not config.tasks:
+                rule = "is for tasks alone; name some: tasks=[hellaswag]"
+            mistakes.append(Mistake(key, value, rule))
+    return mistakes
+
+
 def main(asked: EvaluateConfig) -> int:
     """Print the score of a checkpoint on validation sets, or by tasks, as JSON."""
     import jax
@@ -45,7 +59,6 @@ def main(asked: EvaluateConfig) -> int:
     from data.sources import open_sets
     from train.console import print_table
     from train.distributed.processes import join
-    from train.errors import ConfigError
     from train.evaluate.tasks import Asked, Tasks, load_tasks, task_rows
     from train.evaluate.validation import evaluate_all
     from train.load_run import load_run
@@ -78,4 +91,4 @@ def main(asked: EvaluateConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "evaluate", EvaluateConfig, must_name_run)
+    run_command(main, "evaluate", EvaluateConfig, validate)

@@ -54,19 +54,21 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         rule = 'needs lm-evaluation-harness; pip install "longhaul[eval]"'
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)])
     # Read when it is imported: no bars, and no forks, which would copy JAX's threads.
-    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
-        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     # It warns of each default that a task file leaves in force.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
+    loaded: Any = None
     try:
         manager = TaskManager(include_path=asked.path, include_defaults=False)
         if not {*asked.names} <= {*manager.all_tasks}:
             manager = TaskManager(include_path=asked.path)  # lists thousands
         unknown = [name for name in asked.names if name not in manager.all_tasks]
-        loaded = {} if unknown else manager.load([*asked.names])
+        if not unknown:
+            loaded = manager.load([*asked.names])
     except Exception as error:  # of many libraries
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network only data sets serve "

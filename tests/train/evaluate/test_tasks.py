@@ -12,9 +12,12 @@ from data.tokenizer import encode, load_tokenizer
 from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
 from tests.train.evaluate.task_files import NAMES, write_tasks
+from train.config import RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
+from train.evaluate.__main__ import EvaluateConfig, validate
 from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics, task_rows
+from train.watching import EvalSet
 
 pytest.importorskip("lm_eval")
 
@@ -210,6 +213,14 @@ def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
 
     assert shown(None) == {0}
     assert shown(2) == {2}
+
+
+def test_keys_that_do_not_go_together_are_refused():
+    run, sets = RunConfig(name="x"), {"web": EvalSet("web")}
+    (alone,) = validate(EvaluateConfig(run, limit=3))
+    (both,) = validate(EvaluateConfig(run, tasks=["piqa"], sets=sets))
+    assert (alone.key, both.key) == ("limit", "sets")
+    assert validate(EvaluateConfig(run, tasks=["piqa"], limit=3)) == []
 
 
 def test_sampling_is_read_as_the_harness_means_it():
