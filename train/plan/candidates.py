@@ -1,15 +1,16 @@
 """The ways to lay a step out on devices, and what a search among them came to."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from model.config import ModelConfig
 from train.config import MESH_AXES, Config, DcnConfig
 from train.console import print_table
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes
-from train.plan.recomputing import WAYS, parsed, typed
+from train.plan.recomputing import parsed, typed, ways
 from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16
@@ -29,20 +30,26 @@ class Layout:
     remat: str
     accumulation_steps: int
     context: int = 1
+    expert: int = 1
     pipeline: int = 1
     dcn_pipeline: int = 1
+
+    @property
+    def of_layers(self) -> tuple[int, ...]:
+        """Into how many parts layers are cut, and what passes between them."""
+        return self.tensor, self.expert, self.context, self.pipeline
 
     @property
     def overrides(self) -> str:
         """What to type."""
         mesh = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        rest = {axis: getattr(self, axis) for axis in MESH_AXES if axis not in mesh}
+        mesh |= {axis: n for axis, n in rest.items() if n > 1}
         dcn = {"pipeline": self.dcn_pipeline}
         dcn |= {"data": self.dcn_data, "fsdp": self.dcn_fsdp}
         return " ".join(
             [
                 *(f"mesh.{axis}={n}" for axis, n in mesh.items()),
-                *([f"mesh.context={self.context}"] if self.context > 1 else []),
-                *([f"mesh.pipeline={self.pipeline}"] if self.pipeline > 1 else []),
                 *(f"mesh.dcn.{axis}={n}" for axis, n in dcn.items() if n > 1),
                 f"train.remat={self.remat}",
                 f"train.accumulation_steps={self.accumulation_steps}",
@@ -53,8 +60,7 @@ class Layout:
         """Return a config with this layout."""
         mesh = replace(
             config.mesh,
-            **{"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor},
-            **{"pipeline": self.pipeline, "context": self.context, "expert": 1},
+            **{axis: getattr(self, axis) for axis in MESH_AXES},
             planned=False,
             dcn=DcnConfig(
                 pipeline=self.dcn_pipeline, data=self.dcn_data, fsdp=self.dcn_fsdp
@@ -68,31 +74,45 @@ class Layout:
         return replace(config, mesh=mesh, train=train)
 
 
-def layouts(num_devices: int, parts: int) -> list[Layout]:
-    """List the meshes: parts are slices or nodes; tensor stays inside of one.
+def layouts(num_devices: int, parts: int, experts: int = 0) -> list[Layout]:
+    """List the meshes: parts are slices or nodes; only some axes go beyond one.
 
-    Stages are parts: inside of one the network is fast enough for fsdp.
+    Stages are parts: inside of one the network is fast enough for fsdp. Devices that
+    bring each other tokens, and those that share a matrix, lie inside of one.
+
+    Args:
+        num_devices: of all parts.
+        parts: of as many devices each.
+        experts: of the model; 0: it has none.
     """
     inside = num_devices // parts
     found, cut = [], ("none", 1)  # in one piece
-    for tensor in _divisors(inside):
-        for fsdp in _divisors(inside // tensor):
-            data = inside // tensor // fsdp
-            if tensor > _MOST_TENSOR:
-                continue
-            found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut))
+    for tensor, expert in itertools.product(_divisors(inside), repeat=2):
+        rest, wrong = divmod(inside, tensor * expert)
+        if wrong or tensor > _MOST_TENSOR or expert > max(experts, 1):
+            continue
+        for fsdp in _divisors(rest):
+            data, own = rest // fsdp, {"expert": expert}
+            found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut, **own))
             if parts > 1:
-                found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut))
-                stages = {"pipeline": parts, "dcn_pipeline": parts}
-                found.append(Layout(data, fsdp, tensor, 1, 1, *cut, **stages))
+                found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut, **own))
+                own |= {"pipeline": parts, "dcn_pipeline": parts}
+                found.append(Layout(data, fsdp, tensor, 1, 1, *cut, **own))
     return found
 
 
-def variants(layout: Layout, batch_size: int) -> Iterator[Layout]:
-    """Return a mesh with each way to recompute, and each number of microbatches."""
-    rows = batch_size // (layout.data * layout.fsdp * layout.pipeline)
-    for way, steps in itertools.product(WAYS, _powers_of_two(rows)):
-        yield replace(layout, remat=typed(way), accumulation_steps=steps)
+def variants(layout: Layout, batch_size: int, model: ModelConfig) -> list[Layout]:
+    """Return a mesh with each way to recompute, and each number of microbatches.
+
+    First comes what computes the least, last what needs the least memory.
+    """
+    shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
+    numbers = _powers_of_two(batch_size // shards)
+    return [
+        replace(layout, remat=typed(way), accumulation_steps=steps)
+        for way in reversed(ways(model))
+        for steps in numbers
+    ]
 
 
 def layout_of(config: Config, num_devices: int) -> Layout | None:
@@ -104,7 +124,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
     except ConfigError:
         return None
     return Layout(
-        **{axis: sizes[axis] for axis in MESH_AXES if axis != "expert"},
+        **sizes,
         dcn_pipeline=config.mesh.dcn.pipeline,
         dcn_data=config.mesh.dcn.data,
         dcn_fsdp=config.mesh.dcn.fsdp,
@@ -184,6 +204,14 @@ class SearchResult:
         return known[0] if known and known[0].fits else None
 
     @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest, by shapes, of those that fit and cut layers otherwise."""
+        cut = self.best and self.best.layout.of_layers
+        others = (one for one in self.weighed if one.layout.of_layers != cut)
+        other = next(others, None)
+        return other if other and other.fits and cut else None
+
+    @property
     def closest(self) -> Candidate:
         """What needs the least memory; what was compiled stands for its estimate."""
         done = {one.layout for one in self.compiled}
@@ -223,6 +251,12 @@ def print_result(result: SearchResult) -> None:
     )
     best = result.best.layout.overrides if result.best else none_fits(result)
     print(f"best        {best}")
+    if result.best and result.runner_up:
+        own = next(w for w in result.weighed if w.layout == result.best.layout)
+        slower = result.runner_up.step_s / own.step_s - 1
+        more = format_bytes(result.runner_up.needed)
+        print(f"next best   {result.runner_up.layout.overrides}")
+        print(f"            {slower:+.0%} time a step and {more} a device, estimated")
 
 
 def none_fits(result: SearchResult) -> str:

@@ -8,7 +8,7 @@ what lies around it, and last what the MLP makes, which is the most.
 
 from typing import cast
 
-from model.config import INTERMEDIATES, Intermediate
+from model.config import INTERMEDIATES, Intermediate, ModelConfig
 from train.config import Remat
 
 Policy = Remat | tuple[Intermediate, ...]
@@ -24,6 +24,12 @@ WAYS: tuple[Policy, ...] = (
     ("attention", *_AROUND, *_MLP),
     Remat.none,
 )
+
+
+def ways(model: ModelConfig) -> list[Policy]:
+    """Return the ways, the least kept first, but those that keep of no layer more."""
+    no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
+    return [way for way in WAYS if not (no_mlp and {*_MLP} <= {*way})]
 
 
 def typed(policy: Policy) -> str:

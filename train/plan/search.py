@@ -10,9 +10,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 from pydantic import TypeAdapter
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from data.machine import cache_folder
-from train.config import Config
+from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
 from train.hardware.chips import chip_of
 from train.identity import HARMLESS, covered, flatten
@@ -40,12 +41,13 @@ from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.recomputing import typed
 from train.plan.scaling import num_slices
-from train.program import make_program
+from train.program import Program, make_program
 from train.run.storage import write_whole
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)
 _RESULT = TypeAdapter(SearchResult)
+_MUCH_SLOWER = 1.5  # what is recomputed, or accumulated, does not make up for that
 
 
 def search(
@@ -150,34 +152,50 @@ def _weigh_all(
     budget: MemoryBudget,
     given: Layout | None,
 ) -> tuple[dict[Layout, Candidate], dict[str, Excluded]]:
-    """Weigh all layouts by shapes; count the meshes that are impossible by key."""
+    """Weigh layouts by shapes; count the meshes that are impossible by key.
+
+    First each mesh without recomputation. Of those that are much slower so than
+    another that fits only what needs the least memory is weighed besides.
+    """
     weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
-    meshes = layouts(len(devices), num_slices(devices))
+    experts = config.model.num_experts if config.model.expert_layers else 0
+    meshes = layouts(len(devices), num_slices(devices), experts)
     if given:
         meshes.insert(0, given)
-    console = Console(stderr=True)
-    for mesh in track(
-        meshes,
-        "weighing layouts",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ):
+    possible = list[tuple[Candidate, Program, list[Layout]]]()
+
+    def weigh(program: Program, layout: Layout) -> Candidate:
+        plan = estimate(program.trained(layout.applied(config).train), budget)
+        return weighed.setdefault(layout, _weighed(layout, plan))
+
+    for mesh in _shown(meshes, "weighing meshes"):
         try:
             program = make_program(mesh.applied(config), devices)
         except ConfigError as error:
             for mistake in error.mistakes:
                 wrong.setdefault(mistake.key, []).append(mistake)
             continue
-        own = [mesh] if mesh is given else variants(mesh, config.data.batch_size)
-        for layout in own:
-            train = layout.applied(config).train
-            plan = estimate(program.trained(train), budget)
-            weighed[layout] = _weighed(layout, plan)
+        own = variants(mesh, config.data.batch_size, config.model)
+        if mesh is given:
+            weigh(program, mesh)
+        elif own:
+            possible.append((weigh(program, own[0]), program, own))
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in wrong.values()])
+    possible.sort(key=lambda of: of[0].step_s)
+    for first, program, own in _shown(possible, "weighing layouts"):
+        fitting = (one.step_s for one in weighed.values() if one.fits)
+        slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
+        for layout in own[-1:] if slow else own[1:]:
+            weigh(program, layout)
     excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
     return weighed, excluded
+
+
+def _shown(items: list[Any], what: str) -> Iterable[Any]:
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    return track(items, what, console=console, transient=True, disable=hidden)
 
 
 def _why(mistake: Mistake) -> str:
@@ -209,8 +227,9 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
 
 def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
-    layout = ("mesh.pipeline", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.dcn")
-    searched = (*layout, "mesh.planned", "train.remat", "train.accumulation_steps")
+    walked = [axis for axis in MESH_AXES if axis != "context"]
+    layout = *(f"mesh.{axis}" for axis in walked), "mesh.dcn", "mesh.planned"
+    searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
     left = (*HARMLESS, *searched, *idle)

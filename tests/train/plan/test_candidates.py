@@ -1,39 +1,59 @@
 """The ways to lay a step out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.choices import Mlp
+from model.config import ModelConfig
 from train.cli.command import compose
+from train.config import MESH_AXES
 from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.recomputing import WAYS, typed
 
 
-@given(st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5))
-def test_each_mesh_has_all_devices_and_no_two_are_the_same(inside, parts):
-    found = layouts(inside * parts, parts)
+@given(
+    st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5), st.sampled_from([0, 8])
+)
+def test_each_mesh_has_all_devices_and_no_two_are_the_same(inside, parts, experts):
+    found = layouts(inside * parts, parts, experts)
     assert len(set(found)) == len(found)
     for mesh in found:
-        size = mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor
+        size = mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor * mesh.expert
         assert size == inside * parts
+        assert mesh.expert <= max(experts, 1)
         assert mesh.dcn_pipeline * mesh.dcn_data * mesh.dcn_fsdp == parts
         assert mesh.pipeline in (1, parts)  # stages are slices
         assert mesh.data % mesh.dcn_data == mesh.fsdp % mesh.dcn_fsdp == 0
-    shapes = {(mesh.fsdp, mesh.tensor) for mesh in found if mesh.dcn_fsdp == 1}
-    assert {(inside, 1), (1, 1)} <= shapes
+    shapes = {(m.fsdp, m.tensor, m.expert) for m in found if m.dcn_fsdp == 1}
+    assert {(inside, 1, 1), (1, 1, 1)} <= shapes
+    if experts and inside % 4 == 0:
+        assert {(inside // 4, 1, 4), (1, 2, 2)} <= shapes
 
 
 def test_microbatches_are_whole_rows_of_each_device():
     mesh = Layout(2, 4, 1, 1, 1, "none", 1)
-    found = [*variants(mesh, 96)]  # 12 rows a device
+    found = variants(mesh, 96, ModelConfig())  # 12 rows a device
     assert {one.accumulation_steps for one in found} == {1, 2, 4}
     assert {one.remat for one in found} == set(map(typed, WAYS))
     assert len(found) == 3 * len(WAYS)
-    stages = Layout(2, 2, 1, 1, 1, "none", 1, pipeline=2)
-    assert {one.accumulation_steps for one in variants(stages, 96)} == {1, 2, 4}
-    assert [*variants(mesh, 4)] == []  # less than a row
+    assert found[0] == mesh
+    assert (found[-1].remat, found[-1].accumulation_steps) == ("full", 4)
+    for axis in ("pipeline", "expert"):
+        cut = Layout(2, 2, 1, 1, 1, "none", 1, **{axis: 2})
+        steps = {one.accumulation_steps for one in variants(cut, 96, ModelConfig())}
+        assert steps == {1, 2, 4}
+    assert variants(mesh, 4, ModelConfig()) == []  # less than a row
+
+
+def test_where_no_layer_has_an_mlp_none_is_kept():
+    mesh, moe = Layout(2, 4, 1, 1, 1, "none", 1), ModelConfig(mlp=Mlp.moe)
+    for model in (replace(moe, shared_experts=1), replace(moe, dense_layers=1)):
+        assert {one.remat for one in variants(mesh, 8, model)} == set(map(typed, WAYS))
+    assert not any("mlp" in one.remat for one in variants(mesh, 8, moe))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +64,12 @@ def test_microbatches_are_whole_rows_of_each_device():
         Layout(1, 8, 1, 1, 2, "none", 2),
         Layout(1, 4, 1, 1, 1, "full", 1, pipeline=2, dcn_pipeline=2),
         Layout(1, 8, 1, 1, 1, "[attention,mlp_up]", 1),
+        Layout(1, 4, 2, 1, 1, "full", 1, expert=4),
     ],
 )
 def test_what_is_to_be_typed_gives_the_layout(layout):
-    config = compose(["mesh=auto", *layout.overrides.split()])
-    sizes = layout.pipeline, layout.data, layout.fsdp, layout.tensor
-    devices = math.prod(sizes)
+    config = compose(["model=mixtral_8x7b", "mesh=auto", *layout.overrides.split()])
+    devices = math.prod(getattr(layout, axis) for axis in MESH_AXES)
     assert layout_of(config, devices) == layout
     assert layout_of(layout.applied(compose(["mesh=planned"])), devices) == layout
 

@@ -10,6 +10,7 @@ from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
+from train.plan import recomputing
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
 from train.plan.candidates import (
@@ -194,6 +195,27 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     for faster, slower in itertools.pairwise(frontier(found.weighed)):
         assert faster.step_s <= slower.step_s
         assert faster.needed > slower.needed
+
+
+def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
+    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    devices, room = devices[:4], MemoryBudget(*[2**36] * 3)
+    shape = ("model=moe_nano", "model.num_heads=1", "model.num_experts=6")
+    rows = ("data.batch_size=4", "data.sequence_length=128", "mesh.expert=2")
+    config = composed(*shape, *rows, "mesh=fsdp", "train.remat=full")
+    found = search(config, devices, room)
+    assert {one.layout.expert for one in found.weighed} == {1, 2}
+    assert found.given is not None
+    assert found.given.expert == 2
+    assert found.best is not None
+    assert "which do not divide it" in found.excluded["mesh.params.experts"].why
+    print_result(found)
+    *_, best, last, cost = capsys.readouterr().out.splitlines()
+    assert best.endswith(found.best.layout.overrides)
+    assert found.runner_up is not None
+    assert last.endswith(found.runner_up.layout.overrides)
+    assert found.runner_up.layout.of_layers != found.best.layout.of_layers
+    assert "% time a step" in cost
 
 
 def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
