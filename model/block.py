@@ -1,9 +1,11 @@
-"""One layer, attention and then an MLP or experts; and a stack of them, run by a scan.
+"""One layer, attention and then an MLP or experts; and stacks of them, run by a scan.
 
 Shapes: B batch, T time, D embed, F mlp, L layers.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,46 +103,107 @@ def depth_of(stack: Block) -> int:
     return stack.attention.query.weight.shape[0]
 
 
-def run_stack(
-    stack: Block,
+def groups_of(stacks: Sequence[Block]) -> tuple[int, list[int]]:
+    """Return how many groups of layers stacks make, and how many layers of each in one.
+
+    A group ends with a layer of the last stack.
+    """
+    groups = depth_of(stacks[-1])
+    return groups, [depth_of(stack) // groups for stack in stacks]
+
+
+def run_stacks(
+    stacks: Sequence[Block],
     x_BTD: Float[Array, "B T D"],
     by: Rotations | None,
     segment_ids_BT: Int[Array, "B T"] | None,
     how: Execution,
-    cache: KeysValues | None,
+    caches: Sequence[KeysValues] | None,
     local: Sequence[bool],
     unroll: int,
     first: jax.Array | int = 0,
-) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
-    """Run stacked layers, `unroll` in each iteration of a loop; -1: without one.
+) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
+    """Run stacked layers by a loop, in each iteration whole groups.
 
-    Which of them are local the loop is told layer by layer, if not all are alike. The
-    first has that number among all layers of its kind, for what is drawn at random.
+    Args:
+        stacks: of one kind of layers each.
+        x_BTD: what goes in.
+        by: rotations of queries and keys.
+        segment_ids_BT: documents.
+        how: execution.
+        caches: of the layers in each place of a group.
+        local: which layers are local, in the order in which they run; the loop is told
+            so one by one, unless those in the same place of each group are alike.
+        unroll: layers in each iteration, if that is a group; -1: all, without a loop.
+        first: number of the first of these layers, for what is drawn at random.
+
+    Returns:
+        x_BTD, the longer caches if there were any, and what the routers of the last
+        stack did, if it has some.
     """
-    block, params = nnx.split(stack)
-    flags_L = jnp.asarray(local) if len({*local}) > 1 else None
+    groups, sizes = groups_of(stacks)
+    size = sum(sizes)
+    blocks, params = zip(*map(nnx.split, stacks), strict=True)
+    blocks = [block for block, n in zip(blocks, sizes, strict=True) for _ in range(n)]
+    unroll = groups if unroll == -1 else min(max(unroll // size, 1), groups)
 
-    def layer(x_BTD: Float[Array, "B T D"], of_layer):
+    def layer(place: int, x_BTD: Float[Array, "B T D"], of_layer):
         number, params, cache, flag = of_layer
         own = how if number is None else how.drawing(number)
-        here = local[0] if flag is None else Local(flag, sum(local), len(local))
+        here = local[place] if flag is None else Local(flag, sum(local), len(local))
         taps = None if how.taps is None else Taps()
         own = own._replace(taps=taps)
         x_BTD = layer_input(x_BTD)
-        run = nnx.merge(block, params)
+        run = nnx.merge(blocks[place], params)
         x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache, here)
         return x_BTD, (*rest, taps and taps.of_layer())
 
-    depth = depth_of(stack)
-    numbers = None if how.keys_BT is None else first + jnp.arange(depth)
-    unroll = depth if unroll == -1 else min(unroll, depth)
+    def group(x_BTD: Float[Array, "B T D"], of_group):
+        numbers, params, caches, flags = of_group
+        pairs = zip(params, sizes, strict=True)
+        params = [own for stack, n in pairs for own in _each(stack, n)]
+        rests = list[Any]()
+        for place, of in enumerate(zip(numbers, params, caches, flags, strict=True)):
+            # Of several layers a backward pass has one at a time recomputed.
+            looped = unroll < groups and size == 1
+            run = rematerialized(partial(layer, place), how.remat, how.offload, looped)
+            x_BTD, rest = run(x_BTD, of)
+            rests.append(rest)
+        caches, routings, noted = zip(*rests, strict=True)
+        return x_BTD, (caches, routings[-1], noted)
+
+    orders = [local[place::size] for place in range(size)]
+    flags = [jnp.asarray(own) if len({*own}) > 1 else None for own in orders]
+    nothing = [None] * size
+    numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
+    stacked = [
+        tree if n == 1 else jax.tree.map(partial(_cut, n), tree)
+        for tree, n in zip(params, sizes, strict=True)
+    ]
     with jax.named_scope("layers"):
-        x_BTD, (cache, routing, noted) = jax.lax.scan(
-            rematerialized(layer, how.remat, how.offload, looped=unroll < depth),
+        x_BTD, (longer, routing, noted) = jax.lax.scan(
+            group,
             x_BTD,
-            (numbers, params, cache, flags_L),
-            unroll=True if unroll == depth else unroll,
+            (
+                nothing if how.keys_BT is None else numbers,
+                stacked,
+                caches or nothing,
+                flags,
+            ),
+            unroll=True if unroll == groups else unroll,
         )
-    if how.taps is not None and noted is not None:
-        how.taps.put(noted)
-    return x_BTD, cache, routing
+    if how.taps is not None:
+        how.taps.put(jax.tree.map(lambda *each: jnp.stack(each, 1).ravel(), *noted))
+    return x_BTD, longer if caches else None, routing
+
+
+def _cut(size: int, stacked: jax.Array) -> jax.Array:
+    return stacked.reshape(-1, size, *stacked.shape[1:])
+
+
+def _each(params: Any, size: int) -> list[Any]:
+    """Return the layers of one kind in a group, one by one."""
+    if size == 1:
+        return [params]
+    leaves, tree = jax.tree.flatten(params)
+    return [tree.unflatten(own) for own in zip(*map(jnp.unstack, leaves), strict=True)]

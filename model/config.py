@@ -118,6 +118,7 @@ class ModelConfig:
     expert_dim: Count | None = None  # hidden dim of an expert; null: mlp_dim
     shared_experts: Annotated[int, Ge(0)] = 0  # that every token takes besides
     dense_layers: Annotated[int, Ge(0)] = 0  # the first ones, with an MLP instead
+    experts_every: Count = 1  # layers behind these: the last of as many has experts
     router: Scores = Scores.softmax  # scores of all experts together, or one by one
     router_normalized: bool = True  # the weights of a token's experts add up to 1
     # Weight of the loss E sum(load x mean score), 1 where all experts get as much.
@@ -177,8 +178,14 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts: the last ones."""
-        return self.num_layers - self.dense_layers if self.mlp is Mlp.moe else 0
+        """How many layers have experts."""
+        rest = self.num_layers - self.dense_layers
+        return rest // self.experts_every if self.mlp is Mlp.moe else 0
+
+    @property
+    def layers_before_experts(self) -> int:
+        """How many layers come before those with experts and what is between them."""
+        return self.dense_layers if self.mlp is Mlp.moe else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -264,6 +271,12 @@ class ModelConfig:
                 "dense_layers",
                 f"must be below model.num_layers={self.num_layers}, or no layer has "
                 "experts; lower it, or choose model.mlp=dense",
+            )
+            check(
+                (self.num_layers - self.dense_layers) % self.experts_every == 0,
+                "experts_every",
+                f"must divide the {self.num_layers - self.dense_layers} layers behind "
+                "model.dense_layers: the last of each group of as many has experts",
             )
             check(
                 not self.bias,

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
-from model.block import Block, depth_of, make_stack, run_stack
+from model.block import Block, depth_of, groups_of, make_stack, run_stacks
 from model.choices import Init, Position
 from model.config import ModelConfig
 from model.dropout import drop
@@ -31,7 +31,7 @@ from model.rope import Rotations, rotations
 from model.router import Routing
 
 _HEAD = "btd,dv->btv"
-Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of each stack of layers
+Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of layers that one loop runs alike
 
 
 class GPT(nnx.Module):
@@ -49,12 +49,16 @@ class GPT(nnx.Module):
         assert length or not learned, "settled by train/config"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        experts = config.expert_layers
-        dense = config.num_layers - experts
-        # The first layers, where those behind them differ: a stack of their own.
-        apart = dense if experts else 0
-        self.dense_layers = make_stack(config, apart, False, rngs) if apart else None
-        rest = config.num_layers - apart
+        # The first layers, where those behind them differ: a stack of their own. So are
+        # those between layers with experts.
+        experts, apart = config.expert_layers, config.layers_before_experts
+        between = config.num_layers - apart - experts if experts else 0
+        rest = config.num_layers - apart - between
+
+        def stack(depth: int, routed: bool = False) -> Block | None:
+            return make_stack(config, depth, routed, rngs) if depth else None
+
+        self.dense_layers, self.layers_between = stack(apart), stack(between)
         self.layers = make_stack(config, rest, experts > 0, rngs)
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
@@ -91,39 +95,42 @@ class GPT(nnx.Module):
         caches, routing = list[KeysValues](), None
         if how.rules.cut(("layers",)):
             rows = positions_BT, segment_ids_BT
-            for i, (stack, local) in enumerate(self._stacks):
+            for i, (stacks, local) in enumerate(self._loops):
                 own = how.drawing(i)
-                x_BTD, routing = self._run_stages(stack, local, x_BTD, rows, own)
+                x_BTD, routing = self._run_stages(stacks, local, x_BTD, rows, own)
         else:
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            for i, (stack, local) in enumerate(self._stacks):
-                own = None if cache is None else cache[i]
-                rest = how.drawing(i), own, local, unroll
-                x_BTD, own, routing = run_stack(stack, x_BTD, by, segment_ids_BT, *rest)
-                caches += [] if own is None else [own]
+            for i, (stacks, local) in enumerate(self._loops):
+                own, rest = None, (local, unroll)
+                if cache is not None:
+                    own = cache[len(caches) :][: sum(groups_of(stacks)[1])]
+                x_BTD, own, routing = run_stacks(
+                    stacks, x_BTD, by, segment_ids_BT, how.drawing(i), own, *rest
+                )
+                caches += own or []
         # Else XLA may lay the norm out as its scale lies.
         x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(caches) if caches else None, routing
 
     def _run_stages(
         self,
-        stack: Block,
+        stacks: list[Block],
         local: Sequence[bool],
         x_BTD: Float[Array, "B T D"],
         rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
         how: Execution,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Run stacked layers that lie on stages."""
-        block, params = nnx.split(stack)
+        blocks, params = zip(*map(nnx.split, stacks), strict=True)
 
         def run(params: Any, x_BTD: jax.Array, rows: Any, group: Any, how: Execution):
             positions_BT, segment_ids_BT = rows
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            own = nnx.merge(block, params)
-            depth = depth_of(own)
+            own = [nnx.merge(*pair) for pair in zip(blocks, params, strict=True)]
+            depth = sum(map(depth_of, own))
             here = local[:depth]  # as in every stage (train/mesh_sizes.py)
             rest = how, None, here, unroll, group * depth
-            x, _, routing = run_stack(own, x_BTD, by, segment_ids_BT, *rest)
+            x, _, routing = run_stacks(own, x_BTD, by, segment_ids_BT, *rest)
             return x, routing
 
         return run_pipeline(run, params, x_BTD, rows, how)
@@ -134,14 +141,14 @@ class GPT(nnx.Module):
         return rotations(positions_BT, self.config)
 
     @property
-    def _stacks(self) -> list[tuple[Block, list[bool]]]:
-        """The stacks of layers, in order, and which layers of each are local."""
+    def _loops(self) -> list[tuple[list[Block], list[bool]]]:
+        """The stacks that each loop over layers runs, in order, and which are local."""
         found, local = [], [window is not None for window in self.config.windows]
-        for stack in (self.dense_layers, self.layers):
-            if stack is not None:
-                depth = depth_of(stack)
-                found.append((stack, local[:depth]))
-                local = local[depth:]
+        for each in ((self.dense_layers,), (self.layers_between, self.layers)):
+            stacks = [stack for stack in each if stack is not None]
+            depth = sum(map(depth_of, stacks))
+            found += [(stacks, local[:depth])] if stacks else []
+            local = local[depth:]
         return found
 
     @property
@@ -171,11 +178,12 @@ class GPT(nnx.Module):
     def empty_cache(self, batch: int, length: int, how: Execution) -> Cache:
         """Return a cache with room for `length` positions of `batch` rows."""
         config, caches = self.config, list[KeysValues]()
-        for stack, _ in self._stacks:
-            depth = depth_of(stack)
-            shape = (depth, batch, length, config.kv_heads, config.head_size)
+        for stacks, _ in self._loops:
+            groups, sizes = groups_of(stacks)
+            shape = (groups, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, how.activation_dtype)
-            caches.append(KeysValues(zeros, zeros, jnp.zeros((depth,), jnp.int32)))
+            none = jnp.zeros((groups,), jnp.int32)
+            caches += [KeysValues(zeros, zeros, none)] * sum(sizes)
         return tuple(caches)
 
 

@@ -6,15 +6,17 @@ one checkpoint layout.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
-# The subtrees whose parameters carry a leading `layers` dim, in the order of layers.
-STACKED = ("dense_layers", "layers")
+# The subtrees whose parameters carry a leading `layers` dim.
+STACKED = ("dense_layers", "layers_between", "layers")
 
 
 class Kind(StrEnum):
@@ -80,6 +82,16 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
         return own._replace(axes=("layers", *own.axes))
 
     return nnx.to_pure_dict(nnx.map_state(info, nnx.state(model, nnx.Param)))
+
+
+def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
+    """Return values of each stack's layers, by its name, in the order of layers."""
+    first, between, last = (stacks.get(name) for name in STACKED)
+    assert last is not None
+    if between is not None:
+        groups = between.reshape(last.size, -1), last.reshape(-1, 1)
+        last = jnp.concatenate(groups, axis=1).ravel()
+    return last if first is None else jnp.concatenate([first, last])
 
 
 def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator:

@@ -101,10 +101,11 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         rule += f"with as many each; {nearest(microbatches, stages)}, or null"
         mistakes.append(Mistake("train.pipeline_microbatches", microbatches, rule))
     experts, groups = config.model.expert_layers, stages * repeats
-    dense = config.model.num_layers - experts
-    wrong = [depth for depth in (dense, experts) if depth % groups]
+    dense = config.model.layers_before_experts
+    rest = config.model.num_layers - dense
+    wrong = [n for n in (dense, experts or rest) if n % groups]
     if wrong:
-        kind = "" if not (dense and experts) else " of one kind"
+        kind = "" if wrong[0] == config.model.num_layers else " of one kind"
         rule = f"x mesh.pipeline_repeats={repeats} must divide the {wrong[0]} layers"
         rule += f"{kind} (model.num_layers, of these model.dense_layers), which lie in "
         rule += "groups of as many on the stages; change stages, repeats or layers"

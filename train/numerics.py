@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.params import STACKED
+from model.params import STACKED, in_layer_order
 from model.taps import Noted
 
 Reduce = Callable[[jax.Array], jax.Array]
@@ -129,12 +129,12 @@ def _values(figures: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Culp
 
 def _by_layer(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
     """Reduce the parameters of each layer to one value, in the order of layers."""
-    stacks = [
-        functools.reduce(combine, map(reduce, jax.tree.leaves(tree[name])))
+    stacks = {
+        name: functools.reduce(combine, map(reduce, jax.tree.leaves(tree[name])))
         for name in STACKED
         if name in tree
-    ]
-    return jnp.concatenate(stacks)
+    }
+    return in_layer_order(stacks)
 
 
 def _largest(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:

@@ -78,7 +78,7 @@ TINY = {
         tied_head=True,
     ),
     "moe": ModelConfig(
-        num_layers=2,
+        num_layers=7,
         num_heads=2,
         embed_dim=16,
         vocab_size=32,
@@ -87,6 +87,7 @@ TINY = {
         expert_dim=12,
         shared_experts=1,
         dense_layers=1,
+        experts_every=3,
         window=4,
         layer_pattern=("local", "global"),
         router=Scores.sigmoid,

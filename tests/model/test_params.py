@@ -1,10 +1,13 @@
 """What is known of each parameter besides its value."""
 
 import jax
+import jax.numpy as jnp
 
 from model.config import LOGICAL_AXES
 from model.gpt import params_of
-from model.params import Kind, ParamInfo, named, param_infos
+from model.params import Kind, ParamInfo, in_layer_order, named, param_infos
+
+STACKED = "layers.", "dense_layers.", "layers_between."
 
 
 def infos(tiny) -> dict[str, ParamInfo]:
@@ -32,6 +35,8 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         own["layers"] = config.expert_layers or config.num_layers
         if name.startswith("dense_layers."):
             own["layers"] = config.dense_layers
+        if name.startswith("layers_between."):
+            own["layers"] = config.expert_layers * (config.experts_every - 1)
         own["mlp"] = config.mlp_size
         if config.expert_layers and name.startswith("layers.mlp."):
             own["mlp"] = config.expert_size  # the shared expert's too: it is one
@@ -40,7 +45,7 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
 
 def test_layers_are_stacked_and_nothing_else_is(tiny):
     for name, info in infos(tiny).items():
-        assert info.stacked == name.startswith(("layers.", "dense_layers.")), name
+        assert info.stacked == name.startswith(STACKED), name
         assert "layers" not in info.axes[1:], name
 
 
@@ -48,7 +53,7 @@ def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
         if name.endswith(("bias", "scale", "balance", "sinks")):
             assert info.kind is Kind.vector, name
-        elif name.startswith(("layers.", "dense_layers.")):
+        elif name.startswith(STACKED):
             assert info.kind is Kind.matrix, name
             assert info.inputs == (2 if name.endswith("output.weight") else 1), name
         else:
@@ -71,3 +76,11 @@ def test_each_experts_matrix_is_one():
     ):
         assert ParamInfo(axes, Kind.matrix, 1).stack == stacks
     assert ParamInfo(("layers", "experts"), Kind.vector).stack == 1
+
+
+def test_values_of_stacks_come_in_the_order_of_layers():
+    first, last = jnp.array([0.0]), jnp.array([3.0, 6.0])
+    between = jnp.array([1.0, 2.0, 4.0, 5.0])
+    stacks = {"layers": last, "dense_layers": first, "layers_between": between}
+    assert in_layer_order(stacks).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert in_layer_order({"layers": last, "dense_layers": first}).tolist() == [0, 3, 6]

@@ -115,6 +115,7 @@ def test_the_defaults_are_right():
         ),
         (Config(model=replace(MOE, bias=True)), "model.bias"),
         (Config(model=replace(MOE, dense_layers=4)), "model.dense_layers"),
+        (Config(model=replace(MOE, experts_every=3)), "model.experts_every"),
         (Config(model=replace(MOE, experts_per_token=9)), "model.experts_per_token"),
         (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "mesh.fsdp"),
         (Config(mesh=MeshConfig(tensor=0)), "mesh.tensor"),

@@ -32,6 +32,7 @@ MODELS = {
     "near": (*DENSE, *LOCAL, "model.window=5"),  # at most a chunk of a ring of four
     "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
     "experts": MOE,
+    "every": (*MOE, "model.num_layers=6", "model.experts_every=3"),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
 }
 FAST = [
@@ -62,6 +63,8 @@ SLOW = [
     ("experts", "pipeline=2 data=2 expert=2 pipeline_repeats=2"),
     ("experts", "pipeline=2 expert=2 tensor=2 train.remat=full"),
     ("experts", "pipeline=2 context=2 expert=2"),
+    ("every", "fsdp=2 expert=2 tensor=2 train.remat=full"),
+    ("every", "pipeline=2 fsdp=2 expert=2"),
 ]
 
 

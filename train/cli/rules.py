@@ -210,7 +210,7 @@ def without_effect(config: Config) -> list[str]:
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
     experts = (
         *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
-        *("dense_layers", "router"),
+        *("dense_layers", "experts_every", "router"),
     )
     dense = config.model.mlp is Mlp.dense
     unread += [(dense, f"model.{key}", "model.mlp is dense") for key in experts]

@@ -61,21 +61,24 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
         step: of the device.
         on_host: of the host's memory, or else of the device's.
     """
-    forward, *_ = step.layers
-    kept = forward.stacked
-    if step.attention is Attention.cudnn:  # transposed arrays are one
-        kept = step.schedules[forward].results[len(forward.carried) :]
-    positions = math.prod(dim.size for dim in step.batch[0].dims)
-    return (
-        forward.place.times
-        * forward.trips
-        * sum(
-            _activation_bytes(step, array)
-            for array in dict.fromkeys(kept)
-            if array.from_batch and array.size >= positions
-            if array.on_host is on_host
+    positions, total = math.prod(dim.size for dim in step.batch[0].dims), 0
+    for loop in step.layers:
+        if loop.place.is_backward:
+            continue
+        kept = loop.stacked
+        if step.attention is Attention.cudnn:  # transposed arrays are one
+            kept = step.schedules[loop].results[len(loop.carried) :]
+        total += (
+            loop.place.times
+            * loop.trips
+            * sum(
+                _activation_bytes(step, array)
+                for array in dict.fromkeys(kept)
+                if array.from_batch and array.size >= positions
+                if array.on_host is on_host
+            )
         )
-    )
+    return total
 
 
 def _held(step: LocalStep) -> dict[str, int]:
@@ -90,8 +93,9 @@ def _held(step: LocalStep) -> dict[str, int]:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
-        trips = step.layers[0].trips
-        items["rounded weights"] = trips * _bytes(step, list(weights), width)
+        items["rounded weights"] = sum(
+            loop.trips * _bytes(step, list(_used(loop)), width) for loop in step.layers
+        )
     return items
 
 
@@ -146,9 +150,12 @@ def _weights(step: LocalStep) -> dict[Array, Array]:
 
     The second is gathered and has the dtype of the product.
     """
+    return {own: used for loop in step.layers for own, used in _used(loop).items()}
+
+
+def _used(loop: Operation) -> dict[Array, Array]:
     return {
         array.source: array
-        for loop in step.layers
         for op in loop.each()
         if op.flops and loop.place.is_backward
         for array in op.operands

@@ -33,8 +33,10 @@ from train.plan.estimated.products import grouped, kernel_flops, multiply
 # Linear in all operands at once: partial sums may pass.
 _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
-    "concatenate",
+    *("concatenate", "stack", "unstack"),
 }
+# Of whose results a parameter's are still the parameter.
+_OWN = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
 _Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 
@@ -211,7 +213,7 @@ class Walk:
             on_host = var.aval.memory_space is jax.memory.Space.Host
             size = var.aval.dtype.itemsize
             array = Array(dims, size, from_batch, on_host=on_host)
-            if name in SHAPES or name in ("all_gather", "dynamic_slice", "ppermute"):
+            if name in _OWN:
                 array.source, array.label = operands[0].source, operands[0].label
             axes = self.sending.wide(summed) if from_batch else ()
             array.sums = tuple(kept)
@@ -262,6 +264,12 @@ class Walk:
                 return [(tuple(resized(*pair) for pair in pairs), ())]
             case "squeeze":
                 gone = params["dimensions"]
+            case "unstack":
+                gone = [params["axis"]]
+            case "stack":
+                dims = [*first]
+                dims.insert(params["axis"], Dim(len(operands)))
+                return [(tuple(dims), ())]
             case name if name.startswith("reduce_") and "axes" in params:
                 gone = params["axes"]
         if gone:
