@@ -1,5 +1,6 @@
-"""Five tiny models that together use every choice a model has."""
+"""Tiny models that together use every choice a model has."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -78,7 +79,7 @@ TINY = {
         tied_head=True,
     ),
     "moe": ModelConfig(
-        num_layers=7,
+        num_layers=5,
         num_heads=2,
         embed_dim=16,
         vocab_size=32,
@@ -87,13 +88,14 @@ TINY = {
         expert_dim=12,
         shared_experts=1,
         dense_layers=1,
-        experts_every=3,
+        experts_every=2,
         window=4,
         layer_pattern=("local", "global"),
         router=Scores.sigmoid,
         router_bias_rate=0.1,
     ),
 }
+TINY["groups"] = replace(TINY["moe"], num_layers=7, experts_every=3)
 
 
 class Tiny:
@@ -155,7 +157,12 @@ class Tiny:
 MODELS = {name: Tiny(name) for name in TINY}
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "groups"))
+        for name in MODELS
+    ]
+)
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     return MODELS[request.param]
 
