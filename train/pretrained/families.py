@@ -66,6 +66,7 @@ _EXPERTS = {
     "mlp": Mlp.moe,
     "shared_experts": 0,
     "dense_layers": 0,
+    "experts_every": 1,
     "router": Scores.softmax,
     "router_bias_rate": 0.0,
     "bias": False,
