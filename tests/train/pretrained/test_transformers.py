@@ -1,0 +1,97 @@
+"""transformers' own models beside ours: names at full size, losses, continuations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.batches import Batch
+from model.axes import ANYWHERE
+from model.gpt import GPT, abstract_gpt, params_of
+from model.params import named, param_infos
+from tests.train.pretrained.test_export import BYTES, LENGTH, MODELS, export
+from train.cli.command import compose
+from train.feed import place
+from train.pretrained.begin import start_from
+from train.pretrained.families import family_of
+from train.pretrained.folder import settings_of
+from train.pretrained.tensors import Parts
+from train.sample.generate import Sampling, generate
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "mistral_7b"),
+        *("qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b"),
+        *("qwen3_30b_a3b", "gpt2_124m", "gpt2_1558m"),
+    ],
+)
+def test_full_size_tensors_are_those_that_transformers_writes(preset):
+    """By name, shape and dtype; nothing is allocated."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = compose([f"model={preset}"]).model
+    family, ours = family_of(model), abstract_gpt(model)
+    parts = Parts(family, model, param_infos(ours), model.vocab_size or 0)
+    settings = settings_of(family, model, BYTES, 2048, "bfloat16")
+    settings |= {"vocab_size": model.vocab_size}
+    known = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(known)
+    written = revert_weight_conversion(theirs, theirs.state_dict())
+    if model.tied_head:
+        del written["lm_head.weight"]  # which save_pretrained leaves out
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
+    assert parts.shapes(dict(named(params_of(ours)))) == shapes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt2"])
+def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
+    named_so = *MODELS[family], "model.num_layers=2", f"model.vocab_size={BYTES.n_vocab}"
+    rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
+    program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
+    drawn = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    drawn = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), drawn
+    )
+    export(tmp_path, program, drawn)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (4, 33), np.int32)
+    positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], None, positions)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens[:, :-1])).logits.flatten(0, 1)
+        targets = torch.tensor(tokens[:, 1:]).flatten().long()
+        expected = torch.nn.functional.cross_entropy(logits, targets)
+        prompt = torch.tensor(tokens[:1, :16])
+        more = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+        said = theirs.generate(prompt, **more)[0, 16:].tolist()
+    with jax.set_mesh(program.mesh):
+        state = start_from(str(tmp_path), program)
+        how = program.how._replace(rules=ANYWHERE)
+        ids = generate(
+            program.model,
+            state.params,
+            jnp.asarray(tokens[:1, :16]),
+            jnp.asarray([16]),
+            jax.random.key(0),
+            16,
+            12,
+            BYTES.n_vocab,
+            Sampling(temperature=0.0),
+            how,
+        )
+        _, metrics = program.train_step(state, place(batch, program.batch))
+    assert LENGTH >= 32
+    assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
+    assert ids[0].tolist() == said
