@@ -54,7 +54,11 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt2"])
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
-    named_so = *MODELS[family], "model.num_layers=2", f"model.vocab_size={BYTES.n_vocab}"
+    named_so = (
+        *MODELS[family],
+        "model.num_layers=2",
+        f"model.vocab_size={BYTES.n_vocab}",
+    )
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
     drawn = params_of(GPT(program.config.model, nnx.Rngs(0)))
