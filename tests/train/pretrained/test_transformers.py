@@ -10,7 +10,7 @@ from data.batches import Batch
 from model.axes import ANYWHERE
 from model.gpt import GPT, abstract_gpt, params_of
 from model.params import named, param_infos
-from tests.train.pretrained.test_export import BYTES, LENGTH, MODELS, export
+from tests.train.pretrained.test_export import BYTES, MODELS, export
 from train.cli.command import compose
 from train.feed import place
 from train.pretrained.begin import start_from
@@ -34,8 +34,7 @@ pytestmark = pytest.mark.slow
 )
 def test_full_size_tensors_are_those_that_transformers_writes(preset):
     """By name, shape and dtype; nothing is allocated."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+    loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
     family, ours = family_of(model), abstract_gpt(model)
     parts = Parts(family, model, param_infos(ours), model.vocab_size or 0)
@@ -44,7 +43,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     known = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(known)
-    written = revert_weight_conversion(theirs, theirs.state_dict())
+    written = loading.revert_weight_conversion(theirs, theirs.state_dict())
     if model.tied_head:
         del written["lm_head.weight"]  # which save_pretrained leaves out
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
@@ -96,6 +95,5 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
             how,
         )
         _, metrics = program.train_step(state, place(batch, program.batch))
-    assert LENGTH >= 32
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
     assert ids[0].tolist() == said
