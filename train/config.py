@@ -41,10 +41,15 @@ class Platform(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """`muon` is for matrices; everything else gets AdamW beside it."""
+    """`muon` is for matrices; everything else gets AdamW beside it.
+
+    `adafactor` keeps means of rows and columns, `lion` a momentum.
+    """
 
     adamw = "adamw"
     muon = "muon"
+    adafactor = "adafactor"
+    lion = "lion"
 
 
 class MomentDtype(StrEnum):
@@ -174,14 +179,16 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, or Muon for the matrices with AdamW for the rest."""
+    """AdamW, Adafactor or Lion; or Muon for the matrices with AdamW for the rest."""
 
     name: OptimizerName = OptimizerName.adamw  # muon: for the matrices
-    learning_rate: Positive = 1e-3  # AdamW's, at its peak
+    # At its peak; Muon's matrices have their own, Adafactor's is relative to weights.
+    learning_rate: Positive = 1e-3
     # Of matrices and embeddings only, times the learning rate.
     weight_decay: NotNegative = 0.1
-    b1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay of the mean
-    b2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay of the mean square
+    b1: Annotated[float, Ge(0), Lt(1)] = 0.9  # decay of the mean, in Lion's update
+    # Decay of the mean square; Lion's of the mean.
+    b2: Annotated[float, Ge(0), Lt(1)] = 0.95
     epsilon: Annotated[float, Gt(0)] = 1e-8  # added to the root of the mean square
     # In which moments are kept; computed in float32, and rounded at random.
     moment_dtype: MomentDtype = MomentDtype.float32

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from model.attention.ring import in_ring_order
@@ -106,7 +107,8 @@ def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
 
     def add(info: ParamInfo, grad: jax.Array) -> jax.Array:
         if info.kind is Kind.vector:
-            return jax.lax.psum(grad, how.rules.copies(info.axes[: info.stacked]))
+            copies = how.rules.copies(info.axes[: info.stacked])
+            return jax.lax.psum(grad.astype(jnp.float32), copies)
         copies = how.rules.copies(info.axes)
         if not copies or (info.kind is Kind.matrix and how.reduces_copies):
             return grad

@@ -147,7 +147,9 @@ def _train(trainer: Trainer) -> int:
     program, run, sources = trainer.program, trainer.run, trainer.sources
     rewind_to = run.continuation.rewind_to
     trainer.watchdog.phase("restore")
-    state = trainer.checkpoints.saved.restore(program.state, at_most=rewind_to)
+    state = trainer.checkpoints.saved.restore(
+        program.state, at_most=rewind_to, repack=program.optimizer.storage.repacked
+    )
     step = 0 if state is None else int(state.step)
     run.events.lap("restore", step=step)
     _check_skips(trainer, step)

@@ -268,6 +268,47 @@ def test_a_run_goes_on_on_another_mesh(door, copy, longer):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.moment_dtype=int8", "model.param_dtype=bfloat16"),
+        ("optimizer=lion", "optimizer.moment_dtype=bfloat16", "optimizer.ema_decay=.9"),
+        ("optimizer=adafactor", "model.param_dtype=bfloat16"),
+    ],
+    ids=" ".join,
+)
+def test_rounded_at_random_a_run_goes_on_to_the_bit(folder, door, overrides):
+    run = folder / overrides[0]
+    result = door(run, *overrides)
+    assert result.returncode == 0, result.stderr
+    losses, state = steps(run), state_of(run, 20)
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
+    result = door(run, *overrides, "run.rewind_to=15")
+    assert result.returncode == 0, result.stderr
+    assert "from step 15" in result.stdout
+    jax.tree.map(np.testing.assert_array_equal, state_of(run, 20), state)
+
+
+@pytest.mark.slow
+def test_other_moments_are_taken_if_their_key_is_named(door, copy):
+    """And back again; evaluation meets them as they were saved."""
+    changed = ("optimizer.moment_dtype=int8", "train.num_steps=22")
+    result = door(copy, *changed)
+    assert result.returncode == 78
+    assert "run.allow_change=[optimizer.moment_dtype]" in result.stderr
+    allowed = "run.allow_change=[optimizer.moment_dtype]"
+    result = door(copy, *changed, allowed, "eval.interval_steps=21")
+    assert result.returncode == 0, result.stderr
+    assert "from step 20" in result.stdout
+    assert "moments of step 20 were kept otherwise" in result.stderr
+    result = door(copy, "optimizer.moment_dtype=float32", "train.num_steps=24", allowed)
+    assert result.returncode == 0, result.stderr
+    assert "moments of step 22 were kept otherwise" in result.stderr
+    assert [line["step"] for line in steps(copy)] == list(range(1, 25))
+    assert all(np.isfinite(line["loss"]) for line in steps(copy))
+
+
+@pytest.mark.slow
 def test_a_planned_mesh_is_written_out(folder, door):
     path = folder / "chosen"
     steps = "train.num_steps=2"

@@ -118,6 +118,24 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
             )
 
 
+@pytest.mark.parametrize(
+    "optimizer", ["optimizer.moment_dtype=int8", "optimizer=adafactor"]
+)
+def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, optimizer):
+    state = programs(optimizer, *CUBE, devices=8).state
+    up = state.params["layers"]["mlp"]["up"]["weight"]
+    (layers, inputs, outputs), spec = up.shape, up.sharding.spec
+    parts = set()
+    for path, leaf in by_path(state.optimizer).items():
+        if "['up']['weight']" in path:
+            name = path.rpartition("]")[2]
+            parts.add((name, leaf.shape, leaf.sharding.spec))
+    assert parts - {(".codes", up.shape, spec)} == {
+        (".rows", (layers, inputs, 1), PartitionSpec(*spec[:2], None)),
+        (".columns", (layers, 1, outputs), PartitionSpec(spec[0], None, spec[2])),
+    }
+
+
 def test_a_new_state_is_born_where_the_table_says(programs):
     """`tx.init` under `jit` without shardings would replicate the moments."""
     program = programs(*CUBE, devices=8)

@@ -186,6 +186,18 @@ def _listed(axes: Any) -> list[Any]:
     return axes if isinstance(axes, list) else [axes] if axes is not None else []
 
 
+def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
+    """Yield the keys that other optimizers read."""
+    keys = {
+        OptimizerName.adamw: ["muon_"],
+        OptimizerName.muon: [],
+        OptimizerName.lion: ["muon_", "epsilon"],
+        OptimizerName.adafactor: ["muon_", "epsilon", "b1", "b2", "moment_dtype"],
+    }
+    for key in keys[optimizer]:
+        yield True, f"optimizer.{key}", f"optimizer.name is {optimizer}"
+
+
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
     changed = sorted(diff.key for diff in differences(Config(), config))
@@ -193,9 +205,8 @@ def without_effect(config: Config) -> list[str]:
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model = config.model
     learned = model.position is Position.learned
-    adamw = config.optimizer.name is OptimizerName.adamw
     unread = [
-        (adamw, "optimizer.muon_", "optimizer.name is adamw"),
+        *_unread_by(config.optimizer.name),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (learned, "model.rope_theta", "model.position is learned"),

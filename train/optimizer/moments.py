@@ -20,11 +20,13 @@ Eight bits are the code c of a level c**p, times a scale:
   Where all of a row or column is zero the scale is, and so is what is unpacked.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import ParamInfo, is_info
 from train.config import MomentDtype
@@ -87,6 +89,10 @@ class Storage:
 
         return jax.tree_util.tree_map_with_path(pack, state)
 
+    def repacked(self, state: Any, step: jax.Array) -> Any:
+        """Return a state whose moments were kept otherwise as they are kept here."""
+        return self.packed(unpacked(state), step)
+
     def rounded(self, weights: Any, params: Any, step: jax.Array) -> Any:
         """Return float32 weights in the dtypes of the parameters that they replace."""
 
@@ -108,6 +114,37 @@ def unpacked(state: Any) -> Any:
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
     return jax.tree.map(unpack, state, is_leaf=is_eight_bits)
+
+
+def as_kept_before(wanted: Any, saved: Mapping[str, Any]) -> Any:
+    """Return what to load of moments that are wanted in another format than saved.
+
+    Args:
+        wanted: tree of `jax.ShapeDtypeStruct` with shardings.
+        saved: shapes and dtypes by name.
+    """
+
+    def as_saved(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if is_eight_bits(leaf) and name in saved:
+            return leaf.codes.update(dtype=jnp.float32)
+        if is_eight_bits(leaf) or f"{name}.codes" not in saved:
+            return leaf
+        parts = (saved.get(f"{name}.{field}") for field in EightBits._fields)
+        return EightBits(*(_beside(leaf, part) for part in parts))
+
+    return jax.tree_util.tree_map_with_path(as_saved, wanted, is_leaf=is_eight_bits)
+
+
+def _beside(leaf: Any, part: Any) -> Any:
+    """Describe codes or maxima of an array, which lie as it does."""
+    if part is None:  # of vectors
+        return None
+    spec = (*leaf.sharding.spec, *(None for _ in leaf.shape))
+    dims = zip(part.shape, leaf.shape, spec, strict=False)
+    entries = (entry if own == dim else None for own, dim, entry in dims)
+    where = NamedSharding(leaf.sharding.mesh, PartitionSpec(*entries))
+    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=where)
 
 
 def is_eight_bits(node: object) -> bool:

@@ -1,4 +1,4 @@
-"""One update of the weights, by AdamW or Muon, and the average of weights.
+"""One update of the weights, and the average of weights.
 
 optax computes a direction; this module scales it by the schedule at the *step*, which a
 skipped update does not hold back, and applies it. All of it is in float32, whatever the
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
+from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
 from train.optimizer.schedule import factor
@@ -51,7 +52,7 @@ class Optimizer:
         return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
-        """Return AdamW's learning rate for the update after `step` updates."""
+        """Return the learning rate for the update after `step` updates."""
         return self.config.learning_rate * self.factor(step)
 
     def update(
@@ -112,8 +113,15 @@ def make_optimizer(
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
     )
-    adamw = optax.chain(
-        optax.scale_by_adam(config.b1, config.b2, config.epsilon),
+    match config.name:
+        case OptimizerName.adafactor:
+            direction = scale_by_adafactor(infos)
+        case OptimizerName.lion:
+            direction = optax.scale_by_lion(config.b1, config.b2)
+        case _:
+            direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+    transform = optax.chain(
+        direction,
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale(config.learning_rate),
     )
@@ -124,6 +132,6 @@ def make_optimizer(
             is_leaf=is_info,
         )
         matrices = muon(config, infos, compute, mesh, specs)
-        adamw = optax.partition({"muon": matrices, "adamw": adamw}, labels)
+        transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    return Optimizer(config, adamw, factor(schedule, num_steps), storage)
+    return Optimizer(config, transform, factor(schedule, num_steps), storage)

@@ -7,6 +7,7 @@ exist and none is good that is an error: a run never silently starts over.
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from model.config import VOCAB_MULTIPLE
 from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
+from train.optimizer.moments import as_kept_before
 from train.run.digests import damage, digests, is_sealed, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.storage import move
@@ -27,6 +29,7 @@ from train.state import TrainState, as_saved, best_params
 log = logging.getLogger(__name__)
 
 ALONE = Cluster()
+Repack = Callable[[Any, jax.Array], Any] | None
 
 
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
@@ -89,7 +92,11 @@ class SavedSteps:
         raise ConfigError([Mistake("step", "best", rule)])
 
     def restore(
-        self, like: TrainState, step: int | None = None, at_most: int | None = None
+        self,
+        like: TrainState,
+        step: int | None = None,
+        at_most: int | None = None,
+        repack: Repack = None,
     ) -> TrainState | None:
         """Restore the newest step that is what was written, or the one asked for.
 
@@ -98,6 +105,8 @@ class SavedSteps:
                 whatever mesh the step was saved from.
             step: only this one.
             at_most: the newest up to this one; later ones are set aside.
+            repack: from optax's state and the step to the same state with its moments
+                as `like` has them; None: they stay as they were saved.
 
         Returns:
             None if there is no checkpoint at all, nor any that was set aside.
@@ -115,7 +124,7 @@ class SavedSteps:
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
             wrong = self._damage(candidate)
             if wrong is None:
-                state = self._load(candidate, like)
+                state = self._load(candidate, like, repack)
                 for other in [] if self._read_only else unsealed:
                     # Else the run would not save this step when it comes there again.
                     self._warn("checkpoint of step %d was never hashed", other)
@@ -124,7 +133,7 @@ class SavedSteps:
             self._warn("checkpoint of step %d is damaged: %s", candidate, wrong)
             self._set_aside(candidate)
         if unsealed:
-            return self._load_unsealed(unsealed[-1], like)
+            return self._load_unsealed(unsealed[-1], like, repack)
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
@@ -177,7 +186,7 @@ class SavedSteps:
         cluster, folder = self._cluster, self._directory / str(step)
         return cluster.first_error(damage(folder, cluster.process, cluster.processes))
 
-    def _load(self, step: int, like: TrainState) -> TrainState:
+    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState:
         """Load a step; recent steps of which it holds none, or others, begin empty."""
         try:
             saved, where = self._orbax.metadata(step).metadata, like.step.sharding
@@ -186,6 +195,7 @@ class SavedSteps:
                 Recent(**saved["recent"]),
             )
             wanted = as_saved(like._replace(recent=recent))
+            wanted = as_kept_before(wanted, dict(named(saved)))
             _check_shapes(saved, wanted)
             state = TrainState(**self._orbax.load(step, abstract_state=wanted))
         except Exception as error:
@@ -194,6 +204,16 @@ class SavedSteps:
                 f"does not fit this config, or there was no memory, disk or network."
             )
             raise
+        optimizer, wanted = state.optimizer, like.optimizer.transform
+        before, after = map(jax.tree.structure, (optimizer.transform, wanted))
+        if repack is not None and before != after:
+            self._warn("the moments of step %d were kept otherwise: rounded once", step)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+            repacked = jax.jit(repack, out_shardings=shardings)
+            optimizer = optimizer._replace(
+                transform=repacked(optimizer.transform, state.step)
+            )
+            state = state._replace(optimizer=optimizer)
         if recent == like.recent:
             return state
         empty = jax.tree.map(
@@ -201,14 +221,14 @@ class SavedSteps:
         )
         return state._replace(recent=empty)
 
-    def _load_unsealed(self, step: int, like: TrainState) -> TrainState:
+    def _load_unsealed(self, step: int, like: TrainState, repack: Repack) -> TrainState:
         """Load a step that nothing can verify, and seal it as it is."""
         self._warn(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: taken unverified, for want of another",
             step,
         )
-        state = self._load(step, like)
+        state = self._load(step, like, repack)
         if not self._read_only and self._cluster.is_leader:
             folder = self._directory / str(step)
             write_seal(folder, digests(folder))

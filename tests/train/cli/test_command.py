@@ -169,7 +169,7 @@ def test_a_preset_is_checked_too(run, tmp_path, name: str, text: str, keys: list
         assert f"  {key} = " in result.stderr
     if name == "keys":
         assert f"in {folder}/keys.yaml" in result.stderr
-        assert "one of adamw, muon" in result.stderr
+        assert "one of adamw, muon, adafactor, lion" in result.stderr
 
 
 def test_a_preset_of_the_users_own_runs(run, process, tmp_path):

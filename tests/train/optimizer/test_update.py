@@ -65,6 +65,22 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
             np.testing.assert_allclose(ours[t - 1][0][name], theta, rtol=2e-5)
 
 
+def test_lion_is_the_papers():
+    """Chen et al., arXiv:2302.06675, algorithm 2, in float64."""
+    config = replace(ADAMW, name=OptimizerName.lion, b2=0.99)
+    params = draw(0)
+    ours = take_steps(config, params, 4)
+    for name in SHAPES:
+        theta = np.float64(params[name])
+        m, decay = np.zeros_like(theta), 0.0 if name == "vector" else 0.1
+        for t in range(1, 5):
+            g = np.float64(draw(t)[name])
+            direction = np.sign(config.b1 * m + (1 - config.b1) * g)
+            theta = theta - config.learning_rate * (direction + decay * theta)
+            m = config.b2 * m + (1 - config.b2) * g
+            np.testing.assert_allclose(ours[t - 1][0][name], theta, rtol=2e-5)
+
+
 def muon_update(stack: jax.Array, info: ParamInfo, grads: jax.Array) -> jax.Array:
     params, infos = {"w": stack}, {"w": info}
     ((new, _),) = take_steps(MUON, params, 1, infos=infos, grads=[{"w": grads}])
