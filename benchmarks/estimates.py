@@ -52,6 +52,8 @@ CASES = {
         f"v5e-64 {LLAMA8} mesh=fsdp {FULL} data.batch_size=64",
         f"v5p-64 {LLAMA8} {TENSOR}2 optimizer=muon {DOTS} data.batch_size=64",
         f"v5p-128 {LLAMA8} mesh=fsdp data.batch_size=64",
+        f"v5e-8 {LLAMA1} mesh=fsdp mesh.context=4 {FULL} data.batch_size=8",
+        f"v5e-8 {LLAMA1} mesh=fsdp mesh.pipeline=2 {FULL} data.batch_size=16",
     ],
     "gpu": [
         f"h100-8 {GPT2} mesh=ddp data.batch_size=64",

@@ -87,7 +87,7 @@ def around(attend, c, q, k, v, sinks, ids, do):
     parts, dsinks = jax.vmap(on_device, axis_name="context")(
         *map(cut, (ids, q, k, v, do))
     )
-    return *map(joined, parts), *([] if sinks is None else [dsinks[0]])
+    return *map(joined, parts), *([] if dsinks is None else [dsinks[0]])
 
 
 def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
@@ -95,7 +95,8 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
     ids = documents(T, 2 * c)
     with jax.enable_x64(True):
         wide = [None if x is None else jnp.asarray(x) for x in (q, k, v, sinks)]
-        o, transpose = jax.vjp(lambda *x: plain(*x, ids, window, soft_cap), *wide)
+        formula = partial(plain, ids=ids, window=window, soft_cap=soft_cap)
+        o, transpose = jax.vjp(formula, *wide)
         grads = transpose(jnp.asarray(do))
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
