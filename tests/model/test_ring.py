@@ -4,7 +4,7 @@ The devices are a dim here, over which `vmap` runs the program of one.
 """
 
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from model.choices import ContextAttention
 B, N, K, H = 2, 4, 2, 8
 AXES = ("context",)
 RING = ContextAttention.ring
-INTERPRETED = SimpleNamespace(
+INTERPRETED = ModuleType("interpreted")
+vars(INTERPRETED).update(
     MULTIPLE=splash.MULTIPLE,
     forward=partial(splash.forward, interpret=True),
     backward=partial(splash.backward, interpret=True),
