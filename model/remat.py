@@ -43,8 +43,7 @@ def rematerialized(
         offload: names of results that are kept in host memory, whatever the policy.
         looped: whether a loop of more than one iteration runs over it.
     """
-    if policy == "none":
-        assert not offload, "refused by train/cli/rules.py"
+    if policy == "none":  # with `offload` train/cli/rules.py refuses it
         return layer
     keep = _offloading(offload, _keep(policy)) if offload else _keep(policy)
     # A loop keeps XLA from undoing the recomputation; without one it has to be told.

@@ -196,6 +196,7 @@ class OptimizerConfig:
     clip_norm: Annotated[float, Gt(0)] | None = 1.0
     # Decay of an average of the weights, used by evaluation; null: none is kept.
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
+    offload: bool = False  # moments lie in host memory between updates; not Muon's
     muon_learning_rate: Positive = 0.02  # Muon's, at its peak
     muon_momentum: Annotated[float, Ge(0), Lt(1)] = 0.95  # of Muon's mean gradient
     muon_weight_decay: NotNegative = 0.0  # of Muon's matrices, times its rate

@@ -29,7 +29,13 @@ HARMLESS = (
     *("data.cache_dir", "data.prefetch"),
 )
 ALLOWED = (
-    *("mesh", "model.attention", "model.layer_unroll", "train.num_steps"),
+    *(
+        "mesh",
+        "optimizer.offload",
+        "model.attention",
+        "model.layer_unroll",
+        "train.num_steps",
+    ),
     *(
         "train.remat",
         "train.offload",

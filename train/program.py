@@ -43,6 +43,7 @@ from train.runtime import compiler_options, execution
 from train.sharding import (
     axis_rules,
     batch_sharding,
+    moments_of,
     param_specs,
     state_shardings,
 )
@@ -109,6 +110,12 @@ class Program:
             in_shardings=(self.shardings.params, self.batch_shardings),
             out_shardings=self.replicated,
         )
+
+    @property
+    def host_state(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What of the state lies in host memory, by name."""
+        offload = self.config.optimizer.offload
+        return dict(moments_of(self.state)) if offload else {}
 
     @property
     def batch_shardings(self) -> Batch:
@@ -269,9 +276,12 @@ def make_program(
         mesh,
         specs,
         config.seed,
+        # Ahead of time XLA:GPU is not told where arguments lie.
+        in_place=devices[0].platform != "gpu",
     )
     state = abstract_state(config.model, optimizer, train)
-    shardings = state_shardings(state, infos, mesh, config.mesh.params)
+    offload = config.optimizer.offload
+    shardings = state_shardings(state, infos, mesh, config.mesh.params, offload)
     rows = jax.ShapeDtypeStruct(
         (data.batch_size, length),
         jnp.int32,

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.axes import AxisRules, MeshAxes, partition_spec
-from model.params import ParamInfo
+from model.params import ParamInfo, named
 from train.config import MeshConfig
 from train.errors import ConfigError, Mistake
 from train.mesh_sizes import num_shards
@@ -87,7 +87,11 @@ def _plain(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
 
 
 def state_shardings(
-    abstract_state: Any, infos: Any, mesh: Mesh, table: dict[str, Any]
+    abstract_state: Any,
+    infos: Any,
+    mesh: Mesh,
+    table: dict[str, Any],
+    offload: bool = False,
 ) -> Any:
     """Return the `NamedSharding` of every leaf of a train state.
 
@@ -95,6 +99,7 @@ def state_shardings(
     `rows`), and which has its shape (a moment, an average) lies where the parameter
     lies; where some dims are 1 instead, along the others. Anything else (step, counts)
     is replicated. `tx.init` under `jit` alone would replicate the moments.
+    `offload` puts what `moments_of` lists into host memory.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
@@ -117,7 +122,21 @@ def state_shardings(
                 return NamedSharding(mesh, PartitionSpec(*entries))
         return NamedSharding(mesh, PartitionSpec())
 
-    return jax.tree_util.tree_map_with_path(sharding, abstract_state)
+    shardings = jax.tree_util.tree_map_with_path(sharding, abstract_state)
+    if not (offload and hasattr(mesh.devices.flat[0], "client")):  # or a stand-in
+        return shardings
+    names = {name for name, _ in moments_of(abstract_state)}
+    places = [
+        place.with_memory_kind("pinned_host") if name in names else place
+        for name, place in named(shardings)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shardings), places)
+
+
+def moments_of(state: Any) -> list[tuple[str, Any]]:
+    """List the optimizer's own arrays by name: no weights, averages or counts."""
+    start = "optimizer.transform."
+    return [(k, v) for k, v in named(state) if k.startswith(start) and v.ndim]
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

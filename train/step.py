@@ -57,24 +57,22 @@ def make_train_step(
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         loss, grads, load, *noted = gradients(state.params, batch, seeds_BT)
         norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
-        with jax.named_scope("optimizer"):
-            params, opt = optimizer.update(
-                grads, norm, state.optimizer, state.params, state.step
-            )
-        of_layers = {}
-        if noted:
-            of_layers = numerics(noted[0], grads, state.params, params)
-        params = balanced(params, load, model.config)
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         if recent is not None and config.skip_sigma is not None:
             now = jnp.stack([loss, norm])
             accepted &= ~is_spike(recent, now, config.skip_sigma)
-            recent = remember(recent, now)
-        params, opt, recent = jax.tree.map(
-            lambda new, old: jnp.where(accepted, new, old),
-            (params, opt, recent),
-            (state.params, state.optimizer, state.recent),
-        )
+            recent = jax.tree.map(
+                lambda new, old: jnp.where(accepted, new, old),
+                *(remember(recent, now), recent),
+            )
+        with jax.named_scope("optimizer"):
+            params, opt = optimizer.update(
+                grads, norm, accepted, state.optimizer, state.params, state.step
+            )
+        of_layers = {}
+        if noted:
+            of_layers = numerics(noted[0], grads, state.params, params)
+        params = balanced(params, load, accepted, model.config)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -163,8 +161,12 @@ def make_gradients(
     return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
 
 
-def balanced(params: Any, load_LE: Load, config: ModelConfig) -> Any:
+def balanced(
+    params: Any, load_LE: Load, accepted: jax.Array, config: ModelConfig
+) -> Any:
     """Return parameters in which experts with too few tokens are likelier chosen.
+
+    A step that is not accepted changes nothing.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -173,7 +175,9 @@ def balanced(params: Any, load_LE: Load, config: ModelConfig) -> Any:
     missing_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
     layers = params["layers"]
     mlp, router = layers["mlp"], layers["mlp"]["router"]
-    moved = router["balance"] + config.router_bias_rate * missing_LE
+    bias_LE = router["balance"]
+    moved = bias_LE + config.router_bias_rate * missing_LE
+    moved = jnp.where(accepted, moved, bias_LE)
     layers = layers | {"mlp": mlp | {"router": router | {"balance": moved}}}
     return params | {"layers": layers}
 

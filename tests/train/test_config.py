@@ -233,6 +233,9 @@ def test_what_cannot_wait_in_host_memory_is_refused():
     config = replace(config, mesh=replace(config.mesh, pipeline=2))
     rules = [m.rule for m in validate(config) if m.key == "train.offload"]
     assert ["train.remat" in rule for rule in rules] == [True, True]
+    muon = OptimizerConfig(name=OptimizerName.muon, offload=True)
+    (mistake,) = validate(Config(optimizer=muon))
+    assert "take optimizer=adamw" in mistake.rule
 
 
 def test_a_rank_file_needs_its_hash():

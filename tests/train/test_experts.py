@@ -78,12 +78,12 @@ def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     mlp = {"router": {"balance": jnp.zeros((1, 4))}, "up": jnp.ones(3)}
     params = {"layers": {"mlp": mlp}, "norm": jnp.ones(2)}
     load = jnp.asarray([[0.0, 8.0, 4.0, 4.0]])
-    found = balanced(params, load, config)
+    found = balanced(params, load, jnp.bool_(True), config)
     rate = config.router_bias_rate
     expected = np.float32([[rate, -rate, 0, 0]])
     np.testing.assert_array_equal(found["layers"]["mlp"]["router"]["balance"], expected)
     assert found["layers"]["mlp"]["up"] is mlp["up"]
-    assert balanced(params, None, config) is params
+    assert balanced(params, None, jnp.bool_(True), config) is params
 
 
 def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):

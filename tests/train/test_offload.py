@@ -4,10 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from data.batches import Order
+from train.config import CheckpointConfig
+from train.distributed.replicas import compare, flip, make_checksums
 from train.plan.estimated.local_step import local_step
 from train.plan.estimated.temporaries import saved_bytes
+from train.run.checkpoint import Checkpoints
+from train.sharding import moments_of
 
 LAYERS = ("model.num_layers=2", "train.remat=full")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -53,3 +58,50 @@ def test_the_estimate_knows_what_waits_where(programs):
         step = local_step(programs(*LAYERS, f"train.offload={names}"))
         assert saved_bytes(step, on_host=True) == on_host
         assert saved_bytes(step) == stream - on_host
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"), [(1, ()), pytest.param(8, MESH, marks=pytest.mark.slow)]
+)
+def test_moments_in_host_memory_change_no_bit(programs, store, devices, mesh):
+    plain = programs(*LAYERS, *mesh, devices=devices)
+    moved = programs(*LAYERS, *mesh, "optimizer.offload=true", devices=devices)
+    (losses, state), (others, other) = trained(plain, store), trained(moved, store)
+    assert losses == others
+    same(state, other)
+    kinds = {leaf.sharding.memory_kind for _, leaf in moments_of(other)}
+    assert kinds == {"pinned_host"}
+    assert other.step.sharding.memory_kind == "device"
+
+
+def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
+    programs, store, tmp_path
+):
+    """Saved from host memory, restored to a device's, and the other way round."""
+    cube = programs(*LAYERS, *MESH, "optimizer.offload=true", devices=8)
+    state, ways = cube.init(), ((1, "false"), (8, "true"))
+    for step, (devices, offload) in enumerate(ways):
+        mesh = () if devices == 1 else ("mesh.fsdp=8",)
+        wanted = programs(
+            *LAYERS, *mesh, f"optimizer.offload={offload}", devices=devices
+        )
+        checkpoints = Checkpoints(epath.Path(tmp_path), CheckpointConfig())
+        checkpoints.save(step, state, {})
+        checkpoints.wait()
+        restored = checkpoints.saved.restore(wanted.state)
+        checkpoints.close()
+        same(restored, state)
+        assert restored is not None
+        assert jax.tree.map(lambda x: x.sharding, restored) == wanted.shardings
+        state = restored
+
+
+def test_a_flipped_bit_in_host_memory_is_found(programs):
+    names = "mesh.data=2", "optimizer.offload=true"
+    program = programs(*LAYERS, *names, devices=2)
+    state, checksums = program.init(), make_checksums(program.state, program.mesh)
+    assert checksums is not None
+    name, _ = moments_of(state)[-1]
+    assert compare(checksums(state), program.state, program.mesh) == []
+    wrong = compare(checksums(flip(state, name, 1)), program.state, program.mesh)
+    assert {finding.array for finding in wrong} == {name}

@@ -165,6 +165,16 @@ def _offload(config: Config) -> Iterator[Mistake]:
         rule = "must be [] with mesh.pipeline, whose stages keep what passes through "
         rule += "them; take train.remat=full, or mesh.fsdp instead of the stages"
         yield Mistake("train.offload", names, rule)
+    if not config.optimizer.offload:
+        return
+    if config.optimizer.name is not OptimizerName.adamw:
+        rule = f"must be false with optimizer.name={config.optimizer.name}, which "
+        rule += "does not update layer by layer; take optimizer=adamw"
+        yield Mistake("optimizer.offload", True, rule)
+    if config.mesh.pipeline != 1:
+        rule = "must be false with mesh.pipeline, whose stages have other layers each; "
+        rule += "take mesh.fsdp instead"
+        yield Mistake("optimizer.offload", True, rule)
 
 
 def _experts(config: Config) -> Iterator[Mistake]:

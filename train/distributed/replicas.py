@@ -64,7 +64,8 @@ def make_checksums(state: Any, mesh: Mesh):
 
     def checksums(state: Any) -> jax.Array:
         arrays = dict(named(state))
-        return of_devices(*(arrays[name] for name in shardings))
+        space = jax.memory.Space.Device
+        return of_devices(*(jax.device_put(arrays[n], space) for n in shardings))
 
     return jax.jit(
         checksums,
@@ -126,7 +127,7 @@ def flip(state: Any, array: str, device: int) -> Any:
             return shard.data
         numbers = np.array(shard.data)
         numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # of the last one
-        return jax.device_put(numbers, shard.device)
+        return jax.device_put(numbers, shard.data.sharding)
 
     def flipped(path: Any, leaf: jax.Array) -> jax.Array:
         if jax.tree_util.keystr(path, simple=True, separator=".") != array:

@@ -19,6 +19,7 @@ class Chip:
     devices: JAX devices of a chip.
     link_bandwidth: one link (ICI, NVLink), one direction.
     dcn_bandwidth: its share of its host's network cards, one direction.
+    host_bandwidth: to its host's memory, one direction.
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
@@ -33,6 +34,7 @@ class Chip:
     links: int | None = None
     link_bandwidth: float | None = None
     dcn_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     program_bytes: int | None = None
     matrix_unit: int | None = None
     core_memory: int | None = None
@@ -65,6 +67,10 @@ def _flops(
 # 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense. Network
 # cards: one a GPU, of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA
 # reports it; openxla/xla, xla/backends/gpu/target_config/specs.
+# host_bandwidth: v4's 16 GB/s each way, and v6e's 15, are those of
+# jax-ml.github.io/scaling-book, "How to Think About TPUs"; of v5e and v5p nobody states
+# any: v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s both ways, as
+# NVIDIA states them.
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
     "v3": Chip("TPU v3", _flops(123), devices=2, matrix_unit=128),
@@ -75,6 +81,7 @@ CHIPS = {
         hbm_bandwidth=1200 * GB,
         links=6,
         link_bandwidth=50 * GB,
+        host_bandwidth=16 * GB,
         program_bytes=int(30.75 * GIB),
         matrix_unit=128,
     ),
@@ -86,6 +93,7 @@ CHIPS = {
         links=4,
         link_bandwidth=50 * GB,
         dcn_bandwidth=6400 / 256 / 8 * GB,
+        host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
         core_memory=128 * MIB,
@@ -98,6 +106,7 @@ CHIPS = {
         links=6,
         link_bandwidth=100 * GB,
         dcn_bandwidth=50 / 8 * GB,
+        host_bandwidth=16 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
         matrix_unit=128,
         core_memory=64 * MIB,
@@ -110,6 +119,7 @@ CHIPS = {
         links=4,
         link_bandwidth=100 * GB,
         dcn_bandwidth=100 / 8 * GB,
+        host_bandwidth=15 * GB,
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
         core_memory=128 * MIB,
@@ -135,6 +145,7 @@ CHIPS = {
         links=12,
         link_bandwidth=25 * GB,
         dcn_bandwidth=200 / 8 * GB,
+        host_bandwidth=32 * GB,
         achievable=AMPERE,
     ),
     "h100": Chip(
@@ -145,6 +156,7 @@ CHIPS = {
         links=18,
         link_bandwidth=25 * GB,
         dcn_bandwidth=400 / 8 * GB,
+        host_bandwidth=64 * GB,
         achievable=HOPPER,
     ),
     "h200": Chip(
@@ -155,6 +167,7 @@ CHIPS = {
         links=18,
         link_bandwidth=25 * GB,
         dcn_bandwidth=400 / 8 * GB,
+        host_bandwidth=64 * GB,
         achievable=HOPPER,
     ),
     "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),

@@ -68,8 +68,11 @@ class Storage:
     infos: Any
     seed: int
 
-    def packed(self, state: Any, step: jax.Array) -> Any:
-        """Return optax's state with its moments as they are kept behind a step."""
+    def packed(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
+        """Return optax's state with its moments as they are kept behind a step.
+
+        Of stacked layers there may be only some, from `layer` on.
+        """
         if self.dtype is MomentDtype.float32:
             return state
         key = key_of_step(self.seed, step)
@@ -81,7 +84,7 @@ class Storage:
             info = next((infos[end] for end in ends if end in infos), None)
             if info is None:  # a count
                 return leaf
-            bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape)
+            bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
             if self.dtype is MomentDtype.bfloat16:
                 return to_bfloat16(leaf, bits)
             fields = (getattr(part, "name", None) for part in path)
@@ -91,16 +94,22 @@ class Storage:
 
     def repacked(self, state: Any, step: jax.Array) -> Any:
         """Return a state whose moments were kept otherwise as they are kept here."""
+        state = jax.device_put(state, jax.memory.Space.Device)  # from the host's, too
         return self.packed(unpacked(state), step)
 
-    def rounded(self, weights: Any, params: Any, step: jax.Array) -> Any:
-        """Return float32 weights in the dtypes of the parameters that they replace."""
+    def rounded(
+        self, weights: Any, params: Any, step: jax.Array, layer: Any = 0
+    ) -> Any:
+        """Return float32 weights in the dtypes of the parameters that they replace.
+
+        Of stacked layers there may be only some, from `layer` on.
+        """
 
         def rounded(path: Any, weight: jax.Array, param: jax.Array) -> jax.Array:
             if param.dtype != jnp.bfloat16:
                 return weight.astype(param.dtype)
             key, name = key_of_step(self.seed, step), jax.tree_util.keystr(path)
-            return to_bfloat16(weight, random_bits(key, name, weight.shape))
+            return to_bfloat16(weight, random_bits(key, name, weight.shape, layer))
 
         return jax.tree_util.tree_map_with_path(rounded, weights, params)
 

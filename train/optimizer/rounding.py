@@ -12,6 +12,7 @@ jax.random, whose threefry takes fifty times as long on a CPU (docs/log.md).
 Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv:1502.02551.
 """
 
+import math
 import zlib
 
 import jax
@@ -23,16 +24,19 @@ def key_of_step(seed: int, step: jax.Array | int) -> jax.Array:
     return jax.random.bits(jax.random.fold_in(jax.random.key(seed), step))
 
 
-def random_bits(key: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(
+    key: jax.Array, name: str, shape: tuple[int, ...], first: jax.Array | int = 0
+) -> jax.Array:
     """Return uint32 of a shape for the array of a name, 16 of them as good as random.
 
     Args:
         key: of the step.
         name: of the array in the state; others get other bits.
-        shape: of the array.
+        shape: of the array, or of a part of it.
+        first: where along the first dim that part begins.
     """
     own = mixed(key ^ jnp.uint32(zlib.crc32(name.encode())))
-    return mixed(mixed(places(shape) ^ own) + own)
+    return mixed(mixed(places(shape, first) ^ own) + own)
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -46,9 +50,17 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), raised.view(jnp.float32), x).astype(jnp.bfloat16)
 
 
-def places(shape: tuple[int, ...]) -> jax.Array:
-    """Return uint32 of a shape: all different, where there are at most 2**32."""
+def places(shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
+    """Return uint32 of a shape: all different, where there are at most 2**32.
+
+    Args:
+        shape: of an array, or of a part of it.
+        first: where along the first dim that part begins.
+    """
     place, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
+    rows = math.prod(shape[1:]) * stride % 2**32
+    if isinstance(first, jax.Array):
+        place += jnp.uint32(rows) * first.astype(jnp.uint32)
     for dim, size in reversed(list(enumerate(shape))):
         place += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         stride = stride * size % 2**32

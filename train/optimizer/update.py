@@ -21,6 +21,7 @@ from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleCo
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
+from train.optimizer.offload import layer_by_layer
 from train.optimizer.schedule import factor
 
 
@@ -39,6 +40,7 @@ class Optimizer:
     transform: optax.GradientTransformation
     factor: Callable[[jax.Array], jax.Array]  # of the step
     storage: Storage  # of weights and moments
+    in_place: bool = True  # as `layer_by_layer` has it
 
     def init(self, params: Any) -> OptimizerState:
         """Start: moments at zero, the average at the weights."""
@@ -56,24 +58,47 @@ class Optimizer:
         return self.config.learning_rate * self.factor(step)
 
     def update(
-        self, grads: Any, norm: jax.Array, state: OptimizerState, params: Any, step: Any
+        self,
+        grads: Any,
+        norm: jax.Array,
+        accepted: jax.Array,
+        state: OptimizerState,
+        params: Any,
+        step: Any,
     ) -> tuple[Any, OptimizerState]:
-        """Return the parameters and the optimizer's state after one update."""
-        if self.config.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale, grads)
-        grads, weights = jax.tree.map(_as_float32, (grads, params))
-        moments = unpacked(state.transform)
-        directions, moments = self.transform.update(grads, moments, weights)
+        """Return the parameters and the optimizer's state after one update.
+
+        One that is not accepted leaves all as it was.
+        """
         factor = self.factor(step)
-        weights = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
-        params = self.storage.rounded(weights, params, step)
+
+        def guarded(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
+
+        def update(grads: Any, before: Any, params: Any, layer: Any) -> tuple[Any, Any]:
+            if self.config.clip_norm is not None:
+                scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
+                grads = jax.tree.map(lambda g: g * scale, grads)
+            grads, weights = jax.tree.map(_as_float32, (grads, params))
+            moments = unpacked(before)
+            directions, moments = self.transform.update(grads, moments, weights)
+            weights = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
+            new = self.storage.rounded(weights, params, step, layer)
+            moments = self.storage.packed(moments, step, layer)
+            return guarded(new, params), guarded(moments, before)
+
+        if self.config.offload:
+            trees = grads, state.transform, params
+            params, moments = layer_by_layer(update, *trees, self.in_place)
+        else:
+            params, moments = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
         if decay is not None:
-            average = jax.tree.map(
+            moved = jax.tree.map(
                 lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
             )
-        return params, OptimizerState(self.storage.packed(moments, step), average)
+            average = guarded(moved, average)
+        return params, OptimizerState(moments, average)
 
 
 def averages(params: Any) -> Any:
@@ -97,6 +122,7 @@ def make_optimizer(
     mesh: Mesh | None = None,
     specs: Any = None,
     seed: int = 0,
+    in_place: bool = True,
 ) -> Optimizer:
     """Build the optimizer.
 
@@ -109,6 +135,7 @@ def make_optimizer(
         mesh: whose devices share Muon's work.
         specs: tree of the parameters' PartitionSpecs on it.
         seed: of random rounding.
+        in_place: how moments in host memory are updated (train/optimizer/offload.py).
     """
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
@@ -134,4 +161,5 @@ def make_optimizer(
         matrices = muon(config, infos, compute, mesh, specs)
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    return Optimizer(config, transform, factor(schedule, num_steps), storage)
+    made = factor(schedule, num_steps), storage, in_place
+    return Optimizer(config, transform, *made)

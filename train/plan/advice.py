@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.console import print_table
 from train.plan.recomputing import keeping_more, typed
-from train.plan.roofline import Link, Prediction, Range
+from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
@@ -68,7 +68,10 @@ def advise(
 def _for_products(
     prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
 ) -> Advice:
-    less, step = keeping_more(config.train.remat), prediction.step_s
+    less, step = (
+        keeping_more(config.train.remat, config.train.offload),
+        prediction.step_s,
+    )
     again = less and prediction.recomputed > _MUCH_RECOMPUTED
     what = (
         "bound by computing: matrix products take "
@@ -124,6 +127,11 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
 
 def _less_traffic(link: Link, config: Config, mesh: Mesh) -> tuple[str, str]:
     """Say what makes a network less busy, and what to type for it."""
+    if link.network == PCIE:
+        offload = "optimizer.offload=false"
+        if config.train.offload:
+            offload = "train.offload=[]"
+        return "keep more in the device's memory, if it fits", offload
     far, dcn = link.network in ("DCN", "network"), config.mesh.dcn
     microbatches = config.train.accumulation_steps
     if far and "tensor" in link.axes and dcn.tensor > 1:

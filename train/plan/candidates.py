@@ -1,16 +1,16 @@
 """The ways to lay a step out on devices, and what a search among them came to."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import ModelConfig, OffloadName
 from train.config import MESH_AXES, Config, DcnConfig
 from train.console import print_table
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes
-from train.plan.recomputing import parsed, typed, ways
+from train.plan.recomputing import parsed, typed, ways, ways_beside
 from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16
@@ -101,17 +101,24 @@ def layouts(num_devices: int, parts: int, experts: int = 0) -> list[Layout]:
     return found
 
 
-def variants(layout: Layout, batch_size: int, model: ModelConfig) -> list[Layout]:
+def variants(
+    layout: Layout,
+    batch_size: int,
+    model: ModelConfig,
+    offload: Sequence[OffloadName] = (),
+) -> list[Layout]:
     """Return a mesh with each way to recompute, and each number of microbatches.
 
     First comes what computes the least, last what needs the least memory.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
+    beside = ways_beside(offload)
     numbers = _powers_of_two(batch_size // shards)
     return [
         replace(layout, remat=typed(way), accumulation_steps=steps)
         for way in reversed(ways(model))
         for steps in numbers
+        if way in beside
     ]
 
 

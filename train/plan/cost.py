@@ -135,6 +135,7 @@ class StepCost:
     flops: what is executed.
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.
+    host_bytes: that travel to host memory, and as many back.
     unread: instructions that the reader of the program's text does not know.
     how: compiled or estimated.
     """
@@ -144,6 +145,7 @@ class StepCost:
     hbm_bytes: HbmBytes
     sent: list[CollectiveTotal]
     outside_layers: list[CollectiveTotal]
+    host_bytes: int = 0
     unread: tuple[str, ...] = ()
     how: str = COMPILED
 
@@ -174,6 +176,7 @@ class StepCost:
             hbm_bytes=HbmBytes(products, moved - products),
             sent=totals(values["sent"]),
             outside_layers=totals(values["outside_layers"]),
+            host_bytes=values.get("host_bytes", 0),
             unread=tuple(values["unread"]),
             how=values["how"],
         )

@@ -7,6 +7,8 @@ More chips, or cutting layers over `tensor`, is left to the search.
 from dataclasses import replace
 from typing import NamedTuple
 
+from train.cli.rules import validate
+from train.config import Config
 from train.errors import ConfigError
 from train.plan.advice import Advice
 from train.plan.estimated.step import estimate_memory
@@ -41,6 +43,7 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
     kinds = [_recompute, _cut_batch, _shard]
     if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
+    kinds += [_move_moments, _move_activations]  # slow: where nothing else does it
     made, typed = list[str](), list[str]()
     for kind in kinds:
         sizes = [
@@ -84,7 +87,7 @@ def _shard(program: Program) -> list[_Change]:
 def _recompute(program: Program) -> list[_Change]:
     """Keep less of each layer, down to nothing."""
     train, found = program.config.train, list[_Change]()
-    for way in keeping_less(train.remat):
+    for way in keeping_less(train.remat, train.offload):
         changed = program.trained(replace(train, remat=way))
         found.append(
             _Change(
@@ -105,6 +108,34 @@ def _cut_batch(program: Program) -> list[_Change]:
         words = "cut the batch into smaller microbatches"
         found.append(_Change(words, override, changed))
     return found
+
+
+def _move_moments(program: Program) -> list[_Change]:
+    """Keep the optimizer's moments in host memory."""
+    config = program.config
+    optimizer = replace(config.optimizer, offload=True)
+    words = "keep moments in host memory"
+    return _moved(program, replace(config, optimizer=optimizer), words)
+
+
+def _move_activations(program: Program) -> list[_Change]:
+    """Keep what layers start from in host memory."""
+    config = program.config
+    train = replace(config.train, offload=(*config.train.offload, "residual"))
+    words = "keep what layers start from in host memory"
+    return _moved(program, replace(config, train=train), words)
+
+
+def _moved(program: Program, config: Config, words: str) -> list[_Change]:
+    before = program.config
+    if config == before or validate(config):  # it is there, or cannot be
+        return []
+    optimizer, names = config.optimizer, ",".join(config.train.offload)
+    override = f"train.offload=[{names}]"
+    if optimizer != before.optimizer:
+        override = "optimizer.offload=true"
+    changed = make_program(config, list(program.mesh.devices.flat))
+    return [_Change(words, override, changed)]
 
 
 def _needed(memory: DeviceMemory) -> int:

@@ -63,6 +63,8 @@ class DeviceMemory:
     parts: of one device, by name; not a sum: arguments are the state and the batch,
         gradients are among the temporaries.
     needed: of one device, all in all; None if nothing was compiled.
+    host: of what a step keeps in host memory, the part of one device, by name.
+    devices_per_host: that share one host's memory.
     host_save: of one host, at most, while an asynchronous save copies from it.
     checkpoint: on disk, before compression.
     temporaries: what those of one device hold.
@@ -73,6 +75,8 @@ class DeviceMemory:
     host_save: Figure
     checkpoint: Figure
     temporaries: dict[str, Figure] = field(default_factory=dict)
+    host: dict[str, Figure] = field(default_factory=dict)
+    devices_per_host: int = 1
 
     def fits(self, budget: MemoryBudget) -> bool | None:
         """Tell whether the step fits; None: the state does, more is not known."""
@@ -85,10 +89,17 @@ class DeviceMemory:
         """Bytes of one device from the first step to the last: state and batch."""
         return sum(self.parts[name].bytes for name in HELD)
 
+    @property
+    def host_held(self) -> int:
+        """Bytes of one host that a step keeps there, at most."""
+        return self.devices_per_host * sum(part.bytes for part in self.host.values())
+
     def as_json(self) -> dict[str, Any]:
         """Return each figure as {"bytes", "how"}."""
         figures = dataclasses.asdict(self)
-        return {"per_device": figures.pop("parts"), **figures}
+        del figures["devices_per_host"]
+        held = {"host_held_bytes": self.host_held}
+        return {"per_device": figures.pop("parts"), **figures, **held}
 
 
 def memory_budget(
@@ -129,14 +140,14 @@ def device_memory(
         compiled: its step, or what became of it; None: it was not compiled.
     """
     state, batch = program.state, program.batch
-    rest = state._replace(params=None)
+    rest, moved = state._replace(params=None), _per_device(program.host_state)
     parts = {
         "parameters": _per_device(state.params),
-        "optimizer state": _per_device(rest),
+        "optimizer state": Figure(_per_device(rest).bytes - moved.bytes, COMPUTED),
         "batch": _per_device(batch),
         "gradients": _per_device(state.params),
     }
-    needed = None
+    needed, host = None, {"optimizer state": moved} if moved.bytes else {}
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
@@ -144,6 +155,7 @@ def device_memory(
         sizes = _compiled_parts(compiled, on_tpu)
         needed = Figure(sum(sizes.values()), COMPILED)
         parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
+        host = _compiled_host_parts(compiled)
     saved = jax.tree.leaves(as_saved(state))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
     return DeviceMemory(
@@ -151,6 +163,8 @@ def device_memory(
         needed=needed,
         host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
         checkpoint=Figure(size, COMPUTED),
+        host=host,
+        devices_per_host=_devices_per_host(program.mesh),
     )
 
 
@@ -178,6 +192,14 @@ def print_memory(
         print(
             f"compiled    in {format_seconds(compilation.seconds)}, this process held "
             f"{format_bytes(compilation.peak_rss_bytes)} at most"
+        )
+    if memory.host:
+        parts = (
+            f"{name} {format_bytes(part.bytes)}" for name, part in memory.host.items()
+        )
+        print(
+            f"host        {format_bytes(memory.host_held)} while training, of "
+            f"{memory.devices_per_host} devices each: {', '.join(parts)}"
         )
     print(f"host        {format_bytes(memory.host_save.bytes)} at most during a save")
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
@@ -215,14 +237,31 @@ def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
     # The new state is written over the old one.
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    if on_tpu and stats.peak_memory_in_bytes:
-        temporaries = stats.peak_memory_in_bytes - arguments - outputs
+    if on_tpu and stats.peak_memory_in_bytes:  # in it are arguments on the host
+        peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
+        temporaries = peak - arguments - outputs
     return {
         "arguments": arguments,
         "temporaries": temporaries,
         "outputs": outputs,
         "code": stats.generated_code_size_in_bytes,
     }
+
+
+def _compiled_host_parts(compiled: Compiled) -> dict[str, Figure]:
+    """Read a compiler's figures of host memory; none if it uses none."""
+    stats: Any = compiled.memory_analysis()
+    sizes = {
+        "arguments": stats.host_argument_size_in_bytes,
+        "temporaries": stats.host_temp_size_in_bytes,
+        "outputs": stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
+    }
+    return {name: Figure(size, COMPILED) for name, size in sizes.items() if size}
+
+
+def _devices_per_host(mesh: Mesh) -> int:
+    first = mesh.devices.flat[0].process_index
+    return sum(device.process_index == first for device in mesh.devices.flat)
 
 
 def _per_device(tree: Any) -> Figure:

@@ -19,7 +19,12 @@ from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.step import estimate_items, estimate_memory, estimate_step
+from train.plan.estimated.step import (
+    count_host_bytes,
+    estimate_items,
+    estimate_memory,
+    estimate_step,
+)
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
 from train.plan.recomputing import keeping_more, typed
@@ -87,7 +92,7 @@ class Plan:
         if not advice.override.startswith("train.remat="):
             return advice
         speeds = dict[str, float]()
-        for way in keeping_more(config.train.remat):
+        for way in keeping_more(config.train.remat, config.train.offload):
             train = replace(config.train, remat=way)
             other = estimate(self.program.trained(train), self.budget)
             if other.fits:
@@ -167,11 +172,14 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             text = result.as_text()
+    cost = read_step(program, text) if text else estimate_step(program)
+    if text:
+        cost = replace(cost, host_bytes=count_host_bytes(program))
     return Plan(
         program=program,
         budget=budget or _budget_of(list(program.mesh.devices.flat)),
         memory=replace(memory, temporaries=estimate_items(program)),
-        cost=read_step(program, text) if text else estimate_step(program),
+        cost=cost,
         text=text,
         compilation=compilation,
     )

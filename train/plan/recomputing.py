@@ -6,15 +6,17 @@ and a FLOP of its kernel takes longer than one of a product. So it is kept first
 what lies around it, and last what the MLP makes, which is the most.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
-from model.config import INTERMEDIATES, Intermediate, ModelConfig
+from model.config import INTERMEDIATES, Intermediate, ModelConfig, OffloadName
 from train.config import Remat
 
 Policy = Remat | tuple[Intermediate, ...]
 
 _AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
+_ALL = "all that is no product"
 # The least is kept by the first, the most by the last.
 WAYS: tuple[Policy, ...] = (
     Remat.full,
@@ -47,24 +49,29 @@ def parsed(text: str) -> Policy:
     return cast(tuple[Intermediate, ...], names)
 
 
-def keeping_less(policy: Policy) -> list[Policy]:
+def ways_beside(offload: Sequence[OffloadName]) -> list[Policy]:
+    """List the ways that do not keep what waits in host memory, the least first."""
+    return [way for way in WAYS if not (offload and _kept(way) & {*offload, _ALL})]
+
+
+def keeping_less(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
     """List the ways that keep a part of what a policy keeps, the most first."""
-    return [way for way in reversed(WAYS) if _kept(way) < _kept(policy)]
+    beside = reversed(ways_beside(offload))
+    return [way for way in beside if _kept(way) < _kept(policy)]
 
 
-def keeping_more(policy: Policy) -> list[Policy]:
+def keeping_more(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
     """List the ways that keep more than all that a policy keeps, the least first."""
-    return [way for way in WAYS if _kept(way) > _kept(policy)]
+    return [way for way in ways_beside(offload) if _kept(way) > _kept(policy)]
 
 
 def _kept(policy: Policy) -> frozenset[str]:
     if not isinstance(policy, Remat):
         return frozenset(policy)
-    elementwise = {"all that is no product"}
     return frozenset(
         {
             Remat.full: (),
             Remat.dots: (*_AROUND, *_MLP),
-            Remat.none: (*INTERMEDIATES, *elementwise),
+            Remat.none: (*INTERMEDIATES, _ALL),
         }[policy]
     )

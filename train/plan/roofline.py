@@ -33,10 +33,11 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from train.hardware.achievable import slowest
 from train.hardware.chips import Chip
-from train.hardware.interconnect import bandwidth, hops, num_parts
+from train.hardware.interconnect import NotStated, bandwidth, hops, num_parts
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, StepCost
 from train.plan.rates import busy
 
+PCIE = "PCIe"  # between a device and its host's memory
 FAR = ("DCN", "network")  # networks between slices, or nodes
 # Nine of ten public runs lie as far from the middle at most (docs/log.md).
 GPU_SPREAD = 0.2
@@ -81,7 +82,8 @@ class Link:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{' and '.join(self.axes) or 'no axis'} over {self.network}"
+        where = "host memory" if self.network == PCIE else "no axis"
+        return f"{' and '.join(self.axes) or where} over {self.network}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ def predict(
     parts = parts or here
     units = busy(cost, mesh, chip, model, length)
     links = _links(cost.sent, mesh, chip, parts / here)
+    if cost.host_bytes:
+        links += (_host_link(cost.host_bytes, chip),)
     times = units.products, units.memory, units.product_memory
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     step = _step(*times, links) if on_tpu else _gpu_step(*times, links)
@@ -214,6 +218,14 @@ def predict(
         how=cost.how,
         platform="tpu" if on_tpu else "gpu",
     )
+
+
+def _host_link(sent: int, chip: Chip) -> Link:
+    """Time what goes to host memory; as much comes back at the same time."""
+    if chip.host_bandwidth is None:
+        raise NotStated(f"{chip.kind}: its vendor does not state host_bandwidth")
+    rate = chip.host_bandwidth / chip.devices
+    return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
 
 
 def _step(

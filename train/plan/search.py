@@ -175,7 +175,8 @@ def _weigh_all(
             for mistake in error.mistakes:
                 wrong.setdefault(mistake.key, []).append(mistake)
             continue
-        own = variants(mesh, config.data.batch_size, config.model)
+        offload = config.train.offload
+        own = variants(mesh, config.data.batch_size, config.model, offload)
         if mesh is given:
             weigh(program, mesh)
         elif own:

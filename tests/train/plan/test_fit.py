@@ -75,6 +75,27 @@ def test_what_is_advised_fits(laid_out, overrides, mib, override):
         assert "that fits, estimated" in advice.change
 
 
+@pytest.mark.parametrize(
+    ("mib", "override"),
+    [
+        (800, "optimizer.offload=true"),
+        (600, "optimizer.offload=true train.offload=[residual]"),
+    ],
+)
+def test_host_memory_is_advised_where_nothing_else_does_it(laid_out, mib, override):
+    """A batch of one row a device, which nothing cuts."""
+    overrides = ("mesh=fsdp", "data.batch_size=8", REMAT, "model.num_layers=48")
+    program, room = laid_out(*overrides), MemoryBudget(*[mib * MIB] * 3)
+    advice = make_fit(program, estimate_memory(program), room)
+    assert advice.override == override
+    moved = laid_out(*overrides, *override.split())
+    assert needs(moved) <= room.available
+    memory = estimate_memory(moved)
+    leaves = (leaf.size for leaf in moved.host_state.values())
+    assert memory.host["optimizer state"].bytes == 4 * sum(leaves) // 8
+    assert memory.host_held == 8 * sum(part.bytes for part in memory.host.values())
+
+
 def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory = estimate_memory(program)
@@ -96,7 +117,8 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out):
     advice = make_fit(program, memory, MemoryBudget(*[15 * 1024 * MIB] * 3))
     assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
     assert f"take {held / MIB / 1024:.2f} GiB" in advice.bottleneck
-    assert advice.change.count("GiB are needed then)") == 2
+    assert advice.change.count("GiB are needed then)") == 4
+    assert "keep moments in host memory (" in advice.change
     assert "is not enough: take more or larger chips" in advice.change
 
 

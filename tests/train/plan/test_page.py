@@ -38,6 +38,8 @@ def memory(needed: int | None = None, available: int = 800, **compiled: int) -> 
         "needed": None if needed is None else {"bytes": needed, "how": "compiled"},
         "temporaries": figures({"one layer": 7, "logits": 0}),
         **figures({"host_save": 7, "checkpoint": 8}),
+        "host": figures({"optimizer state": 5}),
+        "host_held_bytes": 40,
     }
 
 

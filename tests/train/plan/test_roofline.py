@@ -26,6 +26,16 @@ def v5e(composed):
     return machine(composed, "v5e-256", "mesh=fsdp", "data.batch_size=256")
 
 
+def test_what_host_memory_takes_may_be_hidden_or_not(v5e):
+    """A second of products, and two of transfers each way at the same time."""
+    cost = execution(TPU["products"], 1000, needed=TPU["products"])
+    found = v5e.predict(replace(cost, host_bytes=2 * 16 * 10**9))
+    (link,) = found.links
+    assert (link.name, link.seconds) == ("host memory over PCIe", 2)
+    assert found.step_s.low == pytest.approx(2)
+    assert found.step_s.high == pytest.approx(3)
+
+
 def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
     """Two seconds of products; the gathers have all their time beside them."""
     flops = 2 * TPU["products"]

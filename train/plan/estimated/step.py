@@ -24,7 +24,7 @@ from train.plan.cost import (
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.temporaries import temporaries
+from train.plan.estimated.temporaries import saved_bytes, temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -57,8 +57,19 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
         hbm_bytes=count_hbm_bytes(step, state, core_memory),
         sent=_totals(step.exchanges, program, by_use=False),
         outside_layers=_totals(outside, program, by_use=True),
+        host_bytes=count_host_bytes(program, step),
         how=ESTIMATED,
     )
+
+
+def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
+    """Count what a step sends to host memory: activations and moments.
+
+    As much comes back. Arguments: as `estimate_step`.
+    """
+    kept = saved_bytes(step or local_step(program), on_host=True)
+    moments = sum(map(bytes_per_device, program.host_state.values()))
+    return program.config.train.accumulation_steps * kept + moments
 
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
@@ -66,8 +77,11 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
 
     Arguments: as `estimate_step`.
     """
-    known = device_memory(program)
-    items = estimate_items(program, step)
+    known, step = device_memory(program), step or local_step(program)
+    items, host = estimate_items(program, step), dict(known.host)
+    # One is dead when the other is made.
+    if other := max(saved_bytes(step, on_host=True), step.stacked_moments):
+        host["temporaries"] = Figure(other, ESTIMATED)
     size = sum(figure.bytes for figure in items.values())
     needed = size + sum(known.parts[name].bytes for name in HELD)
     return dataclasses.replace(
@@ -75,6 +89,7 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
         parts=known.parts | {"temporaries": Figure(size, ESTIMATED)},
         needed=Figure(needed, ESTIMATED),
         temporaries=items,
+        host=host,
     )
 
 

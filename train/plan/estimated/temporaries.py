@@ -7,7 +7,8 @@ Three moments are weighed; the one that needs most gives the items.
 - The layers: the gradients of all layers, and the backward pass of one layer: what its
   passes make (plan/estimated/schedule.py), gathered weights among it, and the gradient
   of the largest before it is scattered; of two on GPUs, where one travels meanwhile.
-- The update: the gradients, and the largest product of the update.
+- The update: the gradients, the largest product of the update, and of moments that lie
+  in host memory those that are on their way.
 
 At the first two lives what the layers kept for their backward pass, the features, and
 the sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all
@@ -138,6 +139,7 @@ def _update(step: LocalStep) -> dict[str, int]:
     return {
         "gradients": _bytes(step, step.params, FLOAT32),
         "optimizer's products": max(products, default=0),
+        "moments on the way": step.moved_moments,
     }
 
 

@@ -86,9 +86,12 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
 def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     params, state = jax.tree.unflatten(tree, leaves)
+    # Wherever its moments lie it computes the same.
+    on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        return optimizer.update(grads, jnp.float32(1), state, params, jnp.int32(0))
+        known = jnp.float32(1), jnp.bool_(True)
+        return on_device.update(grads, *known, state, params, jnp.int32(0))
 
     return jax.make_jaxpr(update)(params, state, params)
 

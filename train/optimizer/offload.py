@@ -1,0 +1,119 @@
+"""An update layer by layer, of moments that lie in host memory.
+
+Arrays W[L, ...] are updated in a loop over their layers: a layer's moments come to the
+device, and go back once they are updated, so that those of two layers at most are
+there. What belongs to no layer (tables, the last norm) moves whole. The result is that
+of one update of everything, bit by bit: of other parameters an update needs the norm of
+all gradients, no more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from optax import MaskedNode
+
+from model.params import STACKED
+from train.optimizer.moments import is_eight_bits
+
+# (gradients, moments, parameters, first layer) -> (parameters, moments), of some of the
+# parameters.
+Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+def layer_by_layer(
+    update: Update, grads: Any, moments: Any, params: Any, in_place: bool
+) -> tuple[Any, Any]:
+    """Return parameters and moments after an update.
+
+    Args:
+        update: of trees in which some leaves are left out (`optax.MaskedNode`).
+        grads: tree of arrays.
+        moments: of an optax transformation, in host memory but for scalars.
+        params: tree of arrays.
+        in_place: whether new moments take the old ones' place in each iteration; else
+            they are stacked anew, and the host holds both until the loop's end.
+    """
+    parts = []
+    for stack in (None, *STACKED):
+        own, kept, rest = (_only(stack, tree) for tree in (grads, moments, params))
+        if stack is None:
+            rest, kept = update(own, _on_device(kept), rest, 0)
+            parts.append((rest, _on_host(kept)))
+        elif jax.tree.leaves(own):
+            parts.append(_in_loop(update, own, kept, rest, in_place))
+    return jax.tree.map(_given, *parts, is_leaf=_is_whole)
+
+
+def _in_loop(
+    update: Update, grads: Any, moments: Any, params: Any, in_place: bool
+) -> tuple[Any, Any]:
+    """Update stacked layers one by one."""
+    depth = len(jax.tree.leaves(params)[0])
+
+    def iterate(carry: tuple[Any, Any], i: jax.Array):
+        params, kept = carry
+        own = _on_device(_at(kept if in_place else moments, i))
+        new_params, new = update(_at(grads, i), own, _at(params, i), i)
+        params = _put(params, new_params, i)
+        if in_place:
+            return (params, _put(kept, _on_host(new), i)), ()
+        return (params, ()), _on_host(
+            jax.tree.map(lambda x: x[0] if x.ndim else x, new)
+        )
+
+    start = params, moments if in_place else ()
+    (params, kept), stacked = jax.lax.scan(iterate, start, jnp.arange(depth))
+    return params, kept if in_place else stacked
+
+
+def _only(stack: str | None, tree: Any) -> Any:
+    """Leave out of a tree all but scalars and the leaves of one stack of layers."""
+
+    def kept(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = (getattr(key, "key", None) for key in path)
+        own = next((name for name in names if name in STACKED), None)
+        is_count = getattr(leaf, "ndim", None) == 0
+        return leaf if own == stack or is_count else MaskedNode()
+
+    return jax.tree_util.tree_map_with_path(kept, tree, is_leaf=is_eight_bits)
+
+
+def _given(*parts: Any) -> Any:
+    """Return a leaf of the part that has it; a scalar is the same in all."""
+    return next(part for part in parts if not _is_left_out(part))
+
+
+def _is_left_out(leaf: object) -> bool:
+    return isinstance(leaf, MaskedNode)
+
+
+def _is_whole(leaf: object) -> bool:
+    return _is_left_out(leaf) or is_eight_bits(leaf)
+
+
+def _on_device(tree: Any) -> Any:
+    return _moved(tree, jax.memory.Space.Device)
+
+
+def _on_host(tree: Any) -> Any:
+    return _moved(tree, jax.memory.Space.Host)
+
+
+def _moved(tree: Any, space: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
+
+
+def _at(tree: Any, i: jax.Array) -> Any:
+    """Return one layer's part [1, ...] of stacked leaves."""
+    index = jax.lax.dynamic_index_in_dim
+    return jax.tree.map(lambda x: index(x, i) if x.ndim else x, tree)
+
+
+def _put(tree: Any, layer: Any, i: jax.Array) -> Any:
+    """Return stacked leaves with another layer's part."""
+    update = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(
+        lambda x, part: update(x, part, i, 0) if x.ndim else x, tree, layer
+    )
