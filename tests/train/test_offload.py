@@ -74,6 +74,7 @@ def test_moments_in_host_memory_change_no_bit(programs, store, devices, mesh):
     assert other.step.sharding.memory_kind == "device"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
     programs, store, tmp_path
 ):
@@ -96,6 +97,7 @@ def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
         state = restored
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_host_memory_is_found(programs):
     names = "mesh.data=2", "optimizer.offload=true"
     program = programs(*LAYERS, *names, devices=2)
