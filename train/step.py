@@ -67,7 +67,7 @@ def make_train_step(
             )
         with jax.named_scope("optimizer"):
             params, opt = optimizer.update(
-                grads, norm, accepted, state.optimizer, state.params, state.step
+                grads, norm, state.optimizer, state.params, state.step, accepted
             )
         of_layers = {}
         if noted:

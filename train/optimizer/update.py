@@ -61,10 +61,10 @@ class Optimizer:
         self,
         grads: Any,
         norm: jax.Array,
-        accepted: jax.Array,
         state: OptimizerState,
         params: Any,
         step: Any,
+        accepted: jax.Array | bool = True,
     ) -> tuple[Any, OptimizerState]:
         """Return the parameters and the optimizer's state after one update.
 
