@@ -123,7 +123,7 @@ def _layers(step: LocalStep) -> dict[str, int]:
     sizes = sorted(array.size for array in _gathered(step))
     largest = sizes[-1 if step.platform == "tpu" else -2 :]
     return {
-        "gradients": _bytes(step, [p for p in step.params if p in given], FLOAT32),
+        "gradients": _bytes(step, [p for p in step.params if p in given]),
         "gradients to scatter": step.reduce_itemsize * sum(largest),
         "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
     }
@@ -137,7 +137,7 @@ def _update(step: LocalStep) -> dict[str, int]:
         if op.flops
     ]
     return {
-        "gradients": _bytes(step, step.params, FLOAT32),
+        "gradients": _bytes(step, step.params),
         "optimizer's products": max(products, default=0),
         "moments on the way": step.moved_moments,
     }
