@@ -2,25 +2,19 @@
 
 import logging
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import jax
-from etils import epath
 
 from data.batches import Order
-from data.machine import is_remote
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
 from train.numerics import Culprit, by_layer, culprit
 from train.program import Program
 from train.run.directory import RunDir
-from train.run.storage import upload
 from train.step import Metrics
 
 _MUCH_WAITING = 0.02  # of a window's time
@@ -164,30 +158,3 @@ def _loads(metrics: Metrics) -> dict[str, float]:
     loads = [float(load) for load in metrics.get("expert_load", ())]
     by_layer = {f"expert_load/{i}": load for i, load in enumerate(loads)}
     return {"expert_load": max(loads), **by_layer} if loads else {}
-
-
-class Profiler:
-    """Traces the steps asked for into `<run_dir>/profile`."""
-
-    def __init__(self, steps: list[int], folder: str):
-        """Set the steps to trace: `profile.steps`, [first, last] or nothing."""
-        self._first, self._last = steps or (None, None)
-        self._folder = epath.Path(folder)
-
-    def before(self, step: int) -> None:
-        """Begin, if this is the first step to trace."""
-        if step == self._first:
-            # JAX knows nothing of object stores: given one, the process dies.
-            remote = is_remote(self._folder)
-            self._local = Path(tempfile.mkdtemp() if remote else self._folder)
-            jax.profiler.start_trace(str(self._local))
-
-    def after(self, step: int, metrics: Metrics) -> None:
-        """End, if this was the last one, once the devices are through with it."""
-        if step == self._last and self._first is not None:
-            jax.block_until_ready(metrics)
-            jax.profiler.stop_trace()
-            if is_remote(self._folder):
-                upload(self._local, self._folder)
-                shutil.rmtree(self._local)
-            log.info("profile of steps %d to %d: %s", self._first, step, self._folder)

@@ -28,10 +28,11 @@ from train.errors import ABORTED, DIVERGED, Exit
 from train.evaluate.tasks import Tasks
 from train.evaluate.validation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
-from train.log_window import LogWindow, Profiler
+from train.log_window import LogWindow
 from train.program import Program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir
+from train.run.profiles import Profiler
 from train.run.starts import checkpoint_metadata
 from train.state import TrainState, best_params
 
@@ -72,12 +73,13 @@ class Trainer:
         batches = self.order.batches(first, local_rows(program.batch))
         feed = Feed(batches, program.batch, watchdog.phase)
         window = LogWindow(program, run, self.order, feed)
-        profiler = Profiler(config.profile.steps, str(run.path / "profile"))
+        rest = preemption, train_step.as_text, window.pause
+        profiler = Profiler(run, self.cluster, *rest)
         faults = FaultInjection(self.cluster.process)
         await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise
         preemption.step_done(first)
         shown = window.peak is not None, run.write
-        with closing(Progress(end, first, *shown)) as progress:
+        with closing(Progress(end, first, *shown)) as progress, closing(profiler):
             for step in range(first + 1, end + 1):
                 profiler.before(step)
                 watched = window.is_to_watch(step)

@@ -21,6 +21,7 @@ from model.choices import ContextAttention
 from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
+from model.taps import Noted
 
 REPLICATED = PartitionSpec()
 
@@ -97,6 +98,15 @@ def over_rows(sums: Any, how: Execution) -> Any:
     """Add up what each device has of its own part of the batch."""
     parts = wide(how.rules.by_hand)
     return jax.tree.map(lambda x: jax.lax.psum(x, parts), sums)
+
+
+def of_all_rows(noted: Noted, how: Execution) -> Noted:
+    """Reduce figures that each device has of its own part of the batch."""
+    parts = wide(how.rules.by_hand)
+    return noted.reduced(
+        lambda largest: jax.lax.pmax(largest, parts),
+        lambda share: jax.lax.pmean(share, parts),
+    )
 
 
 def over_copies(grads: Any, infos: Any, how: Execution) -> Any:

@@ -92,5 +92,5 @@ class TrackerConfig:
 class ProfileConfig:
     """Traces of jax.profiler."""
 
-    # [first,last] writes a trace of these steps to <run.dir>/profile.
+    # [first,last] traces these steps into <run.dir>/profiles/<first>.
     steps: list[int] = field(default_factory=list)

@@ -25,14 +25,14 @@ train.evaluate.harness train.evaluate.tasks
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.memory
     train.plan.compiled | train.plan.estimated
-    train.plan | train.pretrained | train.log_window train.loop train.evaluate.results \
-train.load_run
+    train.plan | train.profile | train.pretrained | train.log_window train.loop \
+train.evaluate.results train.load_run
     train.preflight
     train.start
     launch
     train.__main__ train.plan.__main__ train.evaluate.__main__ train.sample.__main__ \
-train.export train.checkpoints train.status train.report data.prepare data.inspect \
-data.verify data.train_tokenizer launch.__main__
+train.export train.checkpoints train.status train.report train.profile.__main__ \
+data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
 """
 RANK = {
     name: (number, side)

@@ -264,7 +264,7 @@ def test_a_run_goes_on_on_another_mesh(door, copy, longer):
     found, expected = ([x["loss"] for x in steps(r)] for r in (copy, longer[0]))
     assert len(found) == 24
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert list((copy / "profile").rglob("*.xplane.pb"))
+    assert list((copy / "profiles" / "21").rglob("*.xplane.pb"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Preemption: requests to stop, or to save, that all processes act on together.
+"""Preemption: requests to stop, save or trace that all processes act on together.
 
 A preemption notice (SIGTERM, or a scheduler's SIGUSR1 or SIGUSR2) or Ctrl-C may reach
 any one process, at any time. While there is no step to save, all leave at once. Else
@@ -26,7 +26,7 @@ from train.errors import ABORTED, PREEMPTED, STOPPED, Exit
 
 log = logging.getLogger(__name__)
 
-SAVE, _END = "save", "end"
+SAVE, TRACE, _END = "save", "trace:", "end"  # a trace with its number of steps
 _SIGNALS = {
     signal.SIGTERM: PREEMPTED,
     signal.SIGUSR1: PREEMPTED,
@@ -61,6 +61,7 @@ class Preemption:
         self._cluster = Cluster()
         self._passed, self._round = _BEFORE, 0
         self._due: dict[int, str] = {}
+        self._traces: dict[int, int] = {}  # after a step: how many more to trace
         self._stop: int | None = None  # the code, once agreed on
         self._heard: int | None = None  # ... once this process was told to
         self._held = False  # until `connect`
@@ -110,6 +111,11 @@ class Preemption:
             request = self._due.pop(step, None)
         return int(request) if request and request != SAVE else request
 
+    def steps_to_trace(self, step: int) -> int:
+        """Return how many steps all agreed to trace after this one; mostly none."""
+        with self._told:
+            return self._traces.pop(step, 0)
+
     @property
     def step(self) -> int:
         """The last step that was done; -1 before the first."""
@@ -123,7 +129,7 @@ class Preemption:
             self._leave(self._stop)
 
     def request(self, request: str) -> None:
-        """Request SAVE or an exit code of all, from any process and any thread."""
+        """Request SAVE, TRACE or an exit code of all, from any process and thread."""
         if self._cluster.processes == 1:
             with self._told:
                 self._note(request, _due_step([self._passed]))
@@ -201,6 +207,9 @@ class Preemption:
         return True
 
     def _note(self, request: str, step: int) -> None:
+        if request.startswith(TRACE):  # asked for again, if there is no step yet
+            self._traces[step] = int(request.removeprefix(TRACE))
+            return
         if request == SAVE:
             self._due.setdefault(step, request)
             return

@@ -26,6 +26,7 @@ BUCKETS = {  # in the order of a start; what people read
     "eval": "evaluation",
     "save": "blocking save",
     "check": "comparing copies",
+    "profile": "profiles",
     "close": "end of a start",
     "other": "not recorded",
 }

@@ -19,6 +19,7 @@ from train.config import Config
 from train.evaluate.__main__ import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
+from train.profile.__main__ import ProfileConfig
 from train.report import ReportConfig
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
@@ -42,6 +43,7 @@ def page() -> str:
         "train.sample": SampleConfig,
         "train.export": ExportConfig,
         "train.status": StatusConfig,
+        "train.profile": ProfileConfig,
         "train.report": ReportConfig,
         "train.checkpoints": CheckpointsConfig,
         "data.prepare": PrepareConfig,

@@ -258,4 +258,4 @@ def test_a_profile_goes_where_the_run_is(door):
     run = "s3://bucket/profiled"
     ended = door(run, "train.num_steps=4", "profile.steps=[2,3]")
     assert ended.returncode == 0, ended.stderr
-    assert any(name.endswith(".pb") for name in names_in(run_folder(run) / "profile"))
+    assert any(name.endswith(".pb") for name in names_in(run_folder(run) / "profiles"))

@@ -1,0 +1,171 @@
+"""A profile is asked for by a file, taken between two steps, and adds up."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from etils import epath
+
+from tests.fleet import Fleet, of_text, write_text
+from train.distributed.preemption import TRACE, Preemption
+from train.distributed.processes import Cluster
+from train.profile.labels import OTHER, UNNAMED, WAITING, Labels
+from train.profile.times import read_times
+from train.run import profiles
+from train.run.profiles import Profiler, answer, ask
+
+
+class Agreed:
+    """Agrees at once on the step after the newest."""
+
+    def __init__(self):
+        self.step, self._due = 0, {}
+
+    def request(self, request):
+        self._due[self.step + 1] = int(request.removeprefix(TRACE))
+
+    def steps_to_trace(self, step):
+        return self._due.pop(step, 0)
+
+
+@jax.jit
+def step(x):
+    with jax.named_scope("layers"), jax.named_scope("part.mlp"):
+        for _ in range(4):
+            x = jnp.tanh(x @ x)
+    with jax.named_scope("optimizer"):
+        return x - 0.5
+
+
+@pytest.fixture
+def profiled(tmp_path, monkeypatch):
+    """Give the folder of a profile of three steps, asked for while others go on."""
+    monkeypatch.setattr(profiles, "_LOOK_S", 0.05)
+    config = SimpleNamespace(
+        profile=SimpleNamespace(steps=[]), train=SimpleNamespace(num_steps=10**6)
+    )
+    run, agreed = SimpleNamespace(path=epath.Path(tmp_path), config=config), Agreed()
+    x = jnp.ones((256, 256))
+    text = step.lower(x).compile().as_text
+    paused = []
+
+    def pause(event):
+        paused.append(event)
+        return contextlib.nullcontext()
+
+    (tmp_path / "profile_request.json").write_text('{"id": "old", "num_steps": 9}')
+    profiler = Profiler(run, Cluster(), agreed, text, pause)
+    assert not (tmp_path / "profile_request.json").exists()
+    token = ask(run.path, 3)
+    with contextlib.closing(profiler):
+        while (folder := answer(run.path, token)) is None:
+            agreed.step += 1
+            profiler.before(agreed.step)
+            profiler.after(agreed.step, step(x))
+    assert paused == ["profile"] * 2
+    assert agreed.step == int(folder.name) + 2
+    assert not (tmp_path / "profile_request.json").exists()
+    return folder
+
+
+def test_the_parts_of_a_profile_add_up(profiled):
+    done = json.loads((profiled / "profile.json").read_text())
+    assert done["last"] - done["first"] == 2
+    text = profiles.gzip.decompress((profiled / "step.hlo.gz").read_bytes()).decode()
+    times, devices = read_times(profiled, text)
+    assert devices == 1
+    assert sum(times.values()) == pytest.approx(done["seconds"], rel=0.03)
+    scopes = {label.scope for label in times}
+    assert scopes >= {"layers mlp", WAITING}
+    assert all("mlp" in s or s in ("optimizer", WAITING, UNNAMED) for s in scopes)
+    unnamed = sum(s for label, s in times.items() if label.scope == UNNAMED)
+    assert unnamed <= 0.1 * sum(times.values())
+    kinds = {label.kind for label in times if label.scope.startswith("layers")}
+    assert "products" in kinds
+    names = [path.name for path in profiled.glob("plugins/profile/*/*")]
+    assert any(name.endswith("_0.xplane.pb") for name in names)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_hardly_an_instruction_of_a_step_is_unnamed(stored_step, name):
+    """Of a step as compiled for TPUs, by its instructions that take time."""
+    compiled = stored_step(name)
+    labels = Labels(compiled.text)
+    found = {}
+    for executed in compiled.module.executed:
+        own = executed.instruction
+        if own.opcode in ("fusion", "custom-call", "convolution", "copy", "all-reduce"):
+            found[own.name] = labels.label(own.name, "jit_train_step(7)")
+    unnamed = [name for name, label in found.items() if label.scope == UNNAMED]
+    assert len(unnamed) <= 0.1 * len(found)
+    kinds = {label.kind for label in found.values()}
+    assert kinds >= {"attention", "products", "elementwise", "copies", "collectives"}
+    assert labels.label("fusion.1", "jit_eval_step") == (OTHER, OTHER)
+    assert labels.label("no_such", "").scope == UNNAMED
+    loops = (e for e in compiled.module.executed if e.instruction.opcode == "while")
+    assert labels.label(next(loops).instruction.name, "") is None
+
+
+def test_a_trace_is_due_beside_a_save_and_never_without_a_step():
+    preemption = object.__new__(Preemption)
+    preemption._told = threading.Condition()
+    preemption._due, preemption._traces = {}, {}
+    preemption._note("save", 7)
+    preemption._note(f"{TRACE}5", 7)
+    preemption._note(f"{TRACE}5", -2)  # some have no step yet
+    assert preemption.step_done(7) == "save"
+    assert [preemption.steps_to_trace(step) for step in (6, 7, 7)] == [0, 5, 0]
+
+
+def command(folder, *more):
+    return subprocess.run(
+        [sys.executable, "-m", "train.profile", f"run.dir={folder}/run", *more],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_that_run_are_asked(tmp_path):
+    tiny = (
+        *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
+        *("data=text", *of_text(write_text(tmp_path)), "data.sequence_length=32"),
+        *("data.batch_size=8", "tracker=none", "runtime.cpu_devices=2"),
+        *("optimizer=adamw", "mesh.data=2", "mesh.fsdp=2", "train.num_steps=1000000"),
+    )
+    fleet = Fleet(tmp_path, (*tiny, f"run.dir={tmp_path}/run"), 2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    fleet.await_that(lambda: metrics.exists() and '"loss"' in metrics.read_text())
+    result = command(tmp_path, "num_steps=3")
+    assert result.returncode == 0, result.stderr
+    (folder,) = (tmp_path / "run" / "profiles").iterdir()
+    assert len([*folder.glob("plugins/profile/*/*.xplane.pb")]) == 2
+    assert "devices     4\n" in result.stdout
+    done = json.loads((folder / "profile.json").read_text())
+    shares = dict(
+        re.findall(r"^(\S[\w. ]*?) +[\d.]+ ms +([\d.]+)%", result.stdout, re.M)
+    )
+    assert {"waiting", "collectives", "attention", "products"} <= shares.keys()
+    assert float(shares.get("unnamed", 0)) <= 10
+    by_kind = result.stdout.partition("by kind")[2]
+    each = sum(float(ms) for ms in re.findall(r"([\d.]+) ms", by_kind))
+    assert each == pytest.approx(1000 * done["seconds"] / 3, rel=0.03)
+    again = command(tmp_path, f"step={folder.name}")
+    assert again.stdout == result.stdout
+    fleet.send(15, 0)
+    assert fleet.wait() == [42, 42]
+    dead = command(tmp_path)
+    assert dead.returncode == 78
+    assert "nobody is at this one" in dead.stderr
+    missing = command(tmp_path, "step=1")
+    assert missing.returncode == 78
+    assert f"a profile that is there: {folder.name}" in missing.stderr

@@ -1,0 +1,185 @@
+"""Profiles of a run while it trains, asked for by a file in its directory.
+
+`python -m train.profile` leaves `profile_request.json`. Process 0 looks for it every
+two seconds, beside the steps; all processes agree on the step after which to begin
+(train/distributed/preemption.py), each traces its own devices, and they leave
+
+    profiles/<step>/profile.json        what was traced; written last
+    profiles/<step>/step.hlo.gz         the text of the compiled step
+    profiles/<step>/plugins/profile/... the traces, for XProf and Perfetto
+
+for the first step that was traced. `profile.steps` goes the same way, without a
+request. A run that nobody asks pays for one look at its directory every two seconds.
+"""
+
+import gzip
+import json
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import jax
+from etils import epath
+
+from train.distributed.preemption import TRACE, Preemption
+from train.distributed.processes import Cluster
+from train.run.directory import RunDir
+from train.run.storage import write_whole
+
+log = logging.getLogger(__name__)
+
+MARK = "longhaul steps"  # in the trace, from the first step's start to the last's end
+_LOOK_S = 2.0
+_KINDS = ".xplane.pb", ".trace.json.gz"
+
+
+def ask(run_dir: epath.Path, num_steps: int) -> str:
+    """Ask the trainer of a run for a profile of so many steps; return the answer's id.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
+    token = uuid4().hex
+    write_whole(_request(run_dir), json.dumps({"id": token, "num_steps": num_steps}))
+    return token
+
+
+def withdraw(run_dir: epath.Path) -> None:
+    """Take a request back that nobody has heard."""
+    _request(run_dir).unlink(missing_ok=True)
+
+
+def answer(run_dir: epath.Path, token: str) -> epath.Path | None:
+    """Return the folder of the profile that answers a request, once it is there."""
+    profiles = run_dir / "profiles"
+    for folder in profiles.iterdir() if profiles.exists() else ():
+        done = folder / "profile.json"
+        if done.exists() and json.loads(done.read_text()).get("id") == token:
+            return folder
+    return None
+
+
+def _request(run_dir: epath.Path) -> epath.Path:
+    return run_dir / "profile_request.json"
+
+
+class Profiler:
+    """Traces steps of a run: those of `profile.steps`, and whenever it is asked."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        cluster: Cluster,
+        preemption: Preemption,
+        text: Callable[[], str],
+        pause: Callable[[str], AbstractContextManager],
+    ):
+        """Begin to look for requests, on process 0; older ones are nobody's any more.
+
+        Args:
+            run: the run.
+            cluster: its processes.
+            preemption: agrees with the others on the step.
+            text: gives that of the compiled step.
+            pause: keeps what is not training out of the log window.
+        """
+        self._run, self._cluster, self._preemption = run, cluster, preemption
+        self._text, self._pause = text, pause
+        self._first, self._last = run.config.profile.steps or (0, 0)
+        self._newest: Any = None
+        self._token: str | None = None
+        self._local: Path | None = None  # while it traces
+        self._ended = threading.Event()
+        if cluster.is_leader:
+            withdraw(run.path)
+            threading.Thread(target=self._look, name="profile", daemon=True).start()
+
+    def before(self, step: int) -> None:
+        """Begin to trace, if this is the first step to be traced."""
+        asked = self._preemption.steps_to_trace(step - 1)
+        if asked and self._local is None:
+            self._first, self._last = step, step + asked - 1
+        if step == self._first and self._local is None:
+            self._last = min(self._last, self._run.config.train.num_steps)
+            with self._pause("profile"):
+                self._begin()
+
+    def after(self, step: int, metrics: Any) -> None:
+        """End, if this was the last one, once the devices are through with it."""
+        self._newest = metrics
+        if self._local is not None and step == self._last:
+            with self._pause("profile"):
+                self._end()
+
+    def close(self) -> None:
+        """Look no more; a trace that has not come to its end is lost."""
+        self._ended.set()
+        if self._local is not None:
+            jax.profiler.stop_trace()
+            shutil.rmtree(self._local, ignore_errors=True)
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            try:
+                asked = json.loads(_request(self._run.path).read_text())
+                if self._local is None:
+                    self._preemption.request(f"{TRACE}{int(asked['num_steps'])}")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, jax.errors.JaxRuntimeError) as error:
+                log.warning("profile_request.json cannot be answered: %s", error)
+                self._ended.wait(60)
+
+    def _begin(self) -> None:
+        jax.block_until_ready(self._newest)  # else earlier steps are in the trace
+        if self._cluster.is_leader:
+            request = _request(self._run.path)
+            if request.exists():
+                self._token = json.loads(request.read_text())["id"]
+                withdraw(self._run.path)
+        # JAX knows nothing of object stores: given one, the process dies.
+        self._local = Path(tempfile.mkdtemp())
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # each call of Python takes time of the steps
+        jax.profiler.start_trace(str(self._local), profiler_options=options)
+        self._mark = jax.profiler.TraceAnnotation(MARK)
+        self._mark.__enter__()
+        self._began = time.monotonic()
+
+    def _end(self) -> None:
+        jax.block_until_ready(self._newest)
+        seconds = time.monotonic() - self._began
+        self._mark.__exit__(None, None, None)
+        jax.profiler.stop_trace()
+        assert self._local is not None
+        folder = self._run.path / "profiles" / str(self._first)
+        try:
+            self._keep(self._local, folder)
+            self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
+            if self._cluster.is_leader:
+                done = {"first": self._first, "last": self._last, "seconds": seconds}
+                done |= {"id": self._token, "processes": self._cluster.processes}
+                text = gzip.compress(self._text().encode())
+                write_whole(folder / "step.hlo.gz", text)
+                write_whole(folder / "profile.json", json.dumps(done))
+                log.info("steps %d to %d: %s", self._first, self._last, folder)
+        except OSError as error:
+            log.warning("%s was not written: %s", folder, error)
+        shutil.rmtree(self._local, ignore_errors=True)
+        self._local, self._token = None, None
+
+    def _keep(self, local: Path, folder: epath.Path) -> None:
+        """Copy the traces, each under a name that no other process has."""
+        who = f"{socket.gethostname()}_{self._cluster.process}"
+        kept = folder / "plugins" / "profile" / str(self._first)
+        for kind in _KINDS:
+            for trace in local.rglob(f"*{kind}"):
+                write_whole(kept / f"{who}{kind}", trace.read_bytes())
