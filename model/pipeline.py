@@ -95,14 +95,15 @@ def run_pipeline(
         x = jnp.where(stage == 0, entering, arrived)
         x = jnp.where(at_work, x, 0)
         own = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
-        y, *done = run_stage(params, x, own, jnp.clip(number // M, 0, R - 1))
+        repeat = jnp.clip(number // M, 0, R - 1)
+        y, routing, noted = run_stage(params, x, own, repeat)
         if waits:
             waiting = _put(waiting, arrived, t % waits)
         with part("pipeline"):
             arrived = jax.lax.ppermute(y, axis, onwards)
             moved = jax.lax.ppermute(first, axis, back)
         stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)
-        return (stream, arrived, waiting), tuple(done)
+        return (stream, arrived, waiting), (routing, noted)
 
     arrived = jnp.zeros_like(stream[0])
     start = stream, arrived, jnp.zeros((waits, *arrived.shape), arrived.dtype)

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
+from model.axes import wide
 from model.choices import Dropout
 from model.config import ModelConfig
 from model.execution import Execution
@@ -55,7 +56,8 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         loss, grads, load, *noted = gradients(state.params, batch, seeds_BT)
-        norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
+        with jax.named_scope("gradient_norm"):
+            norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         if recent is not None and config.skip_sigma is not None:
             now = jnp.stack([loss, norm])
@@ -105,8 +107,9 @@ def make_gradients(
 
     def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
         batch, _ = rows
-        num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
-        num_tokens = over_rows(batch.inputs.size, how)
+        with jax.named_scope("targets"):
+            num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
+            num_tokens = over_rows(batch.inputs.size, how)
 
         def mean_loss(
             params: Any, rows: tuple[Batch, jax.Array | None]

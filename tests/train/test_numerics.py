@@ -183,6 +183,7 @@ def test_a_run_names_the_layer_to_blame(tmp_path, text, forks, most, watched):
         *("-m", "train", f"run.dir={tmp_path}/run", *TINY, f"data.path={text}"),
         *(f"data.cache_dir={tmp_path}/data", "log.numerics_interval_steps=100"),
         *("log.interval_steps=4", f"train.max_skipped_steps={most}"),
+        "runtime.cpu_devices=1",
     )
     drill = {"LONGHAUL_DRILL": "fill:3:params.layers.mlp.down.weight:1:nan"}
     result = forks.run(words, tmp_path, drill)

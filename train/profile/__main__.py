@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from etils import epath
@@ -95,12 +95,12 @@ def _show(folder: epath.Path) -> None:
     print(f"steps       {done['first']:,} to {done['last']:,}, {of_each} each")
     print(f"devices     {devices}\n")
     for column, title in enumerate(("scope", "kind")):
-        sums = Counter[str]()
+        sums = defaultdict[str, float](float)
         for label, seconds in times.items():
             sums[label[column]] += seconds
         rows = [
             [name, _ms(seconds / steps), f"{seconds / total:.1%}"]
-            for name, seconds in sums.most_common()
+            for name, seconds in sorted(sums.items(), key=lambda row: -row[1])
         ]
         print_table(rows, [title, "a step", "share"], f"by {title}, {_DEVICES}")
         print()

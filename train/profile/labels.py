@@ -8,7 +8,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.attribution import (
+    names_apart,
+    part_of,
+    producers,
+    scope,
+    scope_of,
+)
 from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.flops import multiplies, parts
 from train.plan.compiled.hlo import Executed
@@ -16,6 +22,7 @@ from train.plan.compiled.trip_counts import read
 
 WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")
+_NO_SCOPES = {"shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
 _MOVES = {
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "bitcast", "slice"),
     *("dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"),
@@ -62,17 +69,19 @@ class Labels:
         if own.opcode == "while":
             return None
         inside = [inner for inner, _ in parts(self._module, executed)]
+        opcodes = {inner.opcode for inner in inside}
+        if several := names_apart(own.op_name):  # what most of them are for
+            most = _by_count(scope_of(name) or _outermost(name) for name in several)
+            return Label((*most, UNNAMED)[0], self._kind(executed, "", opcodes))
         inner_scopes = (scope(executed, inner) for inner in inside if inner.op_name)
-        scopes = scope(executed, own), *_by_count(inner_scopes)
-        # Where the compiler left no name, what an operand is made by tells.
-        made = producers(self._module, own, executed.computation)
-        inner_names = _by_count(inner.op_name for inner in inside)
-        names = [own.op_name, *inner_names, *(each.op_name for each in made)]
-        part = next(filter(None, map(part_of, names)), "")
-        where = next(filter(None, scopes), "")
-        outermost = next(filter(None, map(_outermost, names)), UNNAMED)
-        name = f"{where} {part}".strip() or outermost
-        return Label(name, self._kind(executed, part, {x.opcode for x in inside}))
+        where = _first([scope(executed, own), *_by_count(inner_scopes)])
+        names = [own.op_name, *_by_count(inner.op_name for inner in inside)]
+        part = _first(map(part_of, names))
+        name = f"{where} {part}".strip() or _first(map(_outermost, names))
+        if not name:  # what an operand is made by tells
+            made = producers(self._module, own, executed.computation)
+            part = name = _first(part_of(each.op_name) for each in made)
+        return Label(name or UNNAMED, self._kind(executed, part, opcodes))
 
     def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
@@ -84,6 +93,10 @@ class Labels:
         return "copies" if opcodes <= _MOVES else "elementwise"
 
 
+def _first(names: Iterable[str]) -> str:
+    return next(filter(None, names), "")
+
+
 def _by_count(names: Iterable[str]) -> list[str]:
     return [name for name, _ in Counter(filter(None, names)).most_common()]
 
@@ -92,4 +105,4 @@ def _outermost(name: str) -> str:
     """Return the outermost scope that a name tells, "" if it tells none."""
     _, *scopes, _ = name.split("/") if name.count("/") > 1 else ["", ""]
     found = (_SCOPE.fullmatch(each) for each in scopes)
-    return next((match[1] for match in found if match), "")
+    return _first(match[1] for match in found if match and match[1] not in _NO_SCOPES)

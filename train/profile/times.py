@@ -6,7 +6,7 @@ end, whatever overlaps.
 
 import functools
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 from etils import epath
@@ -15,7 +15,7 @@ from train.profile.labels import WAITING, Label, Labels
 from train.profile.trace import Event, read_trace, time_spent
 
 
-def read_times(folder: epath.Path, text: str) -> tuple[Counter[Label], int]:
+def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
     """Return the seconds of each label, the mean of all devices, and their number.
 
     Args:
@@ -25,7 +25,7 @@ def read_times(folder: epath.Path, text: str) -> tuple[Counter[Label], int]:
     Raises:
         ValueError: a trace or the text cannot be read.
     """
-    labels, total, devices = Labels(text), Counter[Label](), 0
+    labels, total, devices = Labels(text), defaultdict[Label, float](float), 0
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb")):
         with tempfile.NamedTemporaryFile(suffix=".xplane.pb") as local:
             local.write(path.read_bytes())  # of an object store, too
@@ -35,7 +35,7 @@ def read_times(folder: epath.Path, text: str) -> tuple[Counter[Label], int]:
             devices += 1
             for label, spent_ns in _of_device(events, trace.begin, trace.end, labels):
                 total[label] += spent_ns / 1e9
-    return Counter({label: s / devices for label, s in total.items()}), devices
+    return {label: s / devices for label, s in total.items()}, devices
 
 
 def _of_device(events: list[Event], begin: float, end: float, labels: Labels):

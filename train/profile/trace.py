@@ -89,7 +89,7 @@ def _ended(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
 
 def time_spent(
     events: Sequence[Event], begin: float, end: float, rank: Callable[[Event], int]
-) -> Counter[Event | None]:
+) -> dict[Event | None, float]:
     """Share a stretch of time out among events: each moment to one, or to none.
 
     Args:
@@ -101,7 +101,7 @@ def time_spent(
     Returns:
         Nanoseconds by event; None is the time without any.
     """
-    spent, now = Counter[Event | None](), begin
+    spent, now = defaultdict[Event | None, float](float), begin
     active: list[tuple[int, float, float, Event]] = []
 
     def pass_time(until: float, now: float) -> float:

@@ -40,12 +40,13 @@ def scope(executed: Executed, instruction: Instruction) -> str:
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    scopes = [_scope(name) for name in (*loops, *names) if not _names(name)]
+    scopes = [scope_of(name) for name in (*loops, *names) if not names_apart(name)]
     inner = [place for place in scopes if place and place != _OUTER]
     return next(iter(inner), _OUTER if _OUTER in scopes else "")
 
 
-def _scope(name: str) -> str:
+def scope_of(name: str) -> str:
+    """Return the scope that a name tells, as `scope` does; "" if it tells none."""
     matches = _SCOPE.findall(name)
     if not matches:
         return ""
@@ -67,7 +68,7 @@ def serves(
         callers = ((executed.instruction, executed.computation),)
     operands = within.operands(inner)
     own = inner.op_name or executed.instruction.op_name
-    names = _names(own)
+    names = names_apart(own)
     if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
         arrays = _concatenated(module, operands[0], within)
         if len(arrays) == len(names):
@@ -100,9 +101,9 @@ def _concatenated(
     return _concatenated(module, called.root, called)
 
 
-def _names(name: str) -> list[str]:
+def names_apart(name: str) -> list[str]:
     """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
-    found = re.fullmatch(r"(.*?)\((.*:.*)\)", name)
+    found = re.fullmatch(r"(|.*?/)\((.*:.*)\)", name)
     return [found[1] + item for item in found[2].split(":")] if found else []
 
 
