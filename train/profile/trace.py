@@ -45,7 +45,8 @@ def read_trace(file: Path) -> Trace:
     """
     devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
-    for plane in ProfileData.from_file(str(file)).planes:
+    data = ProfileData.from_file(str(file))  # planes and events point into it
+    for plane in data.planes:
         lines = list(plane.lines)
         on_device = plane.name.startswith("/device:")
         if on_device and any(line.name == _OPS for line in lines):
