@@ -21,6 +21,9 @@ from train.profile.times import read_times
 from train.run import profiles
 from train.run.profiles import Profiler, answer, ask
 
+# jaxlib's reader makes this type when it is first used: Python 3.13 warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats")
+
 
 class Agreed:
     """Agrees at once on the step after the newest."""
