@@ -54,16 +54,16 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
         start = jax.tree.map(_empty, infos, params, is_leaf=is_info)
         return AdafactorState(jnp.zeros((), jnp.int32), start)
 
-    def update(grads: Any, state: AdafactorState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state.count + 1
         decay = 1 - count.astype(jnp.float32) ** -_EXPONENT
 
         def follow(info: ParamInfo, grad: jax.Array, old: Factored) -> Factored:
             return _followed(info, grad, old, decay)
 
-        squares = jax.tree.map(follow, infos, grads, state.squares, is_leaf=is_info)
+        squares = jax.tree.map(follow, infos, updates, state.squares, is_leaf=is_info)
         updates = jax.tree.map(
-            _direction, infos, grads, squares, params, is_leaf=is_info
+            _direction, infos, updates, squares, params, is_leaf=is_info
         )
         return updates, AdafactorState(count, squares)
 

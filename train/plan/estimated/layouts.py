@@ -1,0 +1,128 @@
+"""How the results of an equation lie, and what is sent so that its operands fit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from model.axes import mesh_axes
+from train.plan.estimated.arrays import (
+    Array,
+    Axes,
+    Dim,
+    Place,
+    merged,
+    reshaped,
+    resized,
+    ways,
+)
+from train.plan.estimated.collectives import Sending
+
+Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
+
+
+class Layouts:
+    """Lays results out, one equation after the other of a walk."""
+
+    def __init__(self, sending: Sending):
+        """Start; what is sent is told to `sending`."""
+        self._sending = sending
+        self._looked_up: dict[Array, tuple[Dim, ...]] = {}
+
+    def of(self, equation: Any, operands: list[Array], place: Place) -> list[Layout]:
+        """Return each result's dims, and the axes along which it is a partial sum."""
+        params = equation.params
+        before = [v.aval.shape for v in equation.invars]
+        after = [v.aval.shape for v in equation.outvars]
+        first = operands[0].dims if operands else tuple[Dim, ...]()
+        gone: Sequence[int] = ()
+        match equation.primitive.name:
+            case "transpose":
+                return [(tuple(first[i] for i in params["permutation"]), ())]
+            case "reshape":
+                return [(reshaped(first, before[0], after[0]), ())]
+            case "broadcast_in_dim":
+                dims = [Dim(size, (), False) for size in after[0]]
+                for i, to in enumerate(params["broadcast_dimensions"]):
+                    dims[to] = first[i] if before[0][i] == after[0][to] else dims[to]
+                return [(tuple(dims), ())]
+            case "sharding_constraint":
+                spec = params["sharding"].spec
+                return [(self._sending.lay_out(operands[0], spec, place), ())]
+            case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
+                return [self._look_up(*operands)]
+            case "scatter-add" if operands[1] in self._looked_up:
+                return [(self._looked_up[operands[1]], operands[1].axes)]
+            case "psum" | "psum_invariant" | "pmax":
+                for array in operands:
+                    axes = params["axes"]
+                    kind, label = "all-reduce", array.label
+                    self._sending.add(axes, kind, array.bytes, place, label)
+            case "ppermute":
+                (array,) = operands
+                axes, kind = params["axis_name"], "collective-permute"
+                self._sending.add(axes, kind, array.bytes, place, array.label)
+            case "all_gather" | "reduce_scatter" | "all_to_all" as name:
+                return [(self._manual(name, params, operands[0], place), ())]
+            case "pad" | "slice":
+                pairs = zip(first, before[0], after[0], strict=True)
+                return [(tuple(resized(*pair) for pair in pairs), ())]
+            case "squeeze":
+                gone = params["dimensions"]
+            case "unstack":
+                gone = [params["axis"]]
+            case "stack":
+                dims = [*first]
+                dims.insert(params["axis"], Dim(len(operands)))
+                return [(tuple(dims), ())]
+            case name if name.startswith("reduce_") and "axes" in params:
+                gone = params["axes"]
+        if gone:
+            summed = tuple(axis for i in gone for axis in first[i].axes)
+            dims = tuple(dim for i, dim in enumerate(first) if i not in gone)
+            return [(dims, summed)] * len(after)
+        layouts = list[Layout]()
+        for shape in after:
+            dims = merged(shape, zip(operands, before, strict=True))
+            self._fit(dims, operands, place)
+            layouts.append((dims, ()))
+        return layouts
+
+    def _fit(self, dims: tuple[Dim, ...], operands: list[Array], place: Place) -> None:
+        """Gather parameters that are cut otherwise than what they are combined with."""
+        with_batch = any(array.from_batch for array in operands)
+        for array in operands:
+            if array.size == 1 or len(array.dims) != len(dims) or array.from_batch:
+                continue
+            pairs = zip(array.dims, dims, strict=True)
+            lost = tuple(a for own, to in pairs for a in own.axes if a not in to.axes)
+            used = {axis for dim in dims for axis in dim.axes}
+            moved = tuple(axis for axis in lost if axis in used)
+            if with_batch or not moved:
+                self._sending.gather(array, lost, place)
+            else:
+                kind = "all-to-all"
+                self._sending.add(moved, kind, array.bytes, place, array.label)
+
+    def _look_up(self, table: Array, ids: Array) -> Layout:
+        """Look ids [..., 1] up in a table [V, ...]."""
+        self._looked_up[ids] = table.dims
+        return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
+
+    def _manual(
+        self, name: str, params: Any, array: Array, place: Place
+    ) -> tuple[Dim, ...]:
+        """Gather, scatter or exchange, as a device's own program says."""
+        axes = mesh_axes(params["axis_name"])
+        groups, dims = params["axis_index_groups"], list(array.dims)
+        devices = ways(self._sending.sizes, axes)
+        parts = len(groups[0]) if groups else devices
+        grows = params.get("all_gather_dimension", params.get("concat_axis"))
+        shrinks = params.get("scatter_dimension", params.get("split_axis"))
+        if grows is not None:
+            dims[grows] = dims[grows]._replace(size=dims[grows].size * parts)
+        if shrinks is not None:
+            dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
+        payload = array.bytes * (parts if name == "all_gather" else 1)
+        if groups:  # fewer devices send a smaller part of it
+            payload *= (1 - 1 / parts) / (1 - 1 / devices)
+        self._sending.add(axes, name.replace("_", "-"), payload, place, array.label)
+        return tuple(dims)
