@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.choices import Grouped
-from model.grouped import choose_grouped, grouped_product
+from model.experts.grouped import choose_grouped, grouped_product
 
 _RUNS = 15
 

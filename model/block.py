@@ -18,12 +18,12 @@ from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import Execution
-from model.experts import Experts
+from model.experts.experts import Experts
+from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
 from model.parts import part
 from model.remat import layer_input, rematerialized
 from model.rope import Rotations
-from model.router import Routing
 from model.taps import Taps
 
 

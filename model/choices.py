@@ -157,7 +157,7 @@ class ContextAttention(StrEnum):
 class Grouped(StrEnum):
     """Body of products of rows grouped by expert; each platform has its own.
 
-    `ragged` is XLA's, to trace and to compare: it is slow (model/grouped.py).
+    `ragged` is XLA's, to trace and to compare: it is slow (model/experts/grouped.py).
     """
 
     ragged = "ragged"

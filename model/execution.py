@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
 from model.config import OffloadName
-from model.quantization import Quantization
+from model.eight_bits.quantization import Quantization
 from model.remat import Policy
 from model.taps import Taps
 

@@ -23,12 +23,12 @@ from model.config import ModelConfig
 from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import Execution
+from model.experts.router import Routing
 from model.layers import Normalize, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.pipeline import run_pipeline
 from model.rope import Rotations, rotations
-from model.router import Routing
 
 _HEAD = "btd,dv->btv"
 Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of layers that one loop runs alike

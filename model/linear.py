@@ -3,7 +3,7 @@
 Operands are rounded to the compute dtype, products accumulate in float32, and the
 backward pass rounds the cotangent too, so that all three products of a linear layer
 run on the machine's fast units; those of eight bits have forms of their own
-(model/float8.py, model/int8.py). Plain `x @ w` does neither: with bfloat16 operands
+(model/eight_bits/). Plain `x @ w` does neither: with bfloat16 operands
 XLA's CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
 (docs/log.md has the figures). Nothing is flattened or transposed on the way: einsums
 with the weight's own dims are the form that XLA's CPU is fast on.
@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from model.choices import ComputeDtype
+from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
+from model.eight_bits.int8 import contracted, int8_product, to_int8
+from model.eight_bits.quantization import Quantization, Scaled, transposed
 from model.execution import Execution
-from model.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.gather import WHOLE, Parts, parts_of
-from model.int8 import contracted, int8_product, to_int8
 from model.params import Kind, ParamInfo
 from model.parts import part
-from model.quantization import Quantization, Scaled, transposed
 
 
 def product(

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.execution import Execution
+from model.experts.router import Routing
 from model.parts import part
 from model.remat import rematerialized_stage
-from model.router import Routing
 from model.taps import Noted, Taps
 
 Run = Callable[

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.quantization import Scaled, largest_value
+from model.eight_bits.quantization import Scaled, largest_value
 
 Named = dict[str, Float[Array, "*L"]]
 Reduce = Callable[[jax.Array], jax.Array]

@@ -15,10 +15,10 @@ from data.batches import Batch
 from model.axes import ANYWHERE, mesh_axes, wide
 from model.config import ModelConfig
 from model.execution import Execution
+from model.experts.router import Routing
 from model.gather import Parts, parts_of
 from model.gpt import GPT, project
 from model.parts import part
-from model.router import Routing
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128

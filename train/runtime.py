@@ -20,9 +20,9 @@ from model.choices import (
     Dtype,
     Grouped,
 )
+from model.eight_bits.quantization import Quantization
 from model.execution import Execution
-from model.grouped import choose_grouped
-from model.quantization import Quantization
+from model.experts.grouped import choose_grouped
 from train.config import Config, Platform, RuntimeConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of

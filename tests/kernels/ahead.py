@@ -26,8 +26,8 @@ import jax.numpy as jnp
 
 from model.attention.kernel import attention
 from model.choices import Attention, ComputeDtype
-from model.grouped import choose_grouped, grouped_product
-from model.quantization import Quantization
+from model.eight_bits.quantization import Quantization
+from model.experts.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target

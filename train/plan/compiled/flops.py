@@ -109,7 +109,7 @@ def has_eight_bits(instruction: Instruction, computation: Computation) -> bool:
 
 
 def _grouped_flops(instruction: Instruction, computation: Computation) -> float:
-    """Count what a kernel of model/grouped.py multiplies of the rows in use."""
+    """Count what a kernel of model/experts/grouped.py multiplies of the rows in use."""
     if not is_kernel(instruction):
         return 0.0
     arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]

@@ -1,7 +1,7 @@
 """What products with operands of eight bits have in common.
 
 An array x is rounded to values of eight bits times a scale, one for all of it
-(model/float8.py) or one a row (model/int8.py). Products are of the values themselves,
+(float8.py beside this) or one a row (int8.py). Products are of the values themselves,
 and their results are scaled. Scales come from the largest value at hand, so that there
 is no state. What is finite has a finite scale that is not zero; what is not makes
 results that are not.

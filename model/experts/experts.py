@@ -3,7 +3,7 @@
 A router scores the experts for each token; the k best each make an MLP of it, and their
 results are added up by the router's weights. Nothing is dropped and nothing is
 padded to a capacity: rows are sorted by expert, and multiplied by
-`model.grouped.grouped_product`, however many each expert gets.
+`model.experts.grouped.grouped_product`, however many each expert gets.
 
 Where experts lie apart along a mesh axis (`expert`) devices gather the tokens of all,
 compute the rows of their own experts alone, and add up over devices by a scatter. That
@@ -27,13 +27,13 @@ from jaxtyping import Array, Float
 from model.axes import mesh_axes
 from model.config import ModelConfig
 from model.execution import Execution
+from model.experts.grouped import grouped_product
+from model.experts.router import Choice, Router, Routing
 from model.gather import parts_of
-from model.grouped import grouped_product
 from model.layers import MLP, activate, stds
 from model.linear import gathered
 from model.params import Kind, ParamInfo
 from model.parts import expected, part
-from model.router import Choice, Router, Routing
 
 
 class Experts(nnx.Module):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import grouped, grouped_triton
 from model.choices import ComputeDtype, Grouped
-from model.float8 import FORWARD, float8_scale, to_float8
-from model.grouped import choose_grouped, grouped_product
-from model.quantization import Quantization
+from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
+from model.eight_bits.quantization import Quantization
+from model.experts import grouped, grouped_triton
+from model.experts.grouped import choose_grouped, grouped_product
 
 M, D, F = 200, 24, 40
 SIZES = {  # the last rows may be no one's

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from model.eight_bits.quantization import Scaled, contract, largest, transposed
 from model.gather import WHOLE, Parts
-from model.quantization import Scaled, contract, largest, transposed
 
 _MOST = 127.0
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)

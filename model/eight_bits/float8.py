@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from model.eight_bits.quantization import Scaled, contract, largest, transposed
 from model.gather import Parts
-from model.quantization import Scaled, contract, largest, transposed
 
 FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 

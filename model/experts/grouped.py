@@ -5,9 +5,9 @@ w[E, D, F]. Each row is multiplied once, whatever the sizes are: XLA's own `ragg
 multiplies all rows by all experts' matrices on a CPU and on NVIDIA's GPUs, and for the
 gradient of w on TPUs too (docs/log.md). So each platform has a body of its own:
 
-scan: any platform; a loop over blocks of rows (model/grouped_scan.py).
+scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
 megablox: TPU; jax's own Pallas kernels.
-triton: NVIDIA; a Pallas kernel that Triton compiles (model/grouped_triton.py).
+triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_triton.py).
 ragged: XLA's own, for a plan to trace and for tests to compare with.
 
 Operands and cotangents are rounded as `model.linear.product` rounds them; to float8, if
@@ -25,10 +25,10 @@ from jax.lax import RaggedDotDimensionNumbers, ragged_dot_general
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model import grouped_scan, grouped_triton
 from model.choices import Grouped
-from model.float8 import FORWARD, float8_scale, to_float8
-from model.quantization import Quantization
+from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
+from model.eight_bits.quantization import Quantization
+from model.experts import grouped_scan, grouped_triton
 
 _LANES = 128
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from model.choices import ComputeDtype
-from model.float8 import float8_scale, to_float8
+from model.eight_bits.float8 import float8_scale, to_float8
+from model.eight_bits.int8 import to_int8
+from model.eight_bits.quantization import Quantization
 from model.gather import WHOLE, Parts
-from model.int8 import to_int8
 from model.linear import gathered, product
-from model.quantization import Quantization
 
 pytestmark = pytest.mark.usefixtures("strict")
 
