@@ -197,6 +197,7 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
         assert faster.needed > slower.needed
 
 
+@pytest.mark.slow
 def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
     devices, room = devices[:4], MemoryBudget(*[2**36] * 3)
