@@ -1,11 +1,11 @@
 """Memory and cores of a host, from the plan: what a scheduler is asked for.
 
-The plan computes one figure of a host: the bytes that an asynchronous save stages in
-its memory. The rest are rules, generous rather than exact: a job that is killed for
-want of memory costs more than memory that idles.
+The plan computes what the step keeps in a host's memory (optimizer.offload), and what
+an asynchronous save stages there. The rest are rules, generous rather than exact: a job
+that is killed for want of memory costs more than memory that idles.
 
-- memory: twice what a save stages (its copy, and the buffers of a restore or of the
-  writer), and 16 GiB for each process: libraries, compiler, pinned buffers, batches;
+- memory: what is kept, twice what a save stages (its copy, and the buffers of a restore
+  or of the writer), and 16 GiB for each process: libraries, compiler, batches;
 - cores: eight for each chip. Nodes of GPUs have 12 to 16, TPU hosts 24 or more.
 
 Keys of the cluster replace either. Without a plan nothing is asked for, and what a site
@@ -18,9 +18,9 @@ _CORES_PER_CHIP = 8
 _SAVED_BYTES_PER_S = 1e9
 
 
-def host_memory_gib(staged_bytes: int, processes: int) -> int:
+def host_memory_gib(staged_bytes: int, held_bytes: int, processes: int) -> int:
     """Return the GiB that a host with so many processes is asked for."""
-    needed = 2 * staged_bytes + processes * _PROCESS_BYTES
+    needed = held_bytes + 2 * staged_bytes + processes * _PROCESS_BYTES
     return -(-needed // (1 << 30))
 
 

@@ -33,6 +33,7 @@ class Job:
     root: where this program's packages lie, here.
     workdir: where this command was typed.
     staged_bytes: of a host's memory while a save copies from it; None: no plan said it.
+    held_bytes: of a host's memory that the step keeps arrays in.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     rendered_to: str | None = None
     staged_bytes: int | None = None
+    held_bytes: int = 0
 
     @property
     def files(self) -> str:

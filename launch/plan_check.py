@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,17 +41,17 @@ _REFUSED = {
 }
 
 
-def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
+def check_plan(job: Job, machine: Machine, force: bool) -> Job:
     """Show the plan; refuse what is of no use to submit.
 
     Returns:
-        The bytes of a host's memory that a save stages; None if no plan says so.
+        The job, with what it needs of a host's memory, if a plan says so.
 
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
     """
     if machine == Machine():
-        return None
+        return job
     arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
     if machine.target is not None:
         arguments += [f"output={folder}", f"target={machine.target}"]
@@ -68,8 +69,9 @@ def check_plan(job: Job, machine: Machine, force: bool) -> int | None:
         log.warning("the plan could not be made (exit code %d): submitted unseen", code)
     elif machine.target is not None:
         plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
-        return plan["host_save"]["bytes"]
-    return None
+        staged, held = plan["host_save"]["bytes"], plan["host_held_bytes"]
+        return replace(job, staged_bytes=staged, held_bytes=held)
+    return job
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

@@ -66,8 +66,7 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     backend = BACKENDS[kind]
     _refuse_twice(directory)
     if config.plan_first:
-        staged_bytes = check_plan(job, backend.machine(cluster), config.force)
-        job = dataclasses.replace(job, staged_bytes=staged_bytes)
+        job = check_plan(job, backend.machine(cluster), config.force)
     rendered = backend.render(job, cluster)
     files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}
     submission = keep(dataclasses.replace(submission, name=job.name), files, ROOT)

@@ -120,7 +120,8 @@ def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
     cpus, memory = cluster.cpus, cluster.memory
     if job.staged_bytes is not None:
         cpus = cpus or process_cores(count)
-        memory = memory or f"{host_memory_gib(job.staged_bytes, pods.processes)}Gi"
+        gib = host_memory_gib(job.staged_bytes, job.held_bytes, pods.processes)
+        memory = memory or f"{gib}Gi"
     requests = {"cpu": cpus and str(cpus), "memory": memory}
     requests = {name: value for name, value in requests.items() if value}
     return {**({"requests": requests} if requests else {}), "limits": {resource: count}}

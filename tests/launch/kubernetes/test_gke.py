@@ -90,13 +90,14 @@ def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
 @pytest.mark.parametrize(
     ("cluster", "requests"),
     [
-        (TPU, {"cpu": "32", "memory": "56Gi"}),  # 2 * 20 + 16
+        (TPU, {"cpu": "32", "memory": "56Gi"}),  # 4 + 2 * 18 + 16
         (replace(GPU, processes_per_node=8), {"cpu": "64", "memory": "168Gi"}),
         (replace(GPU, cpus=3, memory="9Gi"), {"cpu": "3", "memory": "9Gi"}),
     ],
 )
 def test_cores_and_memory_are_those_of_the_plan(cluster, requests):
-    planned = manifest(cluster, replace(JOB, staged_bytes=20 << 30))
+    job = replace(JOB, staged_bytes=18 << 30, held_bytes=4 << 30)
+    planned = manifest(cluster, job)
     assert pod_of(planned)["containers"][0]["resources"]["requests"] == requests
     assert refused(planned) == []
     plain = manifest(replace(cluster, cpus=None, memory=None))

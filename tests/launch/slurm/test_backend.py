@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 from dataclasses import replace
@@ -54,7 +55,8 @@ def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch, tmp_path):
         asked.append((module, [*arguments], variables))
         file = Path(cwd, "plans", JOB.name, "plan.json")
         file.parent.mkdir(parents=True)
-        file.write_text('{"host_save": {"bytes": 7, "how": "computed"}}')
+        save = {"bytes": 7, "how": "computed"}
+        file.write_text(json.dumps({"host_save": save, "host_held_bytes": 5}))
         return subprocess.CompletedProcess([], 0)
 
     monkeypatch.setattr("launch.plan_check.run_module", run_module)
@@ -62,7 +64,8 @@ def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch, tmp_path):
         gpus_per_node=8, gpu="h100", environment={"XLA_FLAGS": "--x"}
     )
     job = replace(JOB, workdir=str(tmp_path))
-    assert check_plan(job, slurm.machine(cluster), force=False) == 7
+    planned = replace(job, staged_bytes=7, held_bytes=5)
+    assert check_plan(job, slurm.machine(cluster), force=False) == planned
     ((module, arguments, variables),) = asked
     assert (module, arguments[-1]) == ("train.plan", "target=h100-8x1")
     assert variables["XLA_FLAGS"] == "--x"
