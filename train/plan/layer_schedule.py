@@ -17,6 +17,7 @@ So these are the shortest times that the schedule allows; no instruction has ove
 
 import functools
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -24,14 +25,13 @@ from jax.sharding import Mesh
 from train.plan.compiled.attribution import part_of, scope
 from train.plan.compiled.collectives import KINDS, Collective, started
 from train.plan.compiled.flops import (
-    flops_between,
+    computed_flops,
     has_eight_bits,
     kernel_flops,
-    parts,
     product_flops,
 )
 from train.plan.compiled.hbm_bytes import memory_bytes
-from train.plan.compiled.hlo import BODY, Executed, Instruction, Loop, Module
+from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
 from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
 
@@ -92,19 +92,18 @@ def layer_loops(module: Module) -> dict[str, Loop]:
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
-        loop = module.loops[executed.instruction.find(BODY)]
+        loop = module.loops[executed.instruction.body.name]
         known = [inner.body for loops in found.values() for inner in loops]
         if any(outer.body in known for outer in executed.loops):
             continue
         loops = (*executed.loops, loop)
-        inside = Executed(loop.instruction, loop.within, executed.times, loops)
+        inside = Executed(loop.instruction, executed.times, loops)
         what, _, way = scope(inside, loop.instruction).partition(" ")
         if what == "layers" and way:
             found.setdefault(way, []).append(loop)
 
     def flops(loop: Loop) -> float:
-        body = module.computations[loop.body]
-        return loop.trips * flops_between(module, body, -1, len(body.instructions))
+        return loop.trips * computed_flops(loop.body.order)
 
     return {way: max(found[way], key=flops) for way in sorted(found, reverse=True)}
 
@@ -130,10 +129,9 @@ class _Device:
         self._free = dict[str, float]()  # by lane: when it is
         self._pending = dict[str, tuple[float, str]]()  # by who waits: end, for what
         self._spans = list[Span]()
-        self._bodies = dict[str, list[Executed]]()
+        self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
-            body = self._bodies.setdefault(executed.computation.name, [])
-            body.append(executed)
+            self._bodies[executed.instruction.within].append(executed)
         self._cost_of = functools.cache(self._cost)
 
     def finish(self) -> list[Span]:
@@ -142,14 +140,14 @@ class _Device:
             self._wait(name)
         return [span for span in self._spans if span.seconds > 0]
 
-    def run(self, name: str) -> None:
+    def run(self, computation: Computation) -> None:
         """Run a computation once."""
-        for executed in self._bodies[name]:
+        for executed in self._bodies[computation]:
             instruction = executed.instruction
             if instruction.name in self._pending:
                 self._wait(instruction.name)
             if instruction.opcode == "while":
-                loop = self._module.loops[instruction.find(BODY)]
+                loop = self._module.loops[instruction.body.name]
                 for _ in range(loop.trips):
                     self.run(loop.body)
             elif instruction.opcode in ("call", "conditional"):
@@ -158,8 +156,8 @@ class _Device:
             else:
                 self._step(instruction, self._cost_of(executed))
 
-    def _times(self, name: str) -> int:
-        return max((executed.times for executed in self._bodies[name]), default=0)
+    def _times(self, called: Computation) -> int:
+        return max((executed.times for executed in self._bodies[called]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
         work = (cost.kind, cost.seconds, cost.label, cost.detail)
@@ -205,26 +203,24 @@ class _Device:
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
-        instruction, within = executed.instruction, executed.computation
-        sent = tuple(started(self._module, executed, self._mesh))
+        instruction, sent = executed.instruction, tuple(started(executed, self._mesh))
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
             return _Cost(MEMORY, 0.0, "", "", sent)
         products = attention = busy = 0.0
-        for inner, computation in parts(self._module, executed):
-            product, rate = product_flops(inner, computation), self._rates.flops
-            if product and has_eight_bits(inner, computation):
+        for inner in instruction.parts:
+            product, rate = product_flops(inner), self._rates.flops
+            if product and has_eight_bits(inner):
                 rate = self._rates.eight_bits
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
-                attention += math.prod(kernel_flops(inner, computation))
-        moved = memory_bytes(self._module, instruction, within)
+                attention += math.prod(kernel_flops(inner))
+        moved = memory_bytes(instruction)
         flops = products + attention
         busy += attention / self._rates.flops
         seconds = max(busy, moved / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
-        users = within.users.get(instruction.name, ())
-        done = [user.name for user in users if user.opcode.endswith("-done")]
+        done = [u.name for u in instruction.users if u.opcode.endswith("-done")]
         copied = done[0] if opcode.endswith("-start") and seconds and done else ""
         work = f"{format_flops(flops)}, " if flops else ""
         detail = f"{instruction.name}: {work}{format_bytes(moved)}"

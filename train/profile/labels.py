@@ -16,7 +16,7 @@ from train.plan.compiled.attribution import (
     scope_of,
 )
 from train.plan.compiled.collectives import KINDS
-from train.plan.compiled.flops import multiplies, parts
+from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read
 
@@ -68,7 +68,7 @@ class Labels:
         own = executed.instruction
         if own.opcode == "while":
             return None
-        inside = [inner for inner, _ in parts(self._module, executed)]
+        inside = own.parts
         opcodes = {inner.opcode for inner in inside}
         if several := names_apart(own.op_name):  # what most of them are for
             most = _by_count(scope_of(name) or _outermost(name) for name in several)
@@ -79,7 +79,7 @@ class Labels:
         part = _first(map(part_of, names))
         name = f"{where} {part}".strip() or _first(map(_outermost, names))
         if not name:  # what an operand is made by tells
-            made = producers(self._module, own, executed.computation)
+            made = producers(own)
             part = name = _first(part_of(each.op_name) for each in made)
         return Label(name or UNNAMED, self._kind(executed, part, opcodes))
 
@@ -88,7 +88,7 @@ class Labels:
             return "collectives"
         if part.split(".")[-1] == "attention":  # without its linear layers
             return "attention"
-        if multiplies(self._module, executed):
+        if multiplies(executed.instruction):
             return "products"
         return "copies" if opcodes <= _MOVES else "elementwise"
 

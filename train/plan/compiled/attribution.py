@@ -11,14 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from train.plan.compiled.hlo import (
-    BODY,
-    Computation,
-    Executed,
-    Instruction,
-    Module,
-    index_of,
-)
+from train.plan.compiled.hlo import Executed, Instruction
 
 OTHER, SCALARS = "other", "scalars"
 _PART = re.compile(r"[/(]part\.([\w.]+)")
@@ -59,18 +52,14 @@ def part_of(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
-def serves(
-    module: Module, executed: Executed, inner: Instruction, within: Computation
-) -> list[tuple[str, int]]:
+def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return what the operands of a collective are for, with their bytes."""
-    callers = ()
-    if within is not executed.computation:
-        callers = ((executed.instruction, executed.computation),)
-    operands = within.operands(inner)
-    own = inner.op_name or executed.instruction.op_name
+    outer, operands = executed.instruction, inner.operands
+    callers = () if inner.within is outer.within else (outer,)
+    own = inner.op_name or outer.op_name
     names = names_apart(own)
     if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
-        arrays = _concatenated(module, operands[0], within)
+        arrays = _concatenated(operands[0])
         if len(arrays) == len(names):
             parts = [part_of(name) or OTHER for name in names]
             return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
@@ -82,7 +71,7 @@ def serves(
         # The name of several operands is that of one of them.
         exact = own if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        made = _producers(module, _Value(operand, within, callers))
+        made = _producers(_Value(operand, callers))
         before = (instruction.op_name for instruction in made)
         candidates = (exact, *before, own, *_user_names(executed))
         part = next(filter(None, map(part_of, candidates)), OTHER)
@@ -90,15 +79,10 @@ def serves(
     return uses
 
 
-def _concatenated(
-    module: Module, instruction: Instruction, computation: Computation
-) -> list[Instruction]:
-    if instruction.opcode == "concatenate":
-        return computation.operands(instruction)
-    if instruction.opcode != "fusion":
-        return []
-    called = module.computations[instruction.called[0]]
-    return _concatenated(module, called.root, called)
+def _concatenated(instruction: Instruction) -> list[Instruction]:
+    while instruction.opcode == "fusion":
+        instruction = instruction.called[0].root
+    return instruction.operands if instruction.opcode == "concatenate" else []
 
 
 def names_apart(name: str) -> list[str]:
@@ -109,12 +93,11 @@ def names_apart(name: str) -> list[str]:
 
 def _user_names(executed: Executed) -> Iterator[str]:
     """Return the names of the instructions that use a result, the nearest first."""
-    users = executed.computation.users
-    queue, seen = deque([executed.instruction]), {executed.instruction.name}
+    queue, seen = deque([executed.instruction]), {executed.instruction}
     while queue and len(seen) < _NEIGHBOURS:
-        for user in users.get(queue.popleft().name, ()):
-            if user.name not in seen:
-                seen.add(user.name)
+        for user in queue.popleft().users:
+            if user not in seen:
+                seen.add(user)
                 queue.append(user)
                 yield user.op_name
 
@@ -123,57 +106,49 @@ class _Value(NamedTuple):
     """What an instruction makes, and the fusions it stands in, innermost last."""
 
     instruction: Instruction
-    computation: Computation
-    callers: tuple[tuple[Instruction, Computation], ...] = ()
+    callers: tuple[Instruction, ...] = ()
 
 
-def producers(
-    module: Module, instruction: Instruction, within: Computation
-) -> Iterator[Instruction]:
+def producers(instruction: Instruction) -> Iterator[Instruction]:
     """Return an instruction and those that make its operands, the nearest first."""
-    return _producers(module, _Value(instruction, within))
+    return _producers(_Value(instruction))
 
 
-def _producers(module: Module, value: _Value) -> Iterator[Instruction]:
+def _producers(value: _Value) -> Iterator[Instruction]:
     queue, seen = deque([value]), set[str]()
     while queue and len(seen) < _NEIGHBOURS:
         value = queue.popleft()
         if value.instruction.name not in seen:
             seen.add(value.instruction.name)
             yield value.instruction
-            queue += _made_from(module, value)
+            queue += _made_from(value)
 
 
-def _made_from(module: Module, value: _Value) -> Iterator[_Value]:
+def _made_from(value: _Value) -> Iterator[_Value]:
     """Return what a value is made from, through fusions and loops."""
-    instruction, computation, callers = value
-    operands, opcode = computation.operands(instruction), instruction.opcode
+    instruction, callers = value
+    operands, opcode = instruction.operands, instruction.opcode
     if opcode == "parameter" and callers:
-        fusion, outer = callers[-1]
-        made = outer.operands(fusion)[int(instruction.arguments)]
-        yield _Value(made, outer, callers[:-1])
+        made = callers[-1].operands[int(instruction.arguments)]
+        yield _Value(made, callers[:-1])
     elif opcode in _FUSIONS:
-        called = module.computations[instruction.called[0]]
-        yield _Value(called.root, called, (*callers, (instruction, computation)))
+        yield _Value(instruction.called[0].root, (*callers, instruction))
     elif opcode == "get-tuple-element":
-        source, element = operands[0], index_of(instruction)
+        source, element = operands[0], instruction.index
         if source.opcode in _FUSIONS:
-            callers = (*callers, (source, computation))
-            computation = module.computations[source.called[0]]
-            source = computation.root
+            callers = (*callers, source)
+            source = source.called[0].root
         elif source.opcode == "while":
-            computation = module.computations[source.find(BODY)]
-            source = computation.root
+            source = source.body.root
         elif source.opcode == "parameter":  # made in the trip before
-            source = computation.root
-        parts = computation.operands(source)
+            source = source.within.root
+        parts = source.operands
         if source.opcode in _TUPLES and element < len(parts):
-            yield _Value(parts[element], computation, callers)
-        else:
-            yield _Value(source, computation, callers)
+            source = parts[element]
+        yield _Value(source, callers)
     else:
         if opcode == "dynamic-update-slice":
             operands = operands[1:2]
         for operand in operands:
             if operand.num_bytes > _SCALARS_BYTES:
-                yield _Value(operand, computation, callers)
+                yield _Value(operand, callers)

@@ -9,7 +9,6 @@ batch), and what is written into their places, are left out.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from train.plan.compiled.hlo import (
     Executed,
     Instruction,
     Module,
-    index_of,
 )
 from train.plan.compiled.source_lines import SourceLines
 
@@ -32,8 +30,7 @@ _ZEROS = re.compile(r"broadcast|AllocateBuffer")  # before anything else is in i
 class Key(NamedTuple):
     """An element of what an instruction makes."""
 
-    computation: str
-    instruction: str
+    instruction: Instruction
     element: int
 
 
@@ -48,13 +45,7 @@ class Buffer:
 
 
 def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
-    """List the buffers of a program that hold most, in main memory.
-
-    Args:
-        module: that was read with what it executes.
-        lines: of its source.
-        count: how many.
-    """
+    """List so many buffers of a program that hold most, in main memory."""
     lives = _Lives(module)
     sizes = sorted(lives.arrays.items(), key=lambda item: -item[1].num_bytes)
     result = []
@@ -65,17 +56,17 @@ def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buff
             Buffer(
                 array.num_bytes,
                 f"{array.dtype}[{dims}]",
-                _described(module, maker, lines),
-                _described(module, last, lines) if last else "nothing uses it",
+                _described(maker, lines),
+                _described(last, lines) if last else "nothing uses it",
             )
         )
     return result
 
 
-def _described(module: Module, executed: Executed, lines: SourceLines) -> str:
+def _described(executed: Executed, lines: SourceLines) -> str:
     """Return where in the step something stands, and its lines of source."""
     own, part, line = executed.instruction, "", ""
-    for made in (own, *producers(module, own, executed.computation)):
+    for made in (own, *producers(own)):
         line = line or lines.line_of(made)
         if part := part_of(made.op_name):
             line = lines.line_of(made) or line
@@ -94,81 +85,69 @@ class _Lives:
         self.makers: dict[Key, Executed] = {}
         self.last: dict[Key, Executed] = {}
         self._known: dict[Key, Key | None] = {}
-        self._loops = {
-            loop.body: (loop.instruction, loop.within) for loop in module.loops.values()
-        }
         self._handed_on: dict[Key, Key] = {}
-        for body, (instruction, within) in self._loops.items():
-            computation = module.computations[body]
-            for number in range(len(instruction.arrays)):
-                own = self._of(computation, computation.root, number)
-                carried = self._of(within, instruction, number)
-                if own and carried and own.computation == body:
+        for loop in module.loops.values():
+            for number in range(len(loop.instruction.arrays)):
+                own = self._of(loop.body.root, number)
+                carried = self._of(loop.instruction, number)
+                if own and carried and own.instruction.within is loop.body:
                     self._handed_on[own] = carried
         self._collect()
 
     def _collect(self) -> None:
-        entry, filled = self.module.entry, defaultdict[Key, bool](bool)
+        root, filled = self.module.entry.root, defaultdict[Key, bool](bool)
         for executed in self.module.executed:
-            instruction, computation = executed.instruction, executed.computation
+            instruction = executed.instruction
             for number, array in enumerate(instruction.arrays):
-                key = self._holder(self._of(computation, instruction, number))
+                key = self._holder(self._of(instruction, number))
                 if key is None or _makes_nothing(instruction.opcode):
                     continue
-                own = key == (computation.name, instruction.name, number)
+                own = key == (instruction, number)
                 if own and array.space == 0 and array.num_bytes:
                     self.arrays[key] = array
                 if not filled[key]:  # zeros do not count, what is put there does
                     self.makers[key] = executed
-                    target = instruction.find(r'custom_call_target="([^"]*)"')
-                    filled[key] = not _ZEROS.search(f"{instruction.name} {target}")
+                    name = f"{instruction.name} {instruction.target}"
+                    filled[key] = not _ZEROS.search(name)
             if instruction.opcode not in _NO_USE:
-                for key in self._used(computation, instruction):
-                    self.last[key] = executed
-        for number in range(len(entry.root.arrays)):  # of results, and what aliases
-            key = self._holder(self._of(entry, entry.root, number))
-            if key:
+                for operand in instruction.operands:
+                    for number in range(len(operand.arrays)):
+                        if key := self._holder(self._of(operand, number)):
+                            self.last[key] = executed
+        for number in range(len(root.arrays)):  # of results, and what aliases
+            if key := self._holder(self._of(root, number)):
                 self.arrays.pop(key, None)
-
-    def _used(self, computation: Computation, user: Instruction) -> Iterator[Key]:
-        for operand in computation.operands(user):
-            for number in range(len(operand.arrays)):
-                key = self._holder(self._of(computation, operand, number))
-                if key:
-                    yield key
 
     def _holder(self, key: Key | None) -> Key | None:
         while key is not None and key in self._handed_on:
             key = self._handed_on[key]
         return key
 
-    def _of(self, within: Computation, made: Instruction, element: int) -> Key | None:
+    def _of(self, made: Instruction, element: int) -> Key | None:
         """Return what holds an element; None: an argument."""
-        key = Key(within.name, made.name, element)
+        key = Key(made, element)
         if key not in self._known:
-            self._known[key] = self._find(key, within, made)
+            self._known[key] = self._find(key)
         return self._known[key]
 
-    def _find(self, key: Key, within: Computation, made: Instruction) -> Key | None:
-        operands, opcode, element = within.operands(made), made.opcode, key.element
+    def _find(self, key: Key) -> Key | None:
+        made, element = key
+        operands, opcode = made.operands, made.opcode
         if opcode == "parameter":
-            if within.name not in self._loops:
-                return None
-            instruction, outside = self._loops[within.name]
-            return self._of(outside, instruction, element)
+            loop = self.module.loops.get(made.within.name)
+            return self._of(loop.instruction, element) if loop else None
         if opcode == "get-tuple-element":
-            return self._of(within, operands[0], index_of(made))
+            return self._of(operands[0], made.index)
         if opcode == "tuple" and element < len(operands):
-            return self._of(within, operands[element], 0)
+            return self._of(operands[element], 0)
         if opcode in _VIEWS:
-            return self._of(within, operands[0], element)
+            return self._of(operands[0], element)
         if opcode == "dynamic-update-slice":
-            return self._of(within, operands[0], 0)
+            return self._of(operands[0], 0)
         if opcode == "fusion":
-            inside = self.module.computations[made.called[0]]
-            updated = _updated(inside, element)
+            updated = _updated(made.called[0], element)
             if updated is not None:
-                return self._of(within, operands[updated], 0)
+                return self._of(operands[updated], 0)
         return key
 
 
@@ -181,8 +160,8 @@ def _updated(inside: Computation, element: int) -> int | None:
     """Return the operand that a fusion updates in place for an element, if one."""
     made = inside.root
     if made.opcode == "tuple":
-        operands = inside.operands(made)
+        operands = made.operands
         made = operands[element] if element < len(operands) else made
     while made.opcode in ("bitcast", "dynamic-update-slice"):
-        made = inside.operands(made)[0]
+        made = made.operands[0]
     return int(made.arguments) if made.opcode == "parameter" else None

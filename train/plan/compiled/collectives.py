@@ -15,15 +15,8 @@ from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import scope, serves
-from train.plan.compiled.flops import flops_between, parts
-from train.plan.compiled.hlo import (
-    BODY,
-    Computation,
-    Executed,
-    Instruction,
-    Loop,
-    Module,
-)
+from train.plan.compiled.flops import computed_flops
+from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
 from train.plan.cost import CollectiveTotal, sent_bytes
 
@@ -34,6 +27,7 @@ KINDS = (
 _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
+_CHAIN = r'chain_id="(\d+)"'  # of the fusions that a collective is cut over
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -61,7 +55,7 @@ def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     found, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
         by_hosts = executed.instruction.opcode == "send"
-        for collective in started(module, executed, mesh):
+        for collective in started(executed, mesh):
             if collective.kind == "collective-permute" and not by_hosts:
                 permutes.append((executed, collective))
             else:
@@ -69,14 +63,14 @@ def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     return found + _rings(module, permutes)
 
 
-def started(module: Module, executed: Executed, mesh: Mesh) -> Iterator[Collective]:
-    """Give the collectives that an instruction starts, each permute on its own."""
-    for inner, within in parts(module, executed):
+def started(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
+    """Return the collectives that an instruction starts, each permute on its own."""
+    for inner in executed.instruction.parts:
         kind = inner.opcode.removesuffix("-start")
         if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
-            yield _transfer(module, executed, mesh)
-        elif kind in KINDS and not _goes_on(inner, within):
-            yield _collective(module, executed, inner, within, kind, mesh)
+            yield _transfer(executed, mesh)
+        elif kind in KINDS and not _goes_on(inner):
+            yield _collective(executed, inner, kind, mesh)
 
 
 def totals(
@@ -117,39 +111,28 @@ def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
 
 
 def _collective(
-    module: Module,
-    executed: Executed,
-    inner: Instruction,
-    within: Computation,
-    kind: str,
-    mesh: Mesh,
+    executed: Executed, inner: Instruction, kind: str, mesh: Mesh
 ) -> Collective:
-    if within.name.startswith("all-reduce-scatter"):
+    if inner.within.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
-    group = group_of(inner, mesh)
-    start, end = _span(module, executed, inner, within)
-    uses = serves(module, executed, inner, within)
-    operands, is_async = within.operands(inner), end > start
-    return _made(
-        module, executed, inner, operands, kind, group, uses, (start, end), is_async
-    )
+    group, span = group_of(inner, mesh), _span(executed, inner)
+    return _made(executed, inner, kind, group, serves(executed, inner), span)
 
 
 def _made(
-    module: Module,
     executed: Executed,
     inner: Instruction,
-    operands: Sequence[Instruction],
     kind: str,
     group: Group,
     uses: Iterable[tuple[str, int]],
     span: tuple[int, int],
-    is_async: bool,
 ) -> Collective:
     """Put a collective together from what it sends, to whom, what for and when."""
+    # The second operand of what hosts send is a token.
+    operands = inner.operands[:1] if inner.opcode == "send" else inner.operands
+    (start, end), order = span, executed.instruction.within.order
     factor = group.size if kind == "all-gather" else 1
     payload = factor * sum(operand.num_bytes for operand in operands)
-    start, end = span
     return Collective(
         name=inner.name,
         kind=kind,
@@ -160,73 +143,56 @@ def _made(
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
         scope=scope(executed, inner),
         serves=tuple((use, factor * size) for use, size in uses),
-        is_async=is_async,
-        overlap_flops=flops_between(module, executed.computation, start, end),
-        until=_name_at(executed, end) if end > start else "",
+        is_async=inner.opcode == "send" or end > start,
+        overlap_flops=computed_flops(order[start + 1 : end]),
+        until=order[end].name if start < end < len(order) else "",
     )
 
 
-def _goes_on(inner: Instruction, within: Computation) -> bool:
-    """Say whether this is a later piece of a collective that TPU cut over fusions."""
-    if not inner.find(r'chain_id="(\d+)"'):
+def _goes_on(inner: Instruction) -> bool:
+    """Tell whether this is a later piece of a collective that TPU cut over fusions."""
+    if not inner.find(_CHAIN):
         return False
-    return not any(
-        "AsyncCollectiveStart" in i.attributes for i in within.instructions.values()
-    )
+    return not any("AsyncCollectiveStart" in i.attributes for i in inner.within.order)
 
 
-def _span(
-    module: Module, executed: Executed, inner: Instruction, within: Computation
-) -> tuple[int, int]:
+def _span(executed: Executed, inner: Instruction) -> tuple[int, int]:
     """Find where a collective starts and ends; twice the same if it is synchronous."""
-    order = list(executed.computation.instructions.values())
-    start = order.index(executed.instruction)
-    if '"is_sync":true' in executed.instruction.attributes:
+    own = executed.instruction
+    order = own.within.order
+    start = order.index(own)
+    if '"is_sync":true' in own.attributes:
         return start, start
-    chain = inner.find(r'chain_id="(\d+)"')
-    if chain:
+    if chain := inner.find(_CHAIN):
         for at, later in enumerate(order[start + 1 :], start + 1):
-            held = list(module.inside(later)) if later.opcode == "fusion" else []
-            same = any(i.find(r'chain_id="(\d+)"') == chain for i, _ in held)
-            if same and any("AsyncCollectiveDone" in i.attributes for i, _ in held):
+            held = list(later.inside) if later.opcode == "fusion" else []
+            same = any(i.find(_CHAIN) == chain for i in held)
+            if same and any("AsyncCollectiveDone" in i.attributes for i in held):
                 return start, at
         return start, len(order)
-    if executed.instruction.opcode.endswith("-start"):
-        name = executed.instruction.name
+    if own.opcode.endswith("-start"):
         for at, later in enumerate(order[start + 1 :], start + 1):
-            if later.opcode.endswith("-done") and name in later.operands:
+            if later.opcode.endswith("-done") and own in later.operands:
                 return start, at
     return start, start
-
-
-def _name_at(executed: Executed, place: int) -> str:
-    """Name an instruction by its place in the schedule; "" behind the last one."""
-    names = list(executed.computation.instructions)
-    return names[place] if place < len(names) else ""
 
 
 def _rings(
     module: Module, permutes: list[tuple[Executed, Collective]]
 ) -> list[Collective]:
     """Join the permutes of each windowed product to the collective that they are."""
-    windowed = [
-        (executed, loop, found[1])
-        for executed in module.executed
-        if executed.instruction.opcode == "while"
-        for loop in [module.loops[executed.instruction.find(BODY)]]
-        if (found := _WINDOWED.search(loop.body))
-    ]
-    rings = dict[tuple, list[Executed]]()
-    kinds = dict[tuple, str]()
-    for executed, loop, form in windowed:
-        key = (loop.op_name, executed.loops)
-        rings.setdefault(key, []).append(executed)
-        kinds[key] = _RING[form]
+    rings, kinds = dict[tuple, list[Executed]](), dict[tuple, str]()
+    for executed in module.executed:
+        own = executed.instruction
+        if own.opcode == "while" and (found := _WINDOWED.search(own.body.name)):
+            key = (module.loops[own.body.name].op_name, executed.loops)
+            rings.setdefault(key, []).append(executed)
+            kinds[key] = _RING[found[1]]
     pieces, plain = dict[tuple, list[tuple[Executed, Collective]]](), []
     for executed, permute in permutes:
-        loops: tuple[Loop, ...] = executed.loops
+        loops = executed.loops
         key = (executed.instruction.op_name, loops)
-        if loops and _WINDOWED.search(loops[-1].body):
+        if loops and _WINDOWED.search(loops[-1].body.name):
             key = (loops[-1].op_name, loops[:-1])
         if key in rings:
             pieces.setdefault(key, []).append((executed, permute))
@@ -258,21 +224,19 @@ def _ring(
     )
 
 
-def _transfer(module: Module, executed: Executed, mesh: Mesh) -> Collective:
+def _transfer(executed: Executed, mesh: Mesh) -> Collective:
     """Read what the hosts send from slice to slice for this device."""
     send = executed.instruction
     kind = send.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
-    group = slices_group(send, mesh)
-    sent = executed.computation.operands(send)[0]
-    order = list(executed.computation.instructions.values())
+    order = send.within.order
     start = end = order.index(send)
-    meeting, answer = send.find(_RENDEZVOUS), ""
+    meeting, answer = send.find(_RENDEZVOUS), None
     for at, other in enumerate(order):
         if other.opcode == "recv" and other.find(_RENDEZVOUS) == meeting:
-            answer = other.name
+            answer = other
         elif other.opcode == "recv-done" and answer in other.operands:
             end = at
-    uses = serves(module, executed, send, executed.computation)[:1]
-    whole = [(use, sent.num_bytes) for use, _ in uses]
-    span = start, end
-    return _made(module, executed, send, [sent], kind, group, whole, span, True)
+    sent = send.operands[0].num_bytes
+    whole = [(use, sent) for use, _ in serves(executed, send)[:1]]
+    group = slices_group(send, mesh)
+    return _made(executed, send, kind, group, whole, (start, end))

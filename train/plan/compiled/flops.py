@@ -6,10 +6,11 @@ in attention kernels by the shapes of their operands.
 
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import BODY, Computation, Executed, Instruction, Module
+from train.plan.compiled.hlo import Instruction, Module
 from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
@@ -28,65 +29,49 @@ def count_flops(module: Module) -> Flops:
     products = attention = whole = eight_bits = 0.0
     unknown = set[str]()
     for executed in module.executed:
-        for inner, computation in parts(module, executed):
-            flops = executed.times * product_flops(inner, computation)
+        for inner in executed.instruction.parts:
+            flops = executed.times * product_flops(inner)
             products += flops
-            if flops and has_eight_bits(inner, computation):
+            if flops and has_eight_bits(inner):
                 eight_bits += flops
             if inner.opcode == "custom-call":
-                flops, share = kernel_flops(inner, computation)
+                flops, share = kernel_flops(inner)
                 attention += executed.times * flops * share
                 whole += executed.times * flops
-                known = flops or product_flops(inner, computation)
-                if not known and is_kernel(inner):
-                    unknown.add(inner.find(r'custom_call_target="([^"]*)"'))
+                if not flops and not product_flops(inner) and is_kernel(inner):
+                    unknown.add(inner.target)
     return Flops(products, attention, whole, tuple(sorted(unknown)), eight_bits)
 
 
-def multiplies(module: Module, executed: Executed) -> bool:
+def multiplies(instruction: Instruction) -> bool:
     """Tell whether an instruction, or what it holds, multiplies matrices."""
     return any(
         inner.opcode in ("dot", "convolution")
-        or (inner.opcode == "custom-call" and kernel_flops(inner, computation)[0])
-        or product_flops(inner, computation)
-        for inner, computation in parts(module, executed)
+        or (inner.opcode == "custom-call" and kernel_flops(inner)[0])
+        or product_flops(inner)
+        for inner in instruction.parts
     )
 
 
-def parts(module: Module, executed: Executed) -> list[tuple[Instruction, Computation]]:
-    """Give an executed instruction and what it holds that is not executed itself."""
-    instruction = executed.instruction
-    own = (instruction, executed.computation)
-    alone = instruction.opcode in ("call", "conditional")
-    return [own] if alone else [own, *module.inside(instruction)]
+def computed_flops(instructions: Iterable[Instruction]) -> float:
+    """Count the FLOPs of some instructions, with what they hold, loop over or call."""
+    return sum(map(_flops, instructions))
 
 
-def flops_between(
-    module: Module, computation: Computation, first: int, last: int
-) -> float:
-    """Count the FLOPs scheduled behind the first and before the last instruction."""
-    between = list(computation.instructions.values())[first + 1 : last]
-    return sum(_flops(module, instruction, computation) for instruction in between)
-
-
-def _flops(module: Module, instruction: Instruction, computation: Computation) -> float:
+def _flops(instruction: Instruction) -> float:
     if instruction.opcode == "while":
-        loop = module.loops[instruction.find(BODY)]
-        body = module.computations[loop.body]
-        return loop.trips * flops_between(module, body, -1, len(body.instructions))
-    total = product_flops(instruction, computation)
+        loop = instruction.within.module.loops[instruction.body.name]
+        return loop.trips * computed_flops(loop.body.order)
+    total = product_flops(instruction)
     if instruction.opcode == "custom-call":
-        total += math.prod(kernel_flops(instruction, computation))
-    for name in instruction.called:
-        called = module.computations[name]
-        total += flops_between(module, called, -1, len(called.instructions))
-    return total
+        total += math.prod(kernel_flops(instruction))
+    return total + sum(computed_flops(called.order) for called in instruction.called)
 
 
-def product_flops(instruction: Instruction, computation: Computation) -> float:
+def product_flops(instruction: Instruction) -> float:
     """Count the FLOPs of a dot, a convolution, or rows grouped by expert; else 0."""
     if instruction.opcode == "dot" or _CUBLAS in instruction.attributes:
-        left = computation.operands(instruction)[0].arrays[0]
+        left = instruction.operands[0].arrays[0]
         dims = r'"lhs_contracting_dimensions":\[([\d",]*)\]'
         if instruction.opcode == "dot":
             dims = r" lhs_contracting_dims=\{([\d,]*)\}"
@@ -94,36 +79,36 @@ def product_flops(instruction: Instruction, computation: Computation) -> float:
         inner = math.prod(left.dims[int(dim)] for dim in contracted)
         return 2.0 * math.prod(instruction.arrays[0].dims) * inner
     if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, computation)
+        return _convolution_flops(instruction)
     if instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name:
-        return _grouped_flops(instruction, computation)
+        return _grouped_flops(instruction)
     return 0.0
 
 
-def has_eight_bits(instruction: Instruction, computation: Computation) -> bool:
+def has_eight_bits(instruction: Instruction) -> bool:
     """Tell whether the operands of a product have eight bits."""
-    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     if instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes:
         arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
     return all(array.dtype.startswith(("f8", "s8")) for array in arrays[:2])
 
 
-def _grouped_flops(instruction: Instruction, computation: Computation) -> float:
+def _grouped_flops(instruction: Instruction) -> float:
     """Count what a kernel of model/experts/grouped.py multiplies of the rows in use."""
     if not is_kernel(instruction):
         return 0.0
-    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
     return flops * expected_part(instruction.op_name)
 
 
-def _convolution_flops(instruction: Instruction, computation: Computation) -> float:
+def _convolution_flops(instruction: Instruction) -> float:
     """Count what meets the input, not the padding: TPU's batched products are padded.
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
-    left, right = (i.arrays[0].dims for i in computation.operands(instruction)[:2])
+    left, right = (i.arrays[0].dims for i in instruction.operands[:2])
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
@@ -149,17 +134,15 @@ def _convolution_flops(instruction: Instruction, computation: Computation) -> fl
     return 2.0 * pairs * features * left[labels[0].index("b")] / groups
 
 
-def kernel_flops(
-    instruction: Instruction, computation: Computation
-) -> tuple[float, float]:
+def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     """Count the FLOPs of an attention kernel, and the share of them that it computes.
 
     Splash skips whole blocks above the diagonal and behind a window; how many there are
     stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
     one half, with a window the part of all scores that is seen.
     """
-    target = instruction.find(r'custom_call_target="([^"]*)"')
-    arrays = [a for i in computation.operands(instruction) for a in i.arrays[:1]]
+    target = instruction.target
+    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     if target.startswith("__cudnn$fmha"):
         (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
         causal = '"mask_type": "CAUSAL"' in instruction.attributes
@@ -181,7 +164,6 @@ def kernel_flops(
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Say whether a custom call may multiply matrices, not just move what it gets."""
-    target = instruction.find(r'custom_call_target="([^"]*)"')
+    """Tell whether a custom call may multiply matrices, not just move what it gets."""
     own = ("tpu_custom_call", "__gpu$xla.gpu.triton")
-    return target.startswith((*own, "__cu", "__triton", "__onednn"))
+    return instruction.target.startswith((*own, "__cu", "__triton", "__onednn"))

@@ -25,18 +25,15 @@ def count_hbm_bytes(module: Module) -> HbmBytes:
     """Add up a program."""
     products = others = 0
     for executed in module.executed:
-        instruction, computation = executed.instruction, executed.computation
-        moved = executed.times * memory_bytes(module, instruction, computation)
-        if moved and multiplies(module, executed):
+        moved = executed.times * memory_bytes(executed.instruction)
+        if moved and multiplies(executed.instruction):
             products += moved
         else:
             others += moved
     return HbmBytes(products, others)
 
 
-def memory_bytes(
-    module: Module, instruction: Instruction, computation: Computation
-) -> int:
+def memory_bytes(instruction: Instruction) -> int:
     """Estimate what an instruction reads from and writes to main memory.
 
     A slice reads what it takes, an update in place writes what is new, also inside a
@@ -44,13 +41,13 @@ def memory_bytes(
     """
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
-    if instruction.find(r'custom_call_target="([^"]*)"') in NOTHING_MOVES:
+    if instruction.target in NOTHING_MOVES:
         return 0
-    operands = computation.operands(instruction)
+    operands = instruction.operands
     if instruction.opcode in ("fusion", "fusion-start"):
-        inside = module.computations[instruction.called[0]]
+        inside = instruction.called[0]
         read = sum(
-            min(_main_bytes(operand), _read_by_fusion(module, number, inside))
+            min(_main_bytes(operand), _read_by_fusion(number, inside))
             for number, operand in enumerate(operands)
         )
         return read + _written_by_fusion(inside)
@@ -77,57 +74,49 @@ def _main_bytes_of(arrays: Iterable[Array]) -> int:
     return sum(array.num_bytes for array in arrays if array.space == 0)
 
 
-def _read_by_fusion(module: Module, number: int, inside: Computation) -> int:
+def _read_by_fusion(number: int, inside: Computation) -> int:
     """Count what a fusion reads of an operand, all of it unless only slices."""
-    params = (i for i in inside.instructions.values() if i.opcode == "parameter")
-    param = next(i for i in params if int(i.arguments) == number)
-    return _read_of(module, param, inside)
+    params = (i for i in inside.order if i.opcode == "parameter")
+    return _read_of(next(i for i in params if int(i.arguments) == number))
 
 
-def _read_of(module: Module, value: Instruction, inside: Computation) -> int:
+def _read_of(value: Instruction) -> int:
     total = 0
-    for user in inside.instructions.values():
-        if value.name not in user.operands or _passes_on(user, inside):
-            continue
-        first = user.operands[0] == value.name
+    for user in dict.fromkeys(value.users):
+        if user is value.within.root and user.opcode == "tuple":
+            continue  # the list of the results
+        first = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and first:
             total += user.num_bytes
-        elif user.opcode == "bitcast" or _is_bitcast(module, user):
-            total += _read_of(module, user, inside)
+        elif user.opcode == "bitcast" or _is_bitcast(user):
+            total += _read_of(user)
         elif user.opcode == "fusion":  # TPU: a product's operand that is made with it
-            nested = module.computations[user.called[0]]
             total += sum(
-                _read_by_fusion(module, number, nested)
+                _read_by_fusion(number, user.called[0])
                 for number, operand in enumerate(user.operands)
-                if operand == value.name
+                if operand is value
             )
         elif not (user.opcode == "dynamic-update-slice" and first):
             return value.num_bytes
     return total
 
 
-def _passes_on(user: Instruction, inside: Computation) -> bool:
-    """Say whether what uses a value is the list of the results."""
-    return user is inside.root and user.opcode == "tuple"
-
-
-def _is_bitcast(module: Module, fusion: Instruction) -> bool:
-    """Say whether a fusion inside another one only gives its operand another shape."""
+def _is_bitcast(fusion: Instruction) -> bool:
+    """Tell whether a fusion inside another one only gives its operand another shape."""
     if fusion.opcode != "fusion":
         return False
-    inside = module.computations[fusion.called[0]].instructions.values()
-    return {i.opcode for i in inside} <= {"parameter", "bitcast"}
+    return {i.opcode for i in fusion.called[0].order} <= {"parameter", "bitcast"}
 
 
 def _written_by_fusion(inside: Computation) -> int:
     root = inside.root
     total = 0
-    for made in inside.operands(root) if root.opcode == "tuple" else [root]:
+    for made in root.operands if root.opcode == "tuple" else [root]:
         size = _main_bytes(made)
         while made.opcode == "bitcast":
-            (made,) = inside.operands(made)
+            (made,) = made.operands
         if made.opcode in _NOT_WRITTEN:
             continue
         in_place = made.opcode == "dynamic-update-slice" and size
-        total += inside.operands(made)[1].num_bytes if in_place else size
+        total += made.operands[1].num_bytes if in_place else size
     return total

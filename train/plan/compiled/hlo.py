@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(r"  (ROOT )?%(\S+) = (.*)", re.DOTALL)
 _OPCODE = re.compile(r" ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _END = re.compile(r"\}(, execution_thread=.*)?")
-BODY = r" body=%([\w.-]+)"
+_BODY = r" body=%([\w.-]+)"
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -38,22 +38,33 @@ class Array:
         return math.ceil(math.prod(self.dims) * width / 8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Instruction:
-    """One line: `name = arrays opcode(arguments), attributes`."""
+    """One line of `within`: `name = arrays opcode(arguments), attributes`."""
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]  # a tuple's, nested ones too, in order
     arguments: str
     attributes: str
+    within: "Computation"
 
-    @property
-    def operands(self) -> list[str]:
+    @functools.cached_property
+    def names(self) -> list[str]:
         """The names of the operands."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
+    def operands(self) -> "list[Instruction]":
+        """What makes the operands."""
+        return [self.within.instructions[name] for name in self.names]
+
+    @property
+    def users(self) -> "list[Instruction]":
+        """Who uses the result."""
+        return self.within.users.get(self.name, [])
+
+    @functools.cached_property
     def op_name(self) -> str:
         """Where it comes from in the traced program; "" where XLA does not say."""
         found = _OP_NAME.search(self.attributes)
@@ -65,39 +76,69 @@ class Instruction:
         return sum(array.num_bytes for array in self.arrays)
 
     def find(self, pattern: str) -> str:
-        """Give the group of a pattern searched in the attributes, else ""."""
+        """Return the group of a pattern searched in the attributes, else ""."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     @property
-    def called(self) -> list[str]:
+    def target(self) -> str:
+        """What a custom call calls."""
+        return self.find(r'custom_call_target="([^"]*)"')
+
+    @property
+    def index(self) -> int:
+        """Which element a get-tuple-element takes."""
+        return int(self.find(r" index=(\d+)"))
+
+    @property
+    def body(self) -> "Computation":
+        """What a `while` runs."""
+        return self.within.module.computations[self.find(_BODY)]
+
+    @functools.cached_property
+    def called(self) -> "list[Computation]":
         """The computations that it runs once: a fusion's, a call's, the branches."""
-        one = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
+        names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
         if self.opcode == "call":
-            one += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
-        return one + re.findall(
-            r"%([\w.-]+)", self.find(r" branch_computations=\{(.*?)\}")
-        )
+            names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
+        branches = self.find(r" branch_computations=\{(.*?)\}")
+        names += re.findall(r"%([\w.-]+)", branches)
+        return [self.within.module.computations[name] for name in names]
+
+    @property
+    def inside(self) -> "Iterator[Instruction]":
+        """What runs inside a fusion or an asynchronous wrapper, nested too."""
+        for computation in self.called:
+            for instruction in computation.order:
+                yield instruction
+                yield from instruction.inside
+
+    @property
+    def parts(self) -> "list[Instruction]":
+        """Itself and what it holds that the program does not run on its own."""
+        return [self, *(() if self.opcode in ("call", "conditional") else self.inside)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Computation:
     """Instructions by name, in the order in which they are scheduled."""
 
     name: str
+    module: "Module"
     instructions: dict[str, Instruction]
-    root: Instruction
+    root: Instruction = field(init=False)
 
-    def operands(self, of: Instruction) -> list[Instruction]:
-        """Give the instructions that make the operands."""
-        return [self.instructions[name] for name in of.operands]
+    @functools.cached_property
+    def order(self) -> list[Instruction]:
+        """The instructions as they are scheduled."""
+        return list(self.instructions.values())
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Who uses each result."""
         users = dict[str, list[Instruction]]()
-        for instruction in self.instructions.values():
-            for operand in instruction.operands:
+        for instruction in self.order:
+            for operand in instruction.names:
                 users.setdefault(operand, []).append(instruction)
         return users
 
@@ -106,11 +147,10 @@ class Computation:
 class Loop:
     """A `while` that instructions stand in."""
 
-    body: str
+    body: Computation
     op_name: str  # of the loop, or the most frequent start of those in its body
     trips: int
     instruction: Instruction
-    within: Computation  # where it stands
 
 
 @dataclass(frozen=True)
@@ -118,28 +158,19 @@ class Executed:
     """An instruction that the program runs on its own, not as part of a fusion."""
 
     instruction: Instruction
-    computation: Computation
     times: int  # in one run of the program
     loops: tuple[Loop, ...]  # outermost first
 
 
-@dataclass
+@dataclass(eq=False)
 class Module:
     """A program."""
 
-    computations: dict[str, Computation]
-    entry: Computation
-    unread: list[str]  # lines and loops that could not be read
+    computations: dict[str, Computation] = field(default_factory=dict)
+    entry: Computation = field(init=False)
+    unread: list[str] = field(default_factory=list)  # lines and loops
     executed: list[Executed] = field(default_factory=list)
-    loops: dict[str, Loop] = field(default_factory=dict)  # by body
-
-    def inside(self, of: Instruction) -> Iterator[tuple[Instruction, Computation]]:
-        """Give what runs inside a fusion or an asynchronous wrapper, nested too."""
-        for name in of.called:
-            computation = self.computations[name]
-            for instruction in computation.instructions.values():
-                yield instruction, computation
-                yield from self.inside(instruction)
+    loops: dict[str, Loop] = field(default_factory=dict)  # by their bodies' names
 
 
 def parse(text: str) -> Module:
@@ -148,53 +179,49 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: if the text is not that of an HLO module.
     """
-    computations, unread = dict[str, Computation](), list[str]()
-    entry, header, lines = None, None, list[str]()
+    module, header, lines = Module(), None, list[str]()
     for line in text.splitlines():
         if header is None:
             header = _HEADER.fullmatch(line)
             lines = []
         elif _END.fullmatch(line):
-            computation = _computation(header[2], lines, unread)
-            computations[computation.name] = computation
-            entry, header = computation if header[1] else entry, None
+            computation = _computation(header[2], lines, module)
+            if header[1]:
+                module.entry = computation
+            header = None
         elif line.startswith("  ") or not lines:
             lines.append(line)
         else:  # a kernel's metadata goes over several lines
             lines[-1] += "\n" + line
-    if entry is None:
+    if not hasattr(module, "entry"):
         raise ValueError("this is not the text of an HLO module: no ENTRY computation")
-    return Module(computations, entry, unread)
+    return module
 
 
-def _computation(name: str, lines: list[str], unread: list[str]) -> Computation:
-    instructions, root = dict[str, Instruction](), None
+def _computation(name: str, lines: list[str], module: Module) -> Computation:
+    computation = Computation(name, module, {})
     for line in lines:
         found = _INSTRUCTION.fullmatch(line)
-        instruction = _instruction(found[2], found[3]) if found else None
+        instruction = _instruction(found[2], found[3], computation) if found else None
         if not found or not instruction:
-            unread.append(line.strip())
+            module.unread.append(line.strip())
             continue
-        instructions[instruction.name] = instruction
+        computation.instructions[instruction.name] = instruction
         if found[1]:
-            root = instruction
-    assert root is not None, f"{name} has no ROOT"
-    return Computation(name, instructions, root)
+            computation.root = instruction
+    module.computations[name] = computation
+    return computation
 
 
-def _instruction(name: str, text: str) -> Instruction | None:
+def _instruction(name: str, text: str, within: Computation) -> Instruction | None:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
         return None
     close = _closing(text, opcode.end() - 1)
-    return Instruction(
-        name,
-        opcode[1],
-        tuple(_array(*found) for found in _ARRAY.findall(text[:end])),
-        text[opcode.end() : close],
-        text[close + 1 :],
-    )
+    arrays = tuple(_array(*found) for found in _ARRAY.findall(text[:end]))
+    arguments, attributes = text[opcode.end() : close], text[close + 1 :]
+    return Instruction(name, opcode[1], arrays, arguments, attributes, within)
 
 
 def _closing(text: str, start: int) -> int:
@@ -213,30 +240,23 @@ def _array(dtype: str, dims: str, layout: str) -> Array:
     return Array(dtype, tuple(sizes), int(space[1]) if space else 0)
 
 
-def is_kept(module: Module, body: str, element: int) -> bool:
-    """Say whether a loop with this body leaves an element of its state as it was."""
-    computation = module.computations[body]
-    if computation.root.opcode != "tuple":
+def is_kept(body: Computation, element: int) -> bool:
+    """Tell whether a loop with this body leaves an element of its state as it was."""
+    if body.root.opcode != "tuple":
         return False
-    made = computation.operands(computation.root)[element]
+    made = body.root.operands[element]
     while True:
         if made.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            (made,) = computation.operands(made)
+            (made,) = made.operands
         elif made.opcode != "get-tuple-element":
             return False
         else:
-            (source,) = computation.operands(made)
+            (source,) = made.operands
             if source.opcode == "parameter":
-                return index_of(made) == element
-            inner = source.find(BODY)
-            if source.opcode != "while" or not is_kept(module, inner, index_of(made)):
+                return made.index == element
+            if source.opcode != "while" or not is_kept(source.body, made.index):
                 return False
-            (start,) = computation.operands(source)
+            (start,) = source.operands
             if start.opcode != "tuple":
                 return False
-            made = computation.operands(start)[index_of(made)]
-
-
-def index_of(instruction: Instruction) -> int:
-    """Give which element a get-tuple-element takes."""
-    return int(instruction.find(r" index=(\d+)"))
+            made = start.operands[made.index]

@@ -21,9 +21,7 @@ class InPlace(NamedTuple):
 def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
     """Sort a program's first results by whether they are written in place.
 
-    Args:
-        text: of the optimized module.
-        names: of the results, in their order.
+    `text` is that of the optimized module; `names` are in the order of the results.
     """
     header = text[: text.find("\n")]
     aliased = {int(number or 0) for number in _ALIAS.findall(header)}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from train.plan.compiled.attribution import part_of, producers, scope
 from train.plan.compiled.buffers import Buffer, largest_buffers
-from train.plan.compiled.flops import kernel_flops, parts
+from train.plan.compiled.flops import kernel_flops
 from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
-from train.plan.compiled.hlo import Computation, Instruction, Module
+from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.in_place import InPlace, updated_in_place
 from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read
@@ -28,7 +28,6 @@ _MARKS = (
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
 _FLOATS = ("f", "bf")
-_TARGET = r'custom_call_target="([^"]*)"'
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,9 @@ class Inspection:
 
 
 def inspect(text: str, state: Sequence[str]) -> Inspection:
-    """Look into a compiled step.
+    """Look into a compiled step, of `compiled.as_text()`.
 
-    Args:
-        text: `compiled.as_text()` of it.
-        state: names of the arrays of the state, which are its first results.
+    `state` names the arrays of the state, which are its first results.
     """
     module, lines = read(text), SourceLines(text)
     return Inspection(
@@ -80,7 +77,7 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
 def _kernels(module: Module) -> dict[str, int]:
     counts = Counter[str]()
     for executed in module.executed:
-        for inner, _ in parts(module, executed):
+        for inner in executed.instruction.parts:
             if inner.opcode == "custom-call":
                 counts[_kernel_name(inner)] += executed.times
     return {name: n for name, n in counts.most_common() if name not in _MARKS}
@@ -88,20 +85,19 @@ def _kernels(module: Module) -> dict[str, int]:
 
 def _kernel_name(call: Instruction) -> str:
     """Return the target; of Pallas' kernels, which share one, their own name."""
-    target = call.find(_TARGET)
     own = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
-    return own if target == "tpu_custom_call" else target
+    return own if call.target == "tpu_custom_call" else call.target
 
 
 def _copies(module: Module, lines: SourceLines) -> list[Copied]:
     total, found = count_hbm_bytes(module).total, list[Copied]()
     for executed in module.executed:
-        own, within = executed.instruction, executed.computation
-        if not _only_moves(module, own):
+        own = executed.instruction
+        if not _only_moves(own):
             continue
-        moved = executed.times * memory_bytes(module, own, within)
+        moved = executed.times * memory_bytes(own)
         if moved > _MUCH * total:
-            names = (made.op_name for made in producers(module, own, within))
+            names = (made.op_name for made in producers(own))
             part = next(filter(None, map(part_of, names)), "")
             words = f"{scope(executed, own)} {part}".strip(), lines.line_of(own)
             what = ", ".join(filter(None, words))
@@ -110,28 +106,24 @@ def _copies(module: Module, lines: SourceLines) -> list[Copied]:
     return sorted(found, key=lambda one: -one.bytes)
 
 
-def _only_moves(module: Module, instruction: Instruction) -> bool:
+def _only_moves(instruction: Instruction) -> bool:
     """Tell whether an instruction, or all that a fusion holds, copies or transposes."""
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner, _ in module.inside(instruction)} - _FREE
+    opcodes = {inner.opcode for inner in instruction.inside} - _FREE
     return bool(opcodes) and opcodes <= _MOVES
 
 
 def _operand_bytes(module: Module) -> dict[str, int]:
     sizes = Counter[str]()
     for executed in module.executed:
-        for inner, within in parts(module, executed):
-            multiplies = inner.opcode in ("dot", "convolution")
-            if not multiplies and not _is_attention(inner, within):
+        for inner in executed.instruction.parts:
+            if inner.opcode not in ("dot", "convolution") and not (
+                inner.opcode == "custom-call" and kernel_flops(inner)[0] > 0
+            ):
                 continue
-            for operand in within.operands(inner):
+            for operand in inner.operands:
                 for array in operand.arrays:
                     if array.dtype.startswith(_FLOATS):  # a mask is no operand
                         sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())
-
-
-def _is_attention(instruction: Instruction, within: Computation) -> bool:
-    called = instruction.opcode == "custom-call"
-    return called and kernel_flops(instruction, within)[0] > 0

@@ -92,13 +92,13 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     """
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
     names = list(sizes)
-    count = int(np.prod(list(sizes.values())))
     listed = re.search(r"device_ids=\((.*)\)", mesh)
-    ids = np.arange(count)
-    if listed:
-        # An iota's own dims are those of the mesh, but what it counts over is not.
-        ids = _device_ids(listed[1], count)
-    ids = ids.reshape(list(sizes.values()))
+    ids = np.arange(np.prod([*sizes.values()]))
+    if listed and listed[1].startswith("["):
+        ids = _iota(listed[1])  # whose dims are not those of the mesh
+    elif listed:
+        ids = np.array([int(n) for n in re.findall(r"\d+", listed[1])])
+    ids = ids.reshape([*sizes.values()])
     chosen = list[int]()
     for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
         at = names.index(name)
@@ -111,17 +111,6 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
         chosen.append(names.index(name))
     ids = np.moveaxis(ids, chosen, range(-len(chosen), 0))
     return ids.reshape(-1, int(np.prod(ids.shape[-len(chosen) :])))
-
-
-def _device_ids(text: str, count: int) -> np.ndarray:
-    if not text.startswith("["):
-        return np.array([int(n) for n in re.findall(r"\d+", text)])
-    found = _IOTA.fullmatch(text)
-    assert found, text
-    shape = [int(n) for n in found[1].split(",")]
-    order = [int(n) for n in found[3].split(",")] if found[3] else None
-    ids = np.arange(count).reshape(shape)
-    return (ids.transpose(order) if order else ids).reshape(-1)
 
 
 def _on_mesh(ids: np.ndarray, mesh: Mesh) -> np.ndarray:

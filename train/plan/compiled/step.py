@@ -9,11 +9,7 @@ from train.program import Program
 
 
 def read_step(program: Program, text: str) -> StepCost:
-    """Read a compiled step.
-
-    Args:
-        program: whose step was compiled.
-        text: `compiled.as_text()` of it.
+    """Read a program's compiled step from `compiled.as_text()`.
 
     Raises:
         ValueError: if the text is not that of an HLO module.

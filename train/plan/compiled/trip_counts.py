@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from train.plan.compiled.hlo import (
-    BODY,
     Computation,
     Executed,
     Instruction,
     Loop,
     Module,
-    index_of,
     is_kept,
     parse,
 )
@@ -52,81 +50,66 @@ def read(text: str) -> Module:
         ValueError: if the text is not that of an HLO module.
     """
     module = parse(text)
-    _run(module, module.entry, 1, (), lambda number, element: None)
+    _run(module.entry, 1, (), lambda number, element: None)
     return module
 
 
 def _run(
-    module: Module,
-    computation: Computation,
-    times: int,
-    loops: tuple[Loop, ...],
-    values: Values,
+    computation: Computation, times: int, loops: tuple[Loop, ...], values: Values
 ) -> None:
     """List what a computation executes, loops and calls included."""
-    for instruction in computation.instructions.values():
-        module.executed.append(Executed(instruction, computation, times, loops))
+    module = computation.module
+    for instruction in computation.order:
+        module.executed.append(Executed(instruction, times, loops))
         if instruction.opcode == "while":
-            loop = _loop(module, instruction, computation, values)
-            module.loops[loop.body] = loop
-            body = module.computations[loop.body]
-            before = _before(module, instruction, computation, values)
+            loop = _loop(instruction, values)
+            module.loops[loop.body.name] = loop
+            before = _before(instruction, values)
 
             def invariant(number: int, element: int | None, loop=loop, before=before):
-                if element is None or not is_kept(module, loop.body, element):
+                if element is None or not is_kept(loop.body, element):
                     return None
                 return before(element)
 
-            inner = (*loops, loop)
-            _run(module, body, times * loop.trips, inner, invariant)
+            _run(loop.body, times * loop.trips, (*loops, loop), invariant)
         elif instruction.opcode in ("call", "conditional"):
-            for name in instruction.called:
-                called = module.computations[name]
-                scopes = (i.op_name for i in called.instructions.values())
+            for called in instruction.called:
+                scopes = (i.op_name for i in called.order)
                 part = taken_part(scopes) if instruction.opcode != "call" else None
                 often = times if part is None else max(1, round(times * part))
-                _run(module, called, often, loops, lambda number, element: None)
+                _run(called, often, loops, lambda number, element: None)
 
 
-def _loop(
-    module: Module, loop: Instruction, computation: Computation, values: Values
-) -> Loop:
-    body = loop.find(BODY)
+def _loop(loop: Instruction, values: Values) -> Loop:
     known = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
-    trips = int(known) if known else _trips(module, loop, computation, values)
+    trips = int(known) if known else _trips(loop, values)
     if trips is None:
-        module.unread.append(f"trip count of {loop.name}: counted as 1")
+        loop.within.module.unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
-    inside = module.computations[body].instructions.values()
     starts = Counter(
-        i.op_name.rpartition("/body/")[0] for i in inside if "/body/" in i.op_name
+        i.op_name.rpartition("/body/")[0]
+        for i in loop.body.order
+        if "/body/" in i.op_name
     )
     usual = starts.most_common(1)[0][0] if starts else ""
-    return Loop(body, loop.op_name or usual, trips, loop, computation)
+    return Loop(loop.body, loop.op_name or usual, trips, loop)
 
 
-def _before(
-    module: Module, loop: Instruction, computation: Computation, values: Values
-) -> Callable[[int], int | None]:
-    """Give the elements of a loop's state as they are when it starts."""
-    (start,) = computation.operands(loop)
+def _before(loop: Instruction, values: Values) -> Callable[[int], int | None]:
+    """Return the elements of a loop's state as they are when it starts."""
+    (start,) = loop.operands
 
     def before(element: int) -> int | None:
-        if start.opcode != "tuple":
-            return None
-        made = computation.operands(start)[element]
-        return _evaluate(module, made, computation, values)
+        known = start.opcode == "tuple"
+        return _evaluate(start.operands[element], values) if known else None
 
     return before
 
 
-def _trips(
-    module: Module, loop: Instruction, computation: Computation, values: Values
-) -> int | None:
+def _trips(loop: Instruction, values: Values) -> int | None:
     """Count the trips of a loop by running its counter, None if that cannot be read."""
-    condition = module.computations[loop.find(r" condition=%([\w.-]+)")]
-    body = module.computations[loop.find(BODY)]
-    before = _before(module, loop, computation, values)
+    condition = loop.within.module.computations[loop.find(r" condition=%([\w.-]+)")]
+    root, before = loop.body.root, _before(loop, values)
     state = dict[int, int | None]()
 
     def element_of(number: int, element: int | None) -> int | None:
@@ -136,49 +119,40 @@ def _trips(
             state[element] = before(element)
         return state[element]
 
-    def step(element: int) -> int | None:
-        made = body.operands(body.root)[element]
-        return _evaluate(module, made, body, element_of)
-
     for trips in range(_MOST_TRIPS):
-        goes_on = _evaluate(module, condition.root, condition, element_of)
+        goes_on = _evaluate(condition.root, element_of)
         if not goes_on:
             return None if goes_on is None else trips
-        if body.root.opcode != "tuple":
+        if root.opcode != "tuple":
             return None
-        state |= {element: step(element) for element in list(state)}
+        made = root.operands
+        state |= {element: _evaluate(made[element], element_of) for element in [*state]}
     return None
 
 
-def _evaluate(
-    module: Module, instruction: Instruction, computation: Computation, values: Values
-) -> int | None:
-    """Give the value of an integer scalar, None if it is not known."""
-
-    def value(of: Instruction) -> int | None:
-        return _evaluate(module, of, computation, values)
-
+def _evaluate(instruction: Instruction, values: Values) -> int | None:
+    """Return the value of an integer scalar, None if it is not known."""
     opcode, arguments = instruction.opcode, instruction.arguments
     if opcode == "constant":
         return int(arguments) if re.fullmatch(r"-?\d+", arguments) else None
     if opcode == "parameter":
         return values(int(arguments), None)
-    operands = computation.operands(instruction)
+    operands = instruction.operands
     if opcode == "get-tuple-element":
-        (source,), index = operands, index_of(instruction)
+        (source,), index = operands, instruction.index
         if source.opcode == "parameter":
             return values(int(source.arguments), index)
         known = source.opcode == "tuple"
-        return value(computation.operands(source)[index]) if known else None
+        return _evaluate(source.operands[index], values) if known else None
     if opcode in _FORWARDED:
-        return value(operands[0])
+        return _evaluate(operands[0], values)
     if opcode == "fusion":
-        called = module.computations[instruction.called[0]]
         return _evaluate(
-            module, called.root, called, lambda number, _: value(operands[number])
+            instruction.called[0].root,
+            lambda number, _: _evaluate(operands[number], values),
         )
     if opcode in _ARITHMETIC or opcode == "compare":
-        a, b = (value(operand) for operand in operands)
+        a, b = (_evaluate(operand, values) for operand in operands)
         if a is None or b is None:
             return None
         if opcode == "compare":

@@ -3,7 +3,7 @@
 import pytest
 
 from train.plan.compiled.attribution import part_of, scope, serves
-from train.plan.compiled.flops import parts, product_flops
+from train.plan.compiled.flops import product_flops
 from train.plan.compiled.trip_counts import read
 
 LAYERS = "jit(step)/jvp(layers)/while/body"
@@ -48,7 +48,7 @@ def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
     module = read(STEP.format(product=product, gather=gather, user=user))
     (found,) = [e for e in module.executed if e.instruction.opcode == opcode]
     assert scope(found, found.instruction) == "layers backward"
-    return serves(module, found, found.instruction, found.computation)
+    return serves(found, found.instruction)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_every_product_of_a_step_stands_in_a_part(stored_step, name):
     names = {
         part_of(inner.op_name)
         for executed in module.executed
-        for inner, computation in parts(module, executed)
-        if product_flops(inner, computation)
+        for inner in executed.instruction.parts
+        if product_flops(inner)
     }
     layer = {"attention.query", "attention.key", "attention.output"}
     assert {*layer, "mlp.up", "mlp.down", "head"} <= names

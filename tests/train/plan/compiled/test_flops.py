@@ -81,9 +81,7 @@ def test_a_batched_product_of_a_tpu_counts_without_its_padding():
         "window={size=1x8x2 pad=0_0x7_7x0_0 rhs_reversal=0x1x0}, "
         "dim_labels=0b2f1_2i1o0->0b1f2"
     )
-    module = parse(text)
-    flops = product_flops(module.entry.root, module.entry)
-    assert flops == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
+    assert product_flops(parse(text).entry.root) == 2 * (2 * 1024) * (2 * 64) * (8 * 64)
 
 
 def test_zeros_between_the_inputs_do_not_count():
@@ -93,9 +91,9 @@ def test_zeros_between_the_inputs_do_not_count():
         "  ROOT %c = f32[1,4,8] convolution(%a, %b), "
         "window={size=2 lhs_dilate=2}, dim_labels=b0f_0io->b0f"
     )
-    module = parse(text)
-    flops = product_flops(module.entry.root, module.entry)
-    assert flops == 2 * 4 * (4 * 8)  # each of the four windows holds one input
+    assert product_flops(parse(text).entry.root) == 2 * 4 * (
+        4 * 8
+    )  # each of the four windows holds one input
 
 
 @pytest.mark.parametrize(

@@ -42,17 +42,17 @@ def test_instructions_are_read():
     assert module.entry.root is entry["t"]
     assert entry["a"].op_name == r"p[\'w\']"
     assert entry["f"].arrays == (Array("bf16", (8, 128), 1),)
-    assert entry["f"].called == ["fused"]
+    assert entry["f"].called == [module.computations["fused"]]
     assert entry["r"].called == []  # what adds is no part of the program's work
-    assert entry["t"].operands == ["f", "r"]
-    assert [i.name for i, _ in module.inside(entry["f"])] == ["p", "neg"]
-    assert [i.name for i in module.entry.users["f"]] == ["call", "t"]
+    assert entry["t"].names == ["f", "r"]
+    assert [i.name for i in entry["f"].inside] == ["p", "neg"]
+    assert [i.name for i in entry["f"].users] == ["call", "t"]
 
 
 def test_an_instruction_may_go_over_several_lines():
     call = parse(TEXT).entry.instructions["call"]
     assert call.opcode == "custom-call"
-    assert call.operands == ["a", "f"]
+    assert call.names == ["a", "f"]
     assert call.op_name == "jit(step)/kernel"
     shapes = [(a.dtype, a.dims, a.space) for a in call.arrays]
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
@@ -115,9 +115,8 @@ ENTRY %main (x: s32[]) -> s32[] {
 
 
 def test_a_loop_keeps_what_passes_through_loops_inside():
-    module = parse(LOOPS)
-    assert [is_kept(module, "inner", element) for element in (0, 1)] == [False, True]
+    bodies = parse(LOOPS).computations
+    inner, outer = bodies["inner"], bodies["outer"]
+    assert [is_kept(inner, element) for element in (0, 1)] == [False, True]
     # The second takes the first's place; the third is what the inner loop counted.
-    assert [is_kept(module, "outer", element) for element in range(3)] == [
-        *(True, False, False)
-    ]
+    assert [is_kept(outer, element) for element in range(3)] == [*(True, False, False)]

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.train.compiled import in_one
 from train.hardware.interconnect import Group
-from train.plan.compiled.hlo import Instruction
+from train.plan.compiled.hlo import parse
 from train.plan.compiled.replica_groups import group_of, replica_groups
 
 AXES = ("data", "fsdp", "tensor")
@@ -30,10 +31,8 @@ def a_mesh(sizes, platform="tpu", slices=1, processes=1, slow_axis=0):
 
 
 def group(attribute: str, mesh) -> Group:
-    instruction = Instruction(
-        "c", "all-reduce", (), "%x", f", channel_id=1, {attribute}"
-    )
-    return group_of(instruction, mesh)
+    text = in_one(f"  ROOT %c = f32[1] all-reduce(%x), channel_id=1, {attribute}")
+    return group_of(parse(text).entry.root, mesh)
 
 
 @pytest.mark.parametrize(
