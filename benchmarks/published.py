@@ -28,9 +28,8 @@ from jax.sharding import Mesh
 from benchmarks.published_gpu_rows import GPU_ROWS
 from benchmarks.published_rows import TPU_ROWS, Row
 from data.machine import cache_folder
-from model.config import ModelConfig
 from train.cli.command import compose
-from train.config import Platform
+from train.config import Config, Platform
 from train.console import print_table
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
@@ -77,11 +76,9 @@ class Found(NamedTuple):
     chip: Chip
 
     @property
-    def arguments(self) -> tuple[StepCost, Mesh, Chip, ModelConfig, int, int]:
+    def arguments(self) -> tuple[StepCost, Config, Mesh, Chip]:
         """Those of `predict`."""
-        program, config = self.program, self.program.config
-        place = program.mesh, self.chip, config.model, program.tokens_per_step
-        return self.cost, *place, config.data.sequence_length
+        return self.cost, self.program.config, self.program.mesh, self.chip
 
 
 def executed(

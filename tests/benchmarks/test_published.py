@@ -28,8 +28,8 @@ def test_a_public_run_lies_in_its_range(composed, name):
     cost = StepCost.from_json(kept["cost"] | {"outside_layers": []})
     data, chip = at.config.data, published.chip_of(row, at.chip)
     tokens = data.batch_size * data.sequence_length
-    place = at.mesh, chip, at.config.model, tokens, data.sequence_length
-    step, took = predict(cost, *place).step_s, kept["published"]["step_s"]
+    predicted = predict(cost, at.config, at.mesh, chip)
+    step, took = predicted.step_s, kept["published"]["step_s"]
     assert step.low <= took <= step.high
     assert step.middle == pytest.approx(took, rel=0.2)
     assert took * row.tokens * at.mesh.size == pytest.approx(tokens)

@@ -28,10 +28,12 @@ class Machine(NamedTuple):
 
     def predict(self, cost: StepCost) -> Prediction:
         """Of the config's batch."""
-        data = self.config.data
-        place = self.mesh, self.chip, self.config.model
-        tokens = data.batch_size * data.sequence_length
-        return predict(cost, *place, tokens, data.sequence_length)
+        return predict(cost, *self.place)
+
+    @property
+    def place(self) -> tuple[Config, Mesh, Chip]:
+        """What `predict` takes behind what a device does."""
+        return self.config, self.mesh, self.chip
 
 
 def machine(

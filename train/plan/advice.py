@@ -44,13 +44,9 @@ class Advice:
 def advise(
     prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None = None
 ) -> Advice:
-    """Name the bottleneck and a remedy.
+    """Name the bottleneck of a config's step and a remedy.
 
-    Args:
-        prediction: of the config's step.
-        config: what was compiled.
-        mesh: its devices.
-        spare_bytes: of a device's memory, if known; None: not known.
+    `spare_bytes` are those of a device's memory; None: not known.
     """
     link = max(prediction.links, key=lambda link: link.seconds, default=None)
     busiest = max(prediction.products, prediction.memory)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from model.axes import mesh_axes
 from model.params import named
@@ -59,10 +59,8 @@ def layout_data(program: Program) -> dict[str, Any]:
         _append(runs, patterns.index(pattern), low, host)
     return {
         "axes": [[name, size] for name, size in mesh.shape.items()],
-        "unit": _unit(first[0]),
-        "planes": len({device.coords[2] for device in mesh.devices.flat})
-        if _on_grid(first[0]) and len(first[0].coords) > 2
-        else 1,
+        "unit": {"tpu": "slice", "cpu": "process"}.get(first[0].platform, "node"),
+        "planes": len({panel[1:] for panel in panels}),
         "columns": min(columns, _COLUMNS) if flat else columns,
         "drawn": max(1, _DRAWN // len(first)),
         "patterns": patterns,
@@ -99,27 +97,19 @@ def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
 def _array(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
+    names, rank = sharding.mesh.axis_names, len(leaf.shape)
+    spec = [*sharding.spec, *[None] * rank][:rank]
     return {
         "name": name,
         "type": str(leaf.dtype),
         "shape": leaf.shape,
         "bytes": format_bytes(bytes_per_device(leaf)),
-        "spec": _dims(sharding.spec, list(sharding.mesh.axis_names), len(leaf.shape)),
+        "spec": [[names.index(axis) for axis in mesh_axes(entry)] for entry in spec],
     }
-
-
-def _dims(spec: PartitionSpec, names: list[str], rank: int) -> list[list[int]]:
-    entries = [*spec, *[None] * rank][:rank]
-    dims = [mesh_axes(entry) for entry in entries]
-    return [[names.index(axis) for axis in dim] for dim in dims]
 
 
 def _on_grid(device: Device) -> bool:
     return device.platform == "tpu"
-
-
-def _unit(device: Device) -> str:
-    return {"tpu": "slice", "cpu": "process"}.get(device.platform, "node")
 
 
 def _panel(device: Device) -> tuple[int, ...]:

@@ -25,13 +25,7 @@ class _Change(NamedTuple):
 
 
 def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Advice:
-    """Return what makes a step fit that does not.
-
-    Args:
-        program: of the step.
-        memory: what it needs, compiled or estimated.
-        budget: what a device has.
-    """
+    """Return what makes a step fit that needs more memory than a device has."""
     needed, held = _needed(memory), memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
@@ -89,11 +83,8 @@ def _recompute(program: Program) -> list[_Change]:
     train, found = program.config.train, list[_Change]()
     for way in keeping_less(train.remat, train.offload):
         changed = program.trained(replace(train, remat=way))
-        found.append(
-            _Change(
-                "recompute more of each layer", f"train.remat={typed(way)}", changed
-            )
-        )
+        words, override = "recompute more of each layer", f"train.remat={typed(way)}"
+        found.append(_Change(words, override, changed))
     return found
 
 
@@ -113,27 +104,25 @@ def _cut_batch(program: Program) -> list[_Change]:
 def _move_moments(program: Program) -> list[_Change]:
     """Keep the optimizer's moments in host memory."""
     config = program.config
-    optimizer = replace(config.optimizer, offload=True)
+    config = replace(config, optimizer=replace(config.optimizer, offload=True))
     words = "keep moments in host memory"
-    return _moved(program, replace(config, optimizer=optimizer), words)
+    return _moved(program, config, words, "optimizer.offload=true")
 
 
 def _move_activations(program: Program) -> list[_Change]:
     """Keep what layers start from in host memory."""
     config = program.config
-    train = replace(config.train, offload=(*config.train.offload, "residual"))
+    names = (*config.train.offload, "residual")
+    config = replace(config, train=replace(config.train, offload=names))
     words = "keep what layers start from in host memory"
-    return _moved(program, replace(config, train=train), words)
+    return _moved(program, config, words, f"train.offload=[{','.join(names)}]")
 
 
-def _moved(program: Program, config: Config, words: str) -> list[_Change]:
-    before = program.config
-    if config == before or validate(config):  # it is there, or cannot be
+def _moved(
+    program: Program, config: Config, words: str, override: str
+) -> list[_Change]:
+    if config == program.config or validate(config):  # it is there, or cannot be
         return []
-    optimizer, names = config.optimizer, ",".join(config.train.offload)
-    override = f"train.offload=[{names}]"
-    if optimizer != before.optimizer:
-        override = "optimizer.offload=true"
     changed = make_program(config, list(program.mesh.devices.flat))
     return [_Change(words, override, changed)]
 

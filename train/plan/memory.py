@@ -135,9 +135,7 @@ def device_memory(
 ) -> DeviceMemory:
     """Add up what a program's step needs.
 
-    Args:
-        program: on the devices in question.
-        compiled: its step, or what became of it; None: it was not compiled.
+    `compiled` is the step, or what became of it; None: it was not compiled.
     """
     state, batch = program.state, program.batch
     rest, moved = state._replace(params=None), _per_device(program.host_state)
@@ -164,7 +162,7 @@ def device_memory(
         host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
         checkpoint=Figure(size, COMPUTED),
         host=host,
-        devices_per_host=_devices_per_host(program.mesh),
+        devices_per_host=len(_of_one_host(program.mesh)),
     )
 
 
@@ -259,9 +257,14 @@ def _compiled_host_parts(compiled: Compiled) -> dict[str, Figure]:
     return {name: Figure(size, COMPILED) for name, size in sizes.items() if size}
 
 
-def _devices_per_host(mesh: Mesh) -> int:
-    first = mesh.devices.flat[0].process_index
-    return sum(device.process_index == first for device in mesh.devices.flat)
+def _of_one_host(mesh: Mesh) -> list[dict[str, int]]:
+    """Return the places on the mesh of the first host's devices."""
+    host = mesh.devices.flat[0].process_index
+    return [
+        dict(zip(mesh.axis_names, index, strict=True))
+        for index, device in np.ndenumerate(mesh.devices)
+        if device.process_index == host
+    ]
 
 
 def _per_device(tree: Any) -> Figure:
@@ -270,13 +273,7 @@ def _per_device(tree: Any) -> Figure:
 
 def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
     """Count the bytes that one host's devices hold, copies once."""
-    host = mesh.devices.flat[0].process_index
-    places = [
-        dict(zip(mesh.axis_names, index, strict=True))
-        for index, device in np.ndenumerate(mesh.devices)
-        if device.process_index == host
-    ]
-    total = 0
+    places, total = _of_one_host(mesh), 0
     for leaf in leaves:
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)

@@ -3,7 +3,6 @@
 Compiled where the devices' compiler is at hand, else estimated without one.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -11,9 +10,8 @@ from typing import Any
 
 import jax
 
-from train.hardware.chips import chip_of
+from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
-from train.mesh import Device
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
@@ -29,7 +27,7 @@ from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
-from train.plan.scaling import Scaled, num_slices, weak_scaling
+from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
 
 
@@ -67,15 +65,18 @@ class Plan:
         """Why there is no prediction."""
         return "" if isinstance(self._predicted, Prediction) else self._predicted
 
+    @property
+    def _chip(self) -> Chip | None:
+        return chip_of(self.program.mesh.devices.flat[0].device_kind)
+
     @cached_property
     def _predicted(self) -> Prediction | str:
-        program, kind = self.program, self.program.mesh.devices.flat[0].device_kind
-        chip = chip_of(kind)
+        program, chip = self.program, self._chip
         if chip is None:
+            kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"
-        place = program.mesh, chip, program.config.model, program.tokens_per_step
         try:
-            return predict(self.cost, *place, program.config.data.sequence_length)
+            return predict(self.cost, program.config, program.mesh, chip)
         except NotStated as error:
             return str(error)
 
@@ -109,13 +110,10 @@ class Plan:
     @cached_property
     def scaling(self) -> list[Scaled]:
         """What more slices give; [] for a single one."""
-        program = self.program
-        chip = chip_of(program.mesh.devices.flat[0].device_kind)
-        several = num_slices(program.mesh.devices.flat) > 1
-        if chip is None or self.prediction is None or not several:
+        program, chip = self.program, self._chip
+        if chip is None or self.prediction is None:
             return []
-        place = program.mesh, chip, program.config.model, program.tokens_per_step
-        return weak_scaling(self.cost, *place, program.config.data.sequence_length)
+        return weak_scaling(self.cost, program.config, program.mesh, chip)
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values: the keys of plan.json."""
@@ -150,12 +148,9 @@ class Plan:
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
     """Plan without a compiler, in milliseconds.
 
-    Args:
-        program: on the devices in question.
-        budget: of a device; default: what its chip has, less the usual margin.
+    `budget` is that of a device; default: what its chip has, less the usual margin.
     """
-    budget = budget or _budget_of(list(program.mesh.devices.flat))
-    step = local_step(program)
+    budget, step = budget or _budget_of(program), local_step(program)
     memory, cost = estimate_memory(program, step), estimate_step(program, step)
     return Plan(program, budget, memory, cost)
 
@@ -166,19 +161,20 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
     What does not fit, or cannot be printed by XLA, leaves nothing to read: its cost is
     estimated. Arguments: as `estimate`.
     """
+    step = local_step(program)
     result, compilation = measure_compile(program)
     memory, text = device_memory(program, result), None
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             text = result.as_text()
-    cost = read_step(program, text) if text else estimate_step(program)
+    cost = read_step(program, text) if text else estimate_step(program, step)
     if text:
-        cost = replace(cost, host_bytes=count_host_bytes(program))
+        cost = replace(cost, host_bytes=count_host_bytes(program, step))
     return Plan(
         program=program,
-        budget=budget or _budget_of(list(program.mesh.devices.flat)),
-        memory=replace(memory, temporaries=estimate_items(program)),
+        budget=budget or _budget_of(program),
+        memory=replace(memory, temporaries=estimate_items(program, step)),
         cost=cost,
         text=text,
         compilation=compilation,
@@ -190,6 +186,6 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.middle.step_s
 
 
-def _budget_of(devices: Sequence[Device]) -> MemoryBudget:
-    chip = chip_of(devices[0].device_kind)
-    return memory_budget(chip, num_devices=len(devices))
+def _budget_of(program: Program) -> MemoryBudget:
+    devices = program.mesh.devices
+    return memory_budget(chip_of(devices.flat[0].device_kind), num_devices=devices.size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from model.config import ModelConfig
+from train.config import Config
 from train.hardware.chips import Chip
 from train.hardware.interconnect import Group, NotStated, bandwidth
 from train.plan.cost import StepCost
@@ -34,12 +35,7 @@ class Rates:
 
 
 def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
-    """Return what programs get of the vendor's figures.
-
-    Args:
-        mesh: of the devices.
-        chip: of each.
-        compute: model.compute_dtype.
+    """Return what programs get of the vendor's figures; compute: model.compute_dtype.
 
     Raises:
         NotStated: if the vendor does not state a figure, also when it is asked for.
@@ -71,21 +67,15 @@ class Busy:
     fill: float
 
 
-def busy(
-    cost: StepCost, mesh: Mesh, chip: Chip, model: ModelConfig, length: int
-) -> Busy:
+def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
     """Return how long a device computes, reads and writes in a step.
 
-    Args:
-        cost: what one device does in it.
-        mesh: its devices, which need not be there.
-        chip: of each device.
-        model: whose dims fill the matrix units more or less.
-        length: tokens of a row.
+    The model's dims fill the matrix units more or less.
 
     Raises:
         NotStated: as `rates_of`.
     """
+    model, length = config.model, config.data.sequence_length
     rates = rates_of(mesh, chip, model.compute_dtype)
     flops, moved = cost.flops, cost.hbm_bytes
     saved = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)

@@ -30,12 +30,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from model.config import ModelConfig
+from train.config import Config
 from train.hardware.achievable import slowest
 from train.hardware.chips import Chip
 from train.hardware.interconnect import NotStated, bandwidth, hops, num_parts
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, StepCost
-from train.plan.rates import busy
+from train.plan.rates import Busy, busy
 
 PCIE = "PCIe"  # between a device and its host's memory
 FAR = ("DCN", "network")  # networks between slices, or nodes
@@ -170,23 +170,15 @@ class Prediction:
 
 
 def predict(
-    cost: StepCost,
-    mesh: Mesh,
-    chip: Chip,
-    model: ModelConfig,
-    tokens: int,
-    length: int,
-    parts: int | None = None,
+    cost: StepCost, config: Config, mesh: Mesh, chip: Chip, parts: int | None = None
 ) -> Prediction:
     """Predict the speed of a step.
 
     Args:
         cost: what one device does in it.
+        config: of the step.
         mesh: its devices, which need not be there.
         chip: of each device.
-        model: whose dims fill the matrix units more or less.
-        tokens: of a step, all devices together.
-        length: tokens of a row.
         parts: slices of TPUs, or nodes of GPUs; None: those of the mesh.
 
     Raises:
@@ -194,23 +186,19 @@ def predict(
     """
     here = num_parts(mesh, mesh.axis_names)
     parts = parts or here
-    units = busy(cost, mesh, chip, model, length)
+    units = busy(cost, config, mesh, chip)
     links = _links(cost.sent, mesh, chip, parts / here)
     if cost.host_bytes:
         links += (_host_link(cost.host_bytes, chip),)
-    times = units.products, units.memory, units.product_memory
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    step = _step(*times, links) if on_tpu else _gpu_step(*times, links)
+    step = _step(units, links, on_tpu)
     slow = slowest(parts, chip.achievable.spread)
     return Prediction(
-        products=units.products,
-        memory=units.memory,
-        product_memory=units.product_memory,
+        **dataclasses.asdict(units),
         links=links,
-        fill=units.fill,
         recomputed=cost.flops.total / cost.model_flops,
         step_s=Range(slow * step.low, slow * step.high),
-        tokens=tokens,
+        tokens=config.data.batch_size * config.data.sequence_length,
         devices=mesh.size,
         chips=mesh.size // chip.devices,
         model_flops=cost.model_flops,
@@ -228,25 +216,17 @@ def _host_link(sent: int, chip: Chip) -> Link:
     return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
 
 
-def _step(
-    products: float, memory: float, product_memory: float, links: Iterable[Link]
-) -> Range:
+def _step(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
+    """Return the seconds of a step, as this module's docstring has it."""
+    products, memory, beside = units.products, units.memory, units.product_memory
+    hidden = sum(link.hidden for link in links)
+    exposed = sum(link.exposed for link in links)
+    high = max(products, beside, hidden) + memory - beside + exposed
+    if not on_tpu:
+        return Range((1 - GPU_SPREAD) * high, (1 + GPU_SPREAD) * high)
     free = [link.seconds - link.waited_for for link in links]
     waited_for = sum(link.waited_for for link in links)
-    low = max(products, memory, *free, 0.0) + waited_for
-    hidden = sum(link.hidden for link in links)
-    exposed = sum(link.exposed for link in links)
-    high = max(products, product_memory, hidden) + memory - product_memory + exposed
-    return Range(low, high)
-
-
-def _gpu_step(
-    products: float, memory: float, product_memory: float, links: Iterable[Link]
-) -> Range:
-    hidden = sum(link.hidden for link in links)
-    exposed = sum(link.exposed for link in links)
-    likely = max(products, product_memory, hidden) + memory - product_memory + exposed
-    return Range((1 - GPU_SPREAD) * likely, (1 + GPU_SPREAD) * likely)
+    return Range(max(products, memory, *free, 0.0) + waited_for, high)
 
 
 def _links(

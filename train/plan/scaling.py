@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from model.config import ModelConfig
+from train.config import Config
 from train.console import print_table
 from train.hardware.chips import Chip
 from train.mesh import Device
@@ -42,41 +42,30 @@ class Scaled:
 
 def weak_scaling(
     cost: StepCost,
+    config: Config,
     mesh: Mesh,
     chip: Chip,
-    model: ModelConfig,
-    tokens: int,
-    length: int,
     points: Iterable[int] = POINTS,
 ) -> list[Scaled]:
-    """Predict the speed of other numbers of slices.
+    """Predict the speed of other numbers of slices; [] for a program of one slice.
 
-    Args:
-        cost: of a program for two slices or more.
-        mesh: of that program.
-        chip: of each device.
-        model: its shape.
-        tokens: of a step of that program.
-        length: of a row, in tokens.
-        points: numbers of slices.
+    Arguments: as `predict`, of a program for several slices.
 
     Raises:
-        ValueError: if the program is for one slice.
         NotStated: as `predict`.
     """
     compiled = num_slices(mesh.devices.flat)
     if compiled < 2:
-        raise ValueError("weak scaling starts from a program for several slices")
+        return []
 
     def at(slices: int) -> tuple[float, Prediction]:
         sent = [_scaled(total, compiled, slices) for total in cost.sent]
-        scaled = replace(cost, sent=sent)
-        found = predict(scaled, mesh, chip, model, tokens, length, slices)
+        found = predict(replace(cost, sent=sent), config, mesh, chip, slices)
         more = slices / compiled
         far = sum(total.sent for total in sent if total.network in FAR)
         return far * chip.devices, replace(
             found,
-            tokens=round(tokens * more),
+            tokens=round(found.tokens * more),
             devices=round(found.devices * more),
             chips=round(found.chips * more),
         )

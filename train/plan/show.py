@@ -18,10 +18,7 @@ _NAMED = 3  # of what is not updated in place
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
     """Write a step as it was traced, lowered and optimized; return the files' names.
 
-    Args:
-        program: on the devices in question.
-        text: of the optimized module.
-        folder: that exists.
+    `text` is that of the optimized module; the folder exists.
     """
     traced, lowered = lower_step(program)
     texts = {

@@ -137,5 +137,6 @@ def test_idle_matrix_units_are_named(composed):
     done = execution(1e14, 0)
     done = dataclasses.replace(done, flops=Flops(0.0, attention=1e14))
     model = dataclasses.replace(at.config.model, head_dim=64)
-    found = predict(done, at.mesh, at.chip, model, 8 * 1024, 1024)
+    config = dataclasses.replace(at.config, model=model)
+    found = predict(done, config, at.mesh, at.chip)
     assert "25% of the matrix units" in advise(found, at.config, at.mesh).bottleneck

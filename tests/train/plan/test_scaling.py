@@ -6,19 +6,20 @@ from tests.train.machines import execution, machine, total
 from train.hardware.achievable import TPU, slowest
 from train.plan.scaling import num_slices, print_weak_scaling, weak_scaling
 
+ACROSS = ("mesh.data=2", "mesh.dcn.data=2")
+
 
 @pytest.fixture(scope="module")
 def two(composed):
-    overrides = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
-    return machine(composed, "v5e-256x2", *overrides)
+    rows = ("data.batch_size=512", "data.sequence_length=1024")
+    return machine(composed, "v5e-256x2", "mesh=fsdp", *ACROSS, *rows)
 
 
 def scaled(two, overlapped):
     """0.1 s of products and 0.1 GB a chip over DCN."""
     flops, sent = 0.1 * 0.865 * 197e12, total("data", "DCN", 1e8, overlapped)
     step = execution(flops, 0, total("fsdp", "ICI", 1e9, 1.0), sent)
-    place = two.mesh, two.chip, two.config.model
-    return weak_scaling(step, *place, 512 * 1024, 1024)
+    return weak_scaling(step, *two.place)
 
 
 def test_what_a_chip_sends_grows_like_a_ring(two):
@@ -47,8 +48,7 @@ def test_the_speed_kept_falls_with_what_nothing_hides(two, capsys):
 def test_it_starts_from_several_slices(composed):
     one = machine(composed, "v5e-256", "mesh=fsdp")
     assert num_slices(one.mesh.devices.flat) == 1
-    with pytest.raises(ValueError, match="several slices"):
-        weak_scaling(execution(1, 1), one.mesh, one.chip, one.config.model, 1, 1)
+    assert weak_scaling(execution(1, 1), *one.place) == []
     nodes = machine(composed, "h100-8x4", "mesh=fsdp")
     assert num_slices(nodes.mesh.devices.flat) == 4
 
@@ -61,11 +61,9 @@ def test_it_starts_from_several_slices(composed):
     ],
 )
 def test_parts_are_called_what_they_are(composed, capsys, name, network, words, others):
-    shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
-    two = machine(composed, name, *shape)
+    two = machine(composed, name, "mesh=fsdp", *ACROSS, "data.batch_size=512")
     step = execution(1e12, 0, total("data", network, 1e6))
-    place = two.mesh, two.chip, two.config.model, 512 * 1024, 1024
-    print_weak_scaling(weak_scaling(step, *place))
+    print_weak_scaling(weak_scaling(step, *two.place))
     printed = capsys.readouterr().out
     assert [word for word in words if word not in printed] == []
     assert [word for word in others if word in printed] == []

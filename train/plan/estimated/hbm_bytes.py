@@ -44,7 +44,8 @@ def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
     large = any(a.from_batch and a.bytes >= core / 2 for a in step.layers[0].stacked)
     kept = _KEPT_LARGE if large else _KEPT
     if step.platform == "gpu":
-        kept = _KEPT_GPU if step.looped else 0.0
+        looped = step.program.config.model.layer_unroll != -1
+        kept = _KEPT_GPU if looped else 0.0
     others += kept * saved_bytes(step)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:

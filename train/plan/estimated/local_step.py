@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from model.axes import mesh_axes
 from model.choices import Attention
-from model.params import STACKED, named
+from model.params import named
 from train.optimizer.update import Optimizer
 from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
 from train.plan.estimated.arrays import Array, Dim
@@ -19,7 +19,6 @@ from train.plan.estimated.schedule import Schedule
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
-from train.sharding import bytes_per_device
 
 FLOAT32 = 4
 _FORWARD = "splash_mha_fwd"
@@ -32,25 +31,21 @@ class LocalStep:
     gradients: of one of its `microbatches`; update: behind them.
     params: its part of each parameter; batch: of each field of a microbatch.
     exchanges: of the whole step.
-    reduce_itemsize: of gradients between devices.
-    looped: its layers are run by a loop.
-    moved_moments: bytes of moments in host memory that are on the device at once.
-    stacked_moments: bytes of those that the update stacks anew in host memory.
     """
 
+    program: Program
     platform: str
-    attention: Attention
-    documents: bool
     microbatches: int
     gradients: Walk
     update: Walk
     params: list[Array]
     batch: list[Array]
     exchanges: list[Exchange]
-    reduce_itemsize: int
-    looped: bool
-    moved_moments: int = 0
-    stacked_moments: int = 0
+
+    @property
+    def attention(self) -> Attention:
+        """The kernel of attention."""
+        return self.program.how.attention
 
     @property
     def loops(self) -> list[Operation]:
@@ -118,39 +113,10 @@ def local_step(program: Program) -> LocalStep:
     ]
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
-    moved, stacked = _moments(program)
+    exchanges = [*each, *update.sending.exchanges]
     return LocalStep(
-        platform=platform,
-        attention=program.how.attention,
-        documents=program.batch.segment_ids is not None,
-        microbatches=microbatches,
-        gradients=gradients,
-        update=update,
-        params=params,
-        batch=batch,
-        exchanges=[*each, *update.sending.exchanges],
-        reduce_itemsize=program.how.reduce_dtype.itemsize,
-        looped=program.config.model.layer_unroll != -1,
-        moved_moments=moved,
-        stacked_moments=0 if program.optimizer.in_place else stacked,
+        program, platform, microbatches, gradients, update, params, batch, exchanges
     )
-
-
-def _moments(program: Program) -> tuple[int, int]:
-    """Count moments in host memory that are on the device at once; all of layers.
-
-    Those of two layers, or of what is no layer's: XLA:TPU moves all of that at once.
-    """
-    layers, two, whole = 0, 0, [0]
-    for name, leaf in program.host_state.items():
-        size = bytes_per_device(leaf)
-        if any(part in STACKED for part in name.split(".")):
-            layers += size
-            two += 2 * size // max(2, leaf.shape[0])
-        else:
-            whole.append(size)
-    on_tpu = program.mesh.devices.flat[0].platform == "tpu"
-    return max(two, sum(whole) if on_tpu else max(whole)), layers
 
 
 @functools.lru_cache(maxsize=16)

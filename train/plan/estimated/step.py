@@ -24,7 +24,7 @@ from train.plan.cost import (
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.temporaries import saved_bytes, temporaries
+from train.plan.estimated.temporaries import is_of_layers, saved_bytes, temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -79,8 +79,10 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
     """
     known, step = device_memory(program), step or local_step(program)
     items, host = estimate_items(program, step), dict(known.host)
+    stacked = [leaf for name, leaf in program.host_state.items() if is_of_layers(name)]
+    anew = 0 if program.optimizer.in_place else sum(map(bytes_per_device, stacked))
     # One is dead when the other is made.
-    if other := max(saved_bytes(step, on_host=True), step.stacked_moments):
+    if other := max(saved_bytes(step, on_host=True), anew):
         host["temporaries"] = Figure(other, ESTIMATED)
     size = sum(figure.bytes for figure in items.values())
     needed = size + sum(known.parts[name].bytes for name in HELD)

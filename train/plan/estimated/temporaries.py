@@ -20,10 +20,13 @@ import math
 from collections.abc import Sequence
 
 from model.choices import Attention
+from model.params import STACKED
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation
 from train.plan.estimated.schedule import Schedule
+from train.program import Program
+from train.sharding import bytes_per_device
 
 _LANES, _SUBLANES = 128, 8
 
@@ -58,9 +61,7 @@ def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
 def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
     """Return what all layers keep of a microbatch for their backward pass.
 
-    Args:
-        step: of the device.
-        on_host: of the host's memory, or else of the device's.
+    In the host's memory, or else in the device's.
     """
     positions, total = math.prod(dim.size for dim in step.batch[0].dims), 0
     for loop in step.layers:
@@ -90,7 +91,8 @@ def _held(step: LocalStep) -> dict[str, int]:
         items["sum over microbatches"] = _bytes(step, step.params, FLOAT32)
     weights = _weights(step)
     width = min((array.itemsize for array in weights.values()), default=FLOAT32)
-    if step.attention is Attention.cudnn and step.documents:
+    documents = step.program.batch.segment_ids is not None
+    if step.attention is Attention.cudnn and documents:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
@@ -102,18 +104,19 @@ def _held(step: LocalStep) -> dict[str, int]:
 
 def _loss(step: LocalStep) -> dict[str, int]:
     """Count a tile of the loss; none if no loop but that over the layers multiplies."""
-    for loop in _tiles(step):
+    tiles = [loop for loop in step.loops if loop not in step.layers]
+    sums = [array for loop in tiles for array in loop.carried]
+    for loop in tiles:
         products = [op for op in loop.body if op.flops]
         heads = {a for op in products for a in op.operands if not a.from_batch}
         if heads:
             head = max(heads, key=lambda array: array.size)
-            logits = max((op.results[0] for op in products[:1]), key=lambda a: a.size)
+            logits = products[0].results[0]
+            width = logits.itemsize + head.itemsize
             return {
-                "logits of a tile": _bytes(
-                    step, [logits], logits.itemsize + head.itemsize
-                ),
+                "logits of a tile": _bytes(step, [logits], width),
                 "rounded head": _bytes(step, [head]),
-                "head's gradient": _loss_gradient(step),
+                "head's gradient": max((_bytes(step, [a]) for a in sums), default=0),
             }
     return {}
 
@@ -124,7 +127,7 @@ def _layers(step: LocalStep) -> dict[str, int]:
     largest = sizes[-1 if step.platform == "tpu" else -2 :]
     return {
         "gradients": _bytes(step, [p for p in step.params if p in given]),
-        "gradients to scatter": step.reduce_itemsize * sum(largest),
+        "gradients to scatter": step.program.how.reduce_dtype.itemsize * sum(largest),
         "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
     }
 
@@ -139,12 +142,29 @@ def _update(step: LocalStep) -> dict[str, int]:
     return {
         "gradients": _bytes(step, step.params),
         "optimizer's products": max(products, default=0),
-        "moments on the way": step.moved_moments,
+        "moments on the way": _moved_moments(step.program),
     }
 
 
-def _tiles(step: LocalStep) -> list[Operation]:
-    return [loop for loop in step.loops if loop not in step.layers]
+def is_of_layers(name: str) -> bool:
+    """Tell whether an array of the state is stacked, a slice of it for each layer."""
+    return any(part in STACKED for part in name.split("."))
+
+
+def _moved_moments(program: Program) -> int:
+    """Count moments in host memory that are on the device at once.
+
+    Those of two layers, or of what is no layer's: XLA:TPU moves all of that at once.
+    """
+    two, whole = 0, [0]
+    for name, leaf in program.host_state.items():
+        size = bytes_per_device(leaf)
+        if is_of_layers(name):
+            two += 2 * size // max(2, leaf.shape[0])
+        else:
+            whole.append(size)
+    on_tpu = program.mesh.devices.flat[0].platform == "tpu"
+    return max(two, sum(whole) if on_tpu else max(whole))
 
 
 def _weights(step: LocalStep) -> dict[Array, Array]:
@@ -167,11 +187,6 @@ def _used(loop: Operation) -> dict[Array, Array]:
 
 def _gathered(step: LocalStep) -> list[Array]:
     return [used for own, used in _weights(step).items() if used.size > own.size]
-
-
-def _loss_gradient(step: LocalStep) -> int:
-    sums = [a for loop in _tiles(step) for a in loop.carried]
-    return max((_bytes(step, [array]) for array in sums), default=0)
 
 
 def _peak(step: LocalStep, loop: Operation) -> int:
