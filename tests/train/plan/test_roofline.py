@@ -14,7 +14,7 @@ from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.rates import depth_fill, matrix_fill, rates_of
+from train.plan.rates import Busy, depth_fill, matrix_fill, rates_of
 from train.plan.roofline import GPU_SPREAD, Link, _step
 from train.program import make_program
 
@@ -169,7 +169,7 @@ def test_ranges_are_in_order(products, memory, beside, networks):
         Link(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
         for s, hidden, waits in networks
     ]
-    found = _step(products, memory, memory * beside, links)
+    found = _step(Busy(products, memory, memory * beside, 1.0), links, on_tpu=True)
     assert found.low <= found.high * (1 + 1e-9) + 1e-9
     assert found.low <= found.middle * (1 + 1e-9) + 1e-9
 
