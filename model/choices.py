@@ -132,12 +132,21 @@ class ComputeDtype(StrEnum):
 
 
 class Attention(StrEnum):
-    """Attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere."""
+    """Attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
+
+    `cudnn_packed` is cudnn without a mask of packed documents, from Hopper on.
+    """
 
     auto = "auto"
     xla = "xla"
     cudnn = "cudnn"
+    cudnn_packed = "cudnn_packed"
     splash = "splash"
+
+    @property
+    def is_cudnn(self) -> bool:
+        """Whether it is NVIDIA's."""
+        return self in (Attention.cudnn, Attention.cudnn_packed)
 
 
 class ContextAttention(StrEnum):

@@ -95,7 +95,7 @@ def execution(
     model, train = config.model, config.train
     platform, chip = device.platform, chip_of(device.device_kind)
     kernel, quantization = check_all(
-        lambda: _kernel(config, platform), lambda: _quantization(config, device)
+        lambda: _kernel(config, device), lambda: _quantization(config, device)
     )
     compute = Dtype.auto if quantization else Dtype(model.compute_dtype)
     if compute is Dtype.auto:
@@ -147,12 +147,13 @@ def _context_attention(
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
 
 
-def _kernel(config: Config, platform: str) -> Attention:
+def _kernel(config: Config, device: Device) -> Attention:
     model, length = config.model, config.data.sequence_length
+    chip = chip_of(device.device_kind)
     try:
-        return choose(
+        kernel = choose(
             model.attention,
-            platform,
+            device.platform,
             length,
             model.head_size,
             soft_cap=model.attention_soft_cap is not None,
@@ -162,6 +163,11 @@ def _kernel(config: Config, platform: str) -> Attention:
     except ValueError as error:
         mistake = Mistake("model.attention", model.attention, str(error))
         raise ConfigError([mistake]) from None
+    before_hopper = chip is not None and not chip.gains_by("float8")
+    if kernel is Attention.cudnn_packed and before_hopper:
+        rule = f"needs Hopper or later, not {device.device_kind}; take cudnn"
+        raise ConfigError([Mistake("model.attention", kernel.value, rule)])
+    return kernel
 
 
 def _quantization(config: Config, device: Device) -> Quantization | None:

@@ -22,13 +22,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.attention import cudnn, splash, xla
+from model.attention import cudnn, cudnn_packed, splash, xla
 from model.attention.ring import Kernel, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 
 Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
-KERNELS = {Attention.xla: xla, Attention.cudnn: cudnn, Attention.splash: splash}
+KERNELS = {
+    Attention.xla: xla,
+    Attention.cudnn: cudnn,
+    Attention.cudnn_packed: cudnn_packed,
+    Attention.splash: splash,
+}
 
 
 def why_not(
@@ -55,6 +60,8 @@ def why_not(
             f"ulysses needs the {kv_heads} key and value heads of a device to be "
             f"divisible by mesh.context={devices}"
         )
+    if way is ContextAttention.ring and kernel is Attention.cudnn_packed:
+        return "ring needs model.attention=cudnn, whose masks are of two chunks of rows"
     if way is ContextAttention.all_gather and kernel is not Attention.xla:
         return f"all_gather needs model.attention=xla, not {kernel}"
     if sequence_length % multiple:

@@ -3,6 +3,7 @@
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -13,6 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from model.attention.ring import Documents, Result
 
 MULTIPLE = 2  # positions are even
+# What jax's primitives take alike. Those of jax 0.12 can also change scores.
+PARAMETERS: dict[str, Any] = {"seed": 42, "dropout_rate": 0.0}
+if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
+    PARAMETERS |= {"score_mod_name": None, "score_mod_jaxpr": None}
 
 
 def why_not(
@@ -102,12 +107,11 @@ def backward(
     none = jnp.zeros(0, q_BNTH.dtype)
     same = _same(documents)
     bias = none if same is None else fused.combine_bias_and_mask(None, same, none.dtype)
-    dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
+    dq, dk, dv = fused._dot_product_attention_bwd_p.bind(
         *(q_BNTH, k_BKSH, v_BKSH, bias, none, none, none, none, none, none),
         *(result.lse_BNT, result.o_BNTH, do_BNTH),
+        **PARAMETERS,
         scale=1.0,
-        seed=42,
-        dropout_rate=0.0,
         variadic_args=(same is not None, False),  # a bias, but not its gradient
         mask_type=_mask_type(causal),
         layout=fused.AttentionLayout.BNTH.value,

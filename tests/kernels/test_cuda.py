@@ -48,6 +48,8 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2_unmasked": [*GPT2, "data.document_mask=false"],
     "gpt2_xla": [*GPT2, "model.attention=xla"],
     "llama": LLAMA,
+    "gpt2_packed": [*GPT2, "model.attention=cudnn_packed"],
+    "llama_packed": [*LLAMA, "model.attention=cudnn_packed", "train.remat=[attention]"],
     "gpt2_full": [*GPT2, "train.remat=full"],
     "gpt2_kept": [*GPT2, "train.remat=[attention]"],
 }
@@ -138,6 +140,22 @@ def test_rows_are_multiplied_by_their_experts_matrix_alone(compiled):
     assert result.products() == []
     rounded = 2 * (8192 * 2048 + 8 * 1024 * 2048)  # cotangent and weight in bfloat16
     assert result.memory["temp"] < 1.1 * rounded
+
+
+@pytest.mark.parametrize("name", ["gpt2_packed", "llama_packed"])
+def test_documents_by_offsets_pay_no_mask(compiled, name):
+    """Of a loop forward and one backward, however many documents a row has."""
+    result = compiled[name]
+    assert result.error is None
+    assert targets(result.text) == PLAIN
+    assert result.square_buffers(T) == set()
+    calls = cudnn_calls(result.text)
+    for call in calls:
+        assert '"mask_type": "PADDING_CAUSAL"' in call
+        assert re.search(r'"max_seg_per_batch": ?2\D', call)
+    forward = [call for call in calls if "Backward" not in call]
+    assert len(forward) == len(calls) / 2  # none is run once more, kept as it was
+    assert result.memory["temp"] < compiled[name.split("_")[0]].memory["temp"]
 
 
 def test_rows_of_one_document_pay_no_mask(compiled):

@@ -16,9 +16,7 @@ from model.choices import Attention
 
 pytestmark = pytest.mark.usefixtures("strict")
 
-AUTO, XLA, CUDNN, SPLASH = (
-    Attention(name) for name in ("auto", "xla", "cudnn", "splash")
-)
+AUTO, XLA, CUDNN, PACKED, SPLASH = Attention
 
 
 @pytest.mark.parametrize(
@@ -53,8 +51,9 @@ def test_a_kernel_that_cannot_serve_is_an_error(
 
 @pytest.mark.parametrize("lacked", ["soft_cap", "sinks"])
 def test_cudnn_names_what_it_lacks(lacked):
-    with pytest.raises(ValueError, match=f"model.attention_{lacked}.*attention=xla"):
-        choose(AUTO, "cuda", 1024, 64, **{lacked: True})
+    for asked in (AUTO, PACKED):
+        with pytest.raises(ValueError, match=f"attention_{lacked}.*attention=xla"):
+            choose(asked, "cuda", 1024, 64, **{lacked: True})
     assert choose(AUTO, "tpu", 1024, 64, **{lacked: True}) is SPLASH
 
 

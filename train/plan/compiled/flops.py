@@ -145,7 +145,7 @@ def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     if target.startswith("__cudnn$fmha"):
         (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
-        causal = '"mask_type": "CAUSAL"' in instruction.attributes
+        causal = instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"')
         products = CUDNN_PRODUCTS["Backward" in target]
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
         share = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5

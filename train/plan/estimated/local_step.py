@@ -60,7 +60,7 @@ class LocalStep:
 
         cuDNN takes operands in any order of dims.
         """
-        transposes = self.attention is not Attention.cudnn
+        transposes = not self.attention.is_cudnn
         loops = [op for op in self.gradients.each() if op.body]
         return {loop: Schedule(loop, transposes) for loop in loops}
 
@@ -82,7 +82,7 @@ class LocalStep:
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
-            if self.attention is Attention.cudnn:  # Splash was traced instead of it
+            if self.attention.is_cudnn:  # Splash was traced instead of it
                 again = CUDNN_PRODUCTS[True] / backward
                 flops *= again if op.place.is_backward else 1.0
                 part = min(part, 0.5)

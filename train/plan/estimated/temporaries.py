@@ -68,7 +68,7 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
         if loop.place.is_backward:
             continue
         kept = loop.stacked
-        if step.attention is Attention.cudnn:  # transposed arrays are one
+        if step.attention.is_cudnn:  # transposed arrays are one
             kept = step.schedules[loop].results[len(loop.carried) :]
         total += (
             loop.place.times

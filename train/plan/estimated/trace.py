@@ -32,7 +32,7 @@ _ROWS = 2  # of a device, where no equation depends on their number
 def trace_gradients(program: Program) -> ClosedJaxpr:
     """Trace (parameters, batch) -> (loss, gradients) of one microbatch."""
     config, how = program.config, program.how
-    if how.attention is Attention.cudnn:
+    if how.attention.is_cudnn:
         # cuDNN's kernel cannot be traced without cuDNN. Splash reads, writes and keeps
         # the same arrays.
         how = how._replace(attention=Attention.splash)
