@@ -14,6 +14,7 @@ from train.plan.recomputing import parsed, typed, ways, ways_beside
 from train.units import format_bytes, format_count
 
 _MOST_TENSOR = 16
+_LEAST_POSITIONS = 8192  # of a device: rows that are no longer are not shared
 _SHOWN = 10  # layouts
 
 
@@ -74,25 +75,31 @@ class Layout:
         return replace(config, mesh=mesh, train=train)
 
 
-def layouts(num_devices: int, parts: int, experts: int = 0) -> list[Layout]:
+def layouts(
+    num_devices: int, parts: int, experts: int = 0, sequence_length: int = 0
+) -> list[Layout]:
     """List the meshes: parts are slices or nodes; only some axes go beyond one.
 
     Stages are parts: inside of one the network is fast enough for fsdp. Devices that
-    bring each other tokens, and those that share a matrix, lie inside of one.
+    bring each other tokens, and those that share a matrix or rows, lie inside of one.
 
     Args:
         num_devices: of all parts.
         parts: of as many devices each.
         experts: of the model; 0: it has none.
+        sequence_length: of a row, which devices share only where it is long.
     """
     inside = num_devices // parts
     found, cut = [], ("none", 1)  # in one piece
-    for tensor, expert in itertools.product(_divisors(inside), repeat=2):
-        rest, wrong = divmod(inside, tensor * expert)
-        if wrong or tensor > _MOST_TENSOR or expert > max(experts, 1):
+    most = {"tensor": _MOST_TENSOR, "expert": max(experts, 1)}
+    most["context"] = max(sequence_length // _LEAST_POSITIONS, 1)
+    sizes = ([n for n in _divisors(inside) if n <= limit] for limit in most.values())
+    for tensor, expert, context in itertools.product(*sizes):
+        rest, wrong = divmod(inside, tensor * expert * context)
+        if wrong:
             continue
         for fsdp in _divisors(rest):
-            data, own = rest // fsdp, {"expert": expert}
+            data, own = rest // fsdp, {"expert": expert, "context": context}
             found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut, **own))
             if parts > 1:
                 found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut, **own))

@@ -159,7 +159,8 @@ def _weigh_all(
     """
     weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     experts = config.model.num_experts if config.model.expert_layers else 0
-    meshes = layouts(len(devices), num_slices(devices), experts)
+    length = config.data.sequence_length
+    meshes = layouts(len(devices), num_slices(devices), experts, length)
     if given:
         meshes.insert(0, given)
     possible = list[tuple[Candidate, Program, list[Layout]]]()
@@ -228,8 +229,7 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
 
 def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
-    walked = [axis for axis in MESH_AXES if axis != "context"]
-    layout = *(f"mesh.{axis}" for axis in walked), "mesh.dcn", "mesh.planned"
+    layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available

@@ -16,15 +16,21 @@ from train.plan.recomputing import WAYS, typed
 
 
 @given(
-    st.sampled_from([1, 2, 4, 6, 8, 256]), st.integers(1, 5), st.sampled_from([0, 8])
+    st.sampled_from([1, 2, 4, 6, 8, 256]),
+    st.integers(1, 5),
+    st.sampled_from([0, 8]),
+    st.sampled_from([4096, 2**15]),
 )
-def test_each_mesh_has_all_devices_and_no_two_are_the_same(inside, parts, experts):
-    found = layouts(inside * parts, parts, experts)
+def test_each_mesh_has_all_devices_and_no_two_are_the_same(
+    inside, parts, experts, length
+):
+    found = layouts(inside * parts, parts, experts, length)
     assert len(set(found)) == len(found)
     for mesh in found:
-        size = mesh.pipeline * mesh.data * mesh.fsdp * mesh.tensor * mesh.expert
+        size = math.prod(getattr(mesh, axis) for axis in MESH_AXES)
         assert size == inside * parts
         assert mesh.expert <= max(experts, 1)
+        assert mesh.context <= max(length // 8192, 1)
         assert mesh.dcn_pipeline * mesh.dcn_data * mesh.dcn_fsdp == parts
         assert mesh.pipeline in (1, parts)  # stages are slices
         assert mesh.data % mesh.dcn_data == mesh.fsdp % mesh.dcn_fsdp == 0
@@ -32,6 +38,8 @@ def test_each_mesh_has_all_devices_and_no_two_are_the_same(inside, parts, expert
     assert {(inside, 1, 1), (1, 1, 1)} <= shapes
     if experts and inside % 4 == 0:
         assert {(inside // 4, 1, 4), (1, 2, 2)} <= shapes
+    if length > 8192 and inside % 4 == 0:  # the longest part that devices share
+        assert 4 in {m.context for m in found}
 
 
 def test_microbatches_are_whole_rows_of_each_device():
