@@ -229,45 +229,43 @@ def test_every_product_of_a_step_has_bfloat16_operands(tiny):
 # ---- What a position may see
 
 
-def input_gradients(tiny, segment_ids, positions):
+def test_a_position_sees_itself_and_what_came_before(tiny):
+    """Of eight rows each has another token at one position, the last one none."""
+    rows = np.tile(np.arange(8), (9, 1))
+    np.fill_diagonal(rows, 20)
+    positions = np.broadcast_to(np.arange(8), (9, 8))
+    logits = np.asarray(tiny.logits(tiny.params, rows, positions, None))
+    moved = np.abs(logits[:8] - logits[8]).max(-1).T
+    seen = np.tri(8, dtype=bool)
+    assert (moved[~seen] < 1e-6).all()
+    assert (moved[seen] > 1e-4).all()
+
+
+def test_a_position_sees_its_own_document_only(tiny):
     """How the logits at t move with the embedding at s: the norm, [t, s].
 
     Each position holds another token, so the gradient in the token's row of the table
     is the one in the position's input. The head, which may share the table, stays.
     """
-    T = positions.shape[1]
-    tokens = jnp.arange(T)[None]
+    tokens, documents = jnp.arange(8)[None], np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    positions = jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 0]])
     pick = jax.random.normal(jax.random.key(2), (tiny.config.vocab_size,))
 
     def logits(table):
         params = {**tiny.params, "embedding": {"weight": table}}
-        x, *_ = bind(tiny.model, params).features(
-            tokens, positions, segment_ids, tiny.how
-        )
+        of = bind(tiny.model, params)
+        x, *_ = of.features(tokens, positions, jnp.asarray(documents), tiny.how)
         return bind(tiny.model, tiny.params).logits(x, tiny.how)[0] @ pick
 
     jacobian = jax.jit(jax.jacrev(logits))(tiny.params["embedding"]["weight"])
-    return np.linalg.norm(jacobian[:, :T], axis=-1)
-
-
-def test_a_position_sees_itself_and_what_came_before(tiny):
-    gradients = input_gradients(tiny, None, jnp.arange(8)[None])
-    seen = np.tri(8, dtype=bool)
-    assert (gradients[~seen] == 0).all()
-    assert (gradients[seen] > 1e-5).all()
-
-
-def test_a_position_sees_its_own_document_only(tiny):
-    documents = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
-    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0]])
-    gradients = input_gradients(tiny, *map(jnp.asarray, (documents, positions)))
+    gradients = np.linalg.norm(jacobian[:, :8], axis=-1)
     seen = np.tri(8, dtype=bool) & (documents[0][:, None] == documents[0])
     assert (gradients[~seen] == 0).all()
     assert (gradients[seen] > 1e-5).all()
 
 
 def test_packed_documents_give_the_logits_they_give_alone(tiny):
-    lengths = (5, 2, 7)
+    lengths = (5, 2, 5)
     row = tiny.tokens(1, sum(lengths))
     documents = np.repeat([1, 2, 3], lengths)[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]

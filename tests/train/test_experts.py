@@ -63,6 +63,7 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
         programs(*MOE, *changed, devices=8)
 
 
+@pytest.mark.slow
 def test_microbatches_add_up(gradients):
     """But for the loss of the load, which is a microbatch's own."""
     one = (*MOE, "model.router_aux_weight=0")

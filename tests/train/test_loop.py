@@ -251,6 +251,7 @@ def test_what_a_start_changed_is_recorded(longer, straight):
     assert start["changes"]["data.name"] == "renamed"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(door, copy, longer):
     """From fsdp 2 to fsdp 4 x tensor 2; traced on the way."""
     result = door(

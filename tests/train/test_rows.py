@@ -115,7 +115,9 @@ def test_rows_travel_or_the_table_does(programs, batch, shape):
     close(rows, table)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.slow), "full"]
+)
 def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
     programs, batch, remat
 ):

@@ -56,6 +56,7 @@ def test_the_compilers_words_become_bytes(message, expected):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_compiled_arguments_are_the_state_and_the_batch(programs):
     program = programs("mesh=fsdp", devices=4)
     ledger = device_memory(program, compile_step(program))
@@ -69,7 +70,9 @@ def test_compiled_arguments_are_the_state_and_the_batch(programs):
 @pytest.mark.parametrize(
     ("target", "overrides", "kind"),
     [
-        pytest.param("v5e-8", ("mesh=fsdp",), "TPU v5 lite", marks=tpu),
+        pytest.param(
+            *("v5e-8", ("mesh=fsdp",), "TPU v5 lite"), marks=[*tpu, pytest.mark.slow]
+        ),
         pytest.param(
             "v5p-16x2",
             ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=16"),

@@ -9,8 +9,6 @@ import pytest
 from model.params import named
 from tests.train.pages import run_node
 from train.errors import ConfigError
-from train.hardware import devices as topology
-from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.array_layout import (
     array_slices,
@@ -19,7 +17,6 @@ from train.plan.array_layout import (
     layout_data,
 )
 from train.plan.page import TEMPLATE
-from train.program import make_program
 
 MACHINES = [
     ("v5e-256", "fsdp_tensor", "mesh.tensor=4"),
@@ -34,15 +31,12 @@ LARGE = ("model.embed_dim=256", "model.num_heads=8", "data.batch_size=768")
 
 
 @pytest.fixture
-def laid_out(configure, monkeypatch):
+def laid_out(configure, lay_out):
     """Lay a small program out on stand-ins: (target, mesh, *overrides) -> Program."""
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-
-    def laid_out(name, mesh, *overrides):
-        config = configure(f"mesh={mesh}", "model.attention=xla", *LARGE, *overrides)
-        return make_program(config, fake_devices(parse_target(name)))
-
-    return laid_out
+    shape = ("model.attention=xla", *LARGE)
+    return lambda name, mesh, *more: lay_out(
+        configure(f"mesh={mesh}", *shape, *more), name
+    )
 
 
 def places(data) -> list[int]:

@@ -4,31 +4,22 @@ import dataclasses
 
 import pytest
 
-from train.hardware.devices import fake_devices
-from train.hardware.targets import parse_target
 from train.plan.estimated.step import estimate_memory
 from train.plan.fit import make_fit
 from train.plan.memory import Figure, MemoryBudget
 from train.plan.recomputing import keeping_less, typed
-from train.program import make_program
 
 MIB = 2**20
-GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "optimizer=adamw")
+GPT2 = (
+    *("model=gpt2_124m", "model.vocab_size=50304", "optimizer=adamw"),
+    "data.sequence_length=1024",
+)
 
 
 @pytest.fixture
-def laid_out(composed, monkeypatch):
+def laid_out(composed, lay_out):
     """Lay a model out on eight chips that are not there."""
-    monkeypatch.setattr(
-        "train.hardware.devices.importlib.util.find_spec", lambda name: None
-    )
-    devices = fake_devices(parse_target("v5e-8"))
-
-    def laid_out(*overrides):
-        config = composed(*GPT2, "model.vocab_size=50304", *overrides)
-        return make_program(config, devices)
-
-    return laid_out
+    return lambda *overrides: lay_out(composed(*GPT2, *overrides), "v5e-8")
 
 
 def needs(program) -> int:

@@ -5,27 +5,20 @@ import dataclasses
 import jax
 import pytest
 
-from train.hardware import devices as topology
 from train.hardware.chips import CHIPS
-from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory
 from train.plan.memory import Figure, device_memory, memory_budget, print_memory
-from train.program import make_program
 
 GB = 2**30
 
 
 @pytest.fixture
-def laid_out(configure, monkeypatch):
+def laid_out(configure, lay_out):
     """Lay a tiny program out on stand-ins: (target, mesh, *overrides) -> Program."""
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-
-    def laid_out(name, mesh, *overrides):
-        config = configure(f"mesh={mesh}", "model.attention=xla", *overrides)
-        return make_program(config, fake_devices(parse_target(name)))
-
-    return laid_out
+    return lambda name, mesh, *more: lay_out(
+        configure(f"mesh={mesh}", "model.attention=xla", *more), name
+    )
 
 
 @pytest.mark.parametrize("mesh", ["single", "ddp", "fsdp", "fsdp_tensor"])

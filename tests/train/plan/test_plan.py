@@ -4,29 +4,21 @@ import dataclasses
 
 import pytest
 
-from train.hardware.devices import fake_devices
-from train.hardware.targets import parse_target
 from train.plan import plan as planning
 from train.plan.memory import MemoryBudget, print_memory
 from train.plan.plan import estimate
-from train.program import make_program
 
-GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "optimizer=adamw")
+GPT2 = (
+    *("model=gpt2_124m", "model.vocab_size=50304", "optimizer=adamw"),
+    "data.sequence_length=1024",
+)
 AMPLE = MemoryBudget(*[2**40] * 3)
 
 
 @pytest.fixture
-def laid_out(composed, monkeypatch):
+def laid_out(composed, lay_out):
     """Lay GPT-2 out on chips that are not there: (target, *overrides) -> Program."""
-    monkeypatch.setattr(
-        "train.hardware.devices.importlib.util.find_spec", lambda name: None
-    )
-
-    def laid_out(target, *overrides):
-        config = composed(*GPT2, "model.vocab_size=50304", *overrides)
-        return make_program(config, fake_devices(parse_target(target)))
-
-    return laid_out
+    return lambda target, *more: lay_out(composed(*GPT2, *more), target)
 
 
 def test_each_part_is_computed_once(laid_out, monkeypatch):

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan.estimated.step import (
     estimate_items,
@@ -15,22 +14,13 @@ from train.plan.estimated.step import (
 )
 from train.plan.memory import HELD, device_memory, memory_budget, print_memory
 from train.plan.plan import estimate
-from train.program import make_program
 
 
 @pytest.fixture
-def laid_out(composed, monkeypatch):
+def laid_out(composed, lay_out):
     """Lay a model out on stand-ins: (target, *overrides) -> Program."""
-    monkeypatch.setattr(
-        "train.hardware.devices.importlib.util.find_spec", lambda name: None
-    )
-
-    def laid_out(name, *overrides):
-        base = ("optimizer=adamw", "tracker=none", "model.vocab_size=65536")
-        config = composed(*base, *overrides)
-        return make_program(config, fake_devices(parse_target(name)))
-
-    return laid_out
+    base = ("optimizer=adamw", "tracker=none", "model.vocab_size=65536")
+    return lambda target, *more: lay_out(composed(*base, *more), target)
 
 
 FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text())
