@@ -92,7 +92,7 @@ def layer_loops(module: Module) -> dict[str, Loop]:
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
-        loop = module.loops[executed.instruction.body.name]
+        loop = executed.instruction.loop
         known = [inner.body for loops in found.values() for inner in loops]
         if any(outer.body in known for outer in executed.loops):
             continue
@@ -124,7 +124,7 @@ class _Device:
     """Runs computations against the clock, and notes what takes time."""
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates):
-        self._module, self._mesh, self._rates = module, mesh, rates
+        self._mesh, self._rates = mesh, rates
         self._now = 0.0
         self._free = dict[str, float]()  # by lane: when it is
         self._pending = dict[str, tuple[float, str]]()  # by who waits: end, for what
@@ -147,9 +147,8 @@ class _Device:
             if instruction.name in self._pending:
                 self._wait(instruction.name)
             if instruction.opcode == "while":
-                loop = self._module.loops[instruction.body.name]
-                for _ in range(loop.trips):
-                    self.run(loop.body)
+                for _ in range(instruction.loop.trips):
+                    self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
                 # Of branches the one that is taken most often.
                 self.run(max(instruction.called, key=self._times))

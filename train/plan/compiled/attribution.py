@@ -71,8 +71,7 @@ def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
         # The name of several operands is that of one of them.
         exact = own if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        made = _producers(_Value(operand, callers))
-        before = (instruction.op_name for instruction in made)
+        before = (made.op_name for made in producers(operand, callers))
         candidates = (exact, *before, own, *_user_names(executed))
         part = next(filter(None, map(part_of, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
@@ -106,16 +105,17 @@ class _Value(NamedTuple):
     """What an instruction makes, and the fusions it stands in, innermost last."""
 
     instruction: Instruction
-    callers: tuple[Instruction, ...] = ()
+    callers: tuple[Instruction, ...]
 
 
-def producers(instruction: Instruction) -> Iterator[Instruction]:
-    """Return an instruction and those that make its operands, the nearest first."""
-    return _producers(_Value(instruction))
+def producers(
+    instruction: Instruction, callers: tuple[Instruction, ...] = ()
+) -> Iterator[Instruction]:
+    """Return an instruction and those that make its operands, the nearest first.
 
-
-def _producers(value: _Value) -> Iterator[Instruction]:
-    queue, seen = deque([value]), set[str]()
+    `callers` are the fusions that it stands in, innermost last.
+    """
+    queue, seen = deque([_Value(instruction, callers)]), set[str]()
     while queue and len(seen) < _NEIGHBOURS:
         value = queue.popleft()
         if value.instruction.name not in seen:

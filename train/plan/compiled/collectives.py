@@ -185,7 +185,7 @@ def _rings(
     for executed in module.executed:
         own = executed.instruction
         if own.opcode == "while" and (found := _WINDOWED.search(own.body.name)):
-            key = (module.loops[own.body.name].op_name, executed.loops)
+            key = (own.loop.op_name, executed.loops)
             rings.setdefault(key, []).append(executed)
             kinds[key] = _RING[found[1]]
     pieces, plain = dict[tuple, list[tuple[Executed, Collective]]](), []

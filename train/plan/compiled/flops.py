@@ -60,8 +60,7 @@ def computed_flops(instructions: Iterable[Instruction]) -> float:
 
 def _flops(instruction: Instruction) -> float:
     if instruction.opcode == "while":
-        loop = instruction.within.module.loops[instruction.body.name]
-        return loop.trips * computed_flops(loop.body.order)
+        return instruction.loop.trips * computed_flops(instruction.body.order)
     total = product_flops(instruction)
     if instruction.opcode == "custom-call":
         total += math.prod(kernel_flops(instruction))

@@ -95,6 +95,11 @@ class Instruction:
         """What a `while` runs."""
         return self.within.module.computations[self.find(_BODY)]
 
+    @property
+    def loop(self) -> "Loop":
+        """The loop that a `while` is, of a module that was read with its loops."""
+        return self.within.module.loops[self.body.name]
+
     @functools.cached_property
     def called(self) -> "list[Computation]":
         """The computations that it runs once: a fusion's, a call's, the branches."""
