@@ -18,7 +18,7 @@ from launch.plan_check import Machine
 from launch.remote import supervise
 from launch.remote.run_script import RUN, run_script
 from launch.remote.ssh_hosts import SshHosts, put_line, ssh_command, start_line
-from launch.remote.supervise import alive as alive
+from launch.remote.supervise import alive, logs, stop  # noqa: F401
 from launch.submissions import Submission
 from train.errors import Mistake
 
@@ -79,13 +79,9 @@ def submit(
     return supervise.supervise_hosts(job, cluster, submission, hosts)
 
 
-def _hosts(submission: Submission) -> SshHosts:
-    return SshHosts(submission, supervise.submitted_cluster(submission))
-
-
 def status(submission: Submission) -> list[str]:
     """Describe the processes there, who keeps them running, and what came before."""
-    hosts = _hosts(submission)
+    hosts = supervise.submitted_hosts(submission)
     states = hosts.ask("poll")
     lines = [
         f"{name}: {' '.join(map(str, filter(None, s)))}" for name, s in states.items()
@@ -93,13 +89,3 @@ def status(submission: Submission) -> list[str]:
     silent = hosts.processes - len(states)
     lines += [f"{silent} processes: no answer"] * bool(silent)
     return [*supervise.status(submission), *lines]
-
-
-def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 writes; if nobody here has listened, what it has."""
-    return supervise.logs(submission, follow, _hosts(submission))
-
-
-def stop(submission: Submission) -> int:
-    """Let the run save and stop, and wait until it has."""
-    return supervise.stop(submission, _hosts(submission))

@@ -18,6 +18,8 @@ from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
 from launch.remote.attempt import RemoteAttempt
 from launch.remote.hosts import Hosts
+from launch.remote.ssh_hosts import SshHosts
+from launch.remote.tpu_hosts import TpuHosts
 from launch.submissions import Submission
 from launch.supervisor import (
     ATTEMPTS,
@@ -88,10 +90,14 @@ def detach_process(log: Path) -> bool:
     return True
 
 
-def submitted_cluster(submission: Submission) -> Any:
-    """Return the cluster's keys that the job was submitted with."""
+def submitted_hosts(submission: Submission) -> Any:
+    """Return the machines of a submission; None if it runs on this one."""
+    kinds = {"ssh": SshHosts, "tpu_vm": TpuHosts}
+    if submission.kind not in kinds:
+        return None
     kept = dict(submission.handle["cluster"])
-    return KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
+    cluster = KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
+    return kinds[submission.kind](submission, cluster)
 
 
 def alive(submission: Submission) -> bool:
@@ -111,7 +117,7 @@ def status(submission: Submission) -> list[str]:
     return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
 
 
-def logs(submission: Submission, follow: bool, hosts: Hosts | None = None) -> int:
+def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 writes; if nobody here has listened, ask its machine."""
     file = Path(submission.handle.get("folder", "")) / LOG
     if file.exists() or alive(submission):
@@ -122,18 +128,18 @@ def logs(submission: Submission, follow: bool, hosts: Hosts | None = None) -> in
                 over = not (follow and alive(submission))
                 print(text.read(), end="", flush=True)
                 time.sleep(0 if over else 0.2)
-    elif hosts is not None:
+    elif hosts := submitted_hosts(submission):
         print(hosts.output(0).decode(errors="replace"), end="")
     return 0
 
 
-def stop(submission: Submission, hosts: Hosts | None = None) -> int:
+def stop(submission: Submission) -> int:
     """Let the run save and stop, wait until it has, and give its machines back."""
     if alive(submission):
         os.kill(submission.handle["pid"], signal.SIGINT)
         while alive(submission):
             time.sleep(0.1)
-    elif hosts is not None:
+    elif hosts := submitted_hosts(submission):
         if hosts.may_run():
             file, poll_s = submission.local_folder() / LOG, hosts.poll_s
             attempt = RemoteAttempt(hosts, file, poll_s, begin=lambda wait: True)

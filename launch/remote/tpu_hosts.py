@@ -22,6 +22,7 @@ from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
 
+STATES = "states.jsonl"  # that the resource was seen in
 _ALL = ("--node=all", "--worker=all")
 _FIRST = ("--node=0", "--worker=0")  # of which JAX makes process 0
 _PROCESS = (0, 1)  # on each: number 0, and one of them
@@ -56,10 +57,11 @@ def start_line(name: str) -> str:
 class TpuHosts(Hosts):
     """The VMs of `cluster.target`, one process each."""
 
-    def __init__(self, submission: Submission, cluster: TpuVmCluster, diary: Path):
+    def __init__(self, submission: Submission, cluster: TpuVmCluster):
         processes = parse_target(cluster.target or "").num_hosts
         super().__init__(submission, processes, cluster.poll_s)
         self._cluster, self._unreached_since = cluster, None
+        diary = submission.local_folder() / STATES
         self.resource = QueuedResource(submission.name, cluster, diary)
 
     def _await_machines(self, wait: Wait) -> bool:

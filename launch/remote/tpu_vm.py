@@ -16,8 +16,9 @@ from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
 from launch.remote.run_script import RUN, run_script, run_words
-from launch.remote.supervise import alive as alive
+from launch.remote.supervise import alive, logs, stop  # noqa: F401
 from launch.remote.tpu_hosts import (
+    STATES,
     TpuHosts,
     copy_command,
     make_line,
@@ -29,7 +30,6 @@ from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-STATES = "states.jsonl"
 _COMMANDS_FILE = "tpu_vm.sh"
 # The machines' own Python is 3.10: a newer one beside it, with what training needs, in
 # the versions of the archive: each start installs, and no restart may change them.
@@ -112,7 +112,7 @@ def _typed(name: str, cluster: TpuVmCluster) -> str:
     """Return the commands that the supervisor types, for those who want to do so."""
     own = commands(name, cluster)
     poll = run_words(name, "poll", 0, 1)
-    stop = run_words(name, "signal", 0, 1, "INT")
+    interrupt = run_words(name, "signal", 0, 1, "INT")
     parts = {
         "Ask for the machines; once they are ACTIVE, go on": own["create"],
         "Are they?": own["describe"],
@@ -120,7 +120,7 @@ def _typed(name: str, cluster: TpuVmCluster) -> str:
         "Copy them, from the folder of this file": copy_command(name, cluster),
         "Start training": ssh_command(name, cluster, start_line(name)),
         "Does it run?": ssh_command(name, cluster, poll),
-        "Let it save and stop": ssh_command(name, cluster, stop),
+        "Let it save and stop": ssh_command(name, cluster, interrupt),
         "Delete the machines": own["delete"],
     }
     lines = [line for what, p in parts.items() for line in (f"# {what}", shell(p))]
@@ -159,30 +159,16 @@ def submit(
 ) -> int:
     """Get the machines, start the run, and keep it going to the end."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    return supervise.supervise_hosts(job, cluster, submission, _hosts(submission))
-
-
-def _hosts(submission: Submission) -> TpuHosts:
-    cluster = supervise.submitted_cluster(submission)
-    return TpuHosts(submission, cluster, submission.local_folder() / STATES)
+    hosts = TpuHosts(submission, cluster)
+    return supervise.supervise_hosts(job, cluster, submission, hosts)
 
 
 def status(submission: Submission) -> list[str]:
     """Describe the queued resource, who keeps it running, and what came before."""
     try:
-        now = _hosts(submission).resource.look()
+        now = supervise.submitted_hosts(submission).resource.look()
         there = str(now) if now.state else "none: it is over, or not asked for yet"
     except GcloudError as error:
         there = f"gcloud does not say: {error}"
     states = describe_states(submission.local_folder() / STATES)
     return [f"queued resource: {there}", *supervise.status(submission), *states]
-
-
-def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 writes; if nobody here has listened, what it has."""
-    return supervise.logs(submission, follow, _hosts(submission))
-
-
-def stop(submission: Submission) -> int:
-    """Let the run save and stop, wait until it has, and delete the machines."""
-    return supervise.stop(submission, _hosts(submission))

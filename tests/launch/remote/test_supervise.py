@@ -70,7 +70,7 @@ def test_another_supervisor_takes_up_what_runs(stage, monkeypatch):
 
 
 def hosts_of(at: Stage):
-    return at.backend._hosts(at.kept())
+    return supervise.submitted_hosts(at.kept())
 
 
 def test_verbs_without_a_supervisor(stage, capsys):

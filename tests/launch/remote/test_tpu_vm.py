@@ -149,7 +149,7 @@ def test_the_archive_goes_along(stage):
     cluster = replace(SLICES, code=Code.archive)
     submission = at.kept(cluster, {ARCHIVE: "archive", UNPACK: "unpack"})
     argument_printer(at.fake / "bin", "trainer")
-    assert tpu_vm._hosts(submission).begin(Wait(), take_up=False)
+    assert supervise.submitted_hosts(submission).begin(Wait(), take_up=False)
     until((at.fake / "bin/arguments.jsonl").exists)
     train = ["trainer", "-P", "-m", "train"]
     wanted = ["./unpack.py", "./code.tar.gz", "--", *train]
