@@ -1,5 +1,6 @@
 """The machine, settled before JAX first touches a device."""
 
+import ctypes
 import logging
 import os
 import sys
@@ -32,6 +33,9 @@ from train.mesh_sizes import num_shards
 log = logging.getLogger(__name__)
 # What TPUs, and GPUs of NVIDIA (dxg: under Windows) and AMD, are reached by.
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
+# glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. All memory comes
+# from one heap, and what is freed stays there.
+_KEEP_FREED = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 
 
 def set_up(config: RuntimeConfig) -> None:
@@ -45,6 +49,8 @@ def set_up(config: RuntimeConfig) -> None:
         # Else libtpu, where installed, looks for a TPU for ten seconds, and complains.
         # JAX itself names the platform where it sees a TPU's chips.
         jax.config.update("jax_platforms", "cpu")
+    if _platforms() == "cpu":
+        keep_freed_memory()
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
@@ -52,6 +58,20 @@ def set_up(config: RuntimeConfig) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_compilation_cache_dir", str(named or cache_folder() / "xla"))
+
+
+def keep_freed_memory() -> None:
+    """Have memory that is freed used again, rather than asked of Linux once more.
+
+    XLA:CPU allocates a step's intermediate arrays anew at each step. As glibc comes,
+    Linux takes so large a block back at once, and hands it out zeroed again, 4 KiB at a
+    time: half of a step of a small model (docs/log.md). Does nothing where malloc is
+    another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if sys.platform.startswith("linux") and mallopt is not None:
+        for name, value in _KEEP_FREED:
+            mallopt(name, value)
 
 
 def _platforms() -> str | None:

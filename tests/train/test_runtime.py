@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,38 @@ set_up(RuntimeConfig())
 import jax
 print(jax.devices()[0].platform)
 """
+
+
+FAULTS = """
+import resource
+from train.config import Platform, RuntimeConfig
+from train.runtime import set_up
+set_up(RuntimeConfig(platform=Platform.cpu, cpu_devices=1))
+import jax, jax.numpy as jnp
+
+def large(x):  # 64 MiB between two products
+    return jnp.sum(jnp.sin(jnp.outer(x, x)) @ x)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+step, x = jax.jit(large), jnp.ones(4096)
+for _ in range(40):  # the heap finds its size
+    step(x).block_until_ready()
+before = faults()
+for _ in range(20):
+    step(x).block_until_ready()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_a_step_finds_its_memory_where_the_last_one_left_it():
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
+    pages = 4 * 4096**2 // 4096  # of one such step
+    assert int(done.stdout) < 20 * pages / 4
 
 
 @pytest.mark.parametrize(
