@@ -88,10 +88,14 @@ class Dropout:
 
 
 class Activation(StrEnum):
-    """Non-linearity of the MLP; `swiglu` and `geglu` add a gate, `relu2` is relu²."""
+    """Non-linearity of the MLP; those on -glu add a gate, `relu2` is relu².
+
+    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), both held within a limit.
+    """
 
     gelu = "gelu"
     swiglu = "swiglu"
+    clamped_swiglu = "clamped_swiglu"
     geglu = "geglu"
     relu2 = "relu2"
 

@@ -104,10 +104,12 @@ class ModelConfig:
     # Each head may attend to nothing: a learned score takes a part of the weights.
     attention_sinks: bool = False
     activation: Activation = Activation.swiglu  # of the MLP; those on -glu add a gate
+    swiglu_alpha: Annotated[float, Gt(0)] = 1.702  # of clamped_swiglu: its steepness
+    swiglu_limit: Annotated[float, Gt(0)] = 7.0  # ... and what holds gate and up
     qk_norm: bool = False  # normalise queries and keys
     qk_norm_over: NormSpan = NormSpan.head  # each head's, or all together
     tied_head: bool = False  # the embedding is the head's weight too
-    bias: bool = False  # in linear layers and LayerNorm
+    bias: bool = False  # in linear layers, experts, their router, and LayerNorm
     qkv_bias: bool = False  # of queries, keys and values, whatever the others have
     scaled_embedding: bool = False  # a token's row, times sqrt(embed_dim)
     # The cap c of c tanh(logits / c); null: none.
@@ -164,7 +166,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether an MLP has a gate."""
-        return self.activation in (Activation.swiglu, Activation.geglu)
+        return self.activation.endswith("glu")
 
     @property
     def mlp_size(self) -> int:
@@ -277,10 +279,5 @@ class ModelConfig:
                 "experts_every",
                 f"must divide the {self.num_layers - self.dense_layers} layers behind "
                 "model.dense_layers: the last of each group of as many has experts",
-            )
-            check(
-                not self.bias,
-                "bias",
-                "must be false with model.mlp=moe: experts have no biases",
             )
         return found

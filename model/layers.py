@@ -153,11 +153,18 @@ class SelfAttention(nnx.Module):
 
 
 def activate(
-    kind: Activation,
+    config: ModelConfig,
     h: Float[Array, "*dims F"],
     gate: Float[Array, "*dims F"] | None,
 ) -> Float[Array, "*dims F"]:
-    """Apply the non-linearity of an MLP; with a gate it is the gate's."""
+    """Apply the non-linearity of an MLP; with a gate it is the gate's.
+
+    Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, for clamped_swiglu.
+    """
+    kind, limit = config.activation, config.swiglu_limit
+    if kind is Activation.clamped_swiglu and gate is not None:
+        gate, h = jnp.minimum(gate, limit), jnp.clip(h, -limit, limit)
+        return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (h + 1)
     if kind is Activation.geglu and gate is not None:
         return jax.nn.gelu(gate, approximate=True) * h
     if gate is not None:
@@ -180,7 +187,7 @@ class MLP(nnx.Module):
             "dtype": jnp.dtype(config.param_dtype),
             "rngs": rngs,
         }
-        self.activation = config.activation
+        self.config = config
         widen = ("btd,df->btf", (D, F), ("embed", "mlp"))
         self.up = Linear("up", *widen, std=std, **common)
         gate = config.gated
@@ -197,6 +204,6 @@ class MLP(nnx.Module):
         gate_BTF = None
         if self.gate is not None:
             gate_BTF = named(self.gate(x_BTD, how), "mlp_gate")
-        h_BTF = activate(self.activation, h_BTF, gate_BTF)
+        h_BTF = activate(self.config, h_BTF, gate_BTF)
         h_BTF = how.rules.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, how)

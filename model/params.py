@@ -52,9 +52,9 @@ class ParamInfo(NamedTuple):
 
     @property
     def stack(self) -> int:
-        """How many leading dims count matrices: layers, and of a matrix experts."""
+        """How many leading dims count layers, and experts that each have their own."""
         own = self.axes[self.stacked :]
-        return self.stacked + (self.kind is Kind.matrix and own[0] == "experts")
+        return self.stacked + (len(own) > 1 and own[0] == "experts")
 
     @property
     def split(self) -> int:

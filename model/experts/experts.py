@@ -31,16 +31,16 @@ from model.experts.grouped import grouped_product
 from model.experts.router import Choice, Router, Routing
 from model.gather import parts_of
 from model.layers import MLP, activate, stds
-from model.linear import gathered
+from model.linear import gathered, product
 from model.params import Kind, ParamInfo
 from model.parts import expected, part
 
 
 class Experts(nnx.Module):
-    """A router, its experts' matrices, and what every token takes besides."""
+    """A router, its experts, and what every token takes besides."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Make router, experts and the shared MLP."""
+        """Make router, experts and the shared MLP; biases start at zero."""
         D, E, F = config.embed_dim, config.num_experts, config.expert_size
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
@@ -52,11 +52,19 @@ class Experts(nnx.Module):
             value = std * jax.random.normal(rngs.params(), shape, dtype)
             return nnx.Param(value, info=ParamInfo(axes, Kind.matrix, 1))
 
+        def bias(*dims: tuple[str, int]) -> nnx.Param | None:
+            axes, shape = zip(*dims, strict=True)
+            zeros, info = jnp.zeros(shape, dtype), ParamInfo(axes, Kind.vector)
+            return nnx.Param(zeros, info=info) if config.bias else None
+
         embed, experts, hidden = ("embed", D), ("experts", E), ("mlp", F)
         self.router = Router(config, rngs)
         self.up = weight(std, experts, embed, hidden)
         self.gate = weight(std, experts, embed, hidden) if config.gated else None
         self.down = weight(residual_std, experts, hidden, embed)
+        self.up_bias = bias(experts, hidden)
+        self.gate_bias = bias(experts, hidden) if config.gated else None
+        self.down_bias = bias(experts, embed)
         shared = config.shared_experts * F
         self.shared = MLP(config, shared, rngs) if shared else None
 
@@ -81,6 +89,8 @@ class Experts(nnx.Module):
         they lie apart, or tokens do, the backward pass does it all once more.
         """
         weights = [w for w in (self.up, self.gate, self.down) if w is not None]
+        biases = [self.up_bias, self.gate_bias, self.down_bias]
+        biases = [bias for bias in biases if bias is not None]
         cuts = [dict(how.rules.cut(_axes(weight))) for weight in weights]
         apart = cuts[0].get(0, ())
         parts = [parts_of(_axes(weight), how) for weight in weights]
@@ -93,26 +103,30 @@ class Experts(nnx.Module):
             rows = rules.spec("batch", "seq", None)
             hidden = rules.param_spec(("mlp",))[0]
             specs = [
-                PartitionSpec(*(hidden if axis == "mlp" else None for axis in axes))
-                for axes in map(_axes, weights)
+                [
+                    PartitionSpec(*(hidden if axis == "mlp" else None for axis in axes))
+                    for axes in map(_axes, params)
+                ]
+                for params in (weights, biases)
             ]
             on_device = jax.shard_map(
                 partial(on_device, shared=mesh_axes(hidden)),
-                in_specs=(rows, rows, rows, specs),
+                in_specs=(rows, rows, rows, *specs),
                 out_specs=rows,
                 check_vma=False,
             )
 
-        def run(x_BTD, weights_BTk, weights):
+        def run(x_BTD, weights_BTk, weights, biases):
             whole: list[jax.Array] = [
                 gathered(weight, own, how.compute_dtype, how.expert_quantization)
                 for weight, own in zip(weights, parts, strict=True)
             ]
-            return on_device(x_BTD, choice.experts, weights_BTk, whole)
+            return on_device(x_BTD, choice.experts, weights_BTk, whole, biases)
 
         if apart or any(own.cut for own in parts):
             run = jax.checkpoint(run)
-        return run(x_BTD, choice.weights, [weight[...] for weight in weights])
+        params = ([param[...] for param in own] for own in (weights, biases))
+        return run(x_BTD, choice.weights, *params)
 
 
 def _axes(weight: nnx.Param) -> tuple[str, ...]:
@@ -124,6 +138,7 @@ def _on_device(
     experts_BTk: jax.Array,
     weights_BTk: jax.Array,
     matrices: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
     config: ModelConfig,
     how: Execution,
     apart: tuple[str, ...],
@@ -136,6 +151,7 @@ def _on_device(
         experts_BTk: that they chose, of all devices' experts.
         weights_BTk: of these.
         matrices: of the device's own experts: up, gate if there is one, down.
+        biases: of all experts, likewise; or none.
         config: of the model.
         how: execution.
         apart: mesh axes along which devices have other tokens and other experts.
@@ -153,9 +169,17 @@ def _on_device(
             return jax.lax.all_gather(own, apart, tiled=True) if apart else own
 
         first = E * jax.lax.axis_index(apart) if apart else 0
-        choice = of_all(experts_nk), of_all(weights_nk)
-        y_nD = _own_experts(of_all(x_nD), *choice, matrices, first, config, how)
+        own = [
+            jax.lax.dynamic_slice_in_dim(bias, first, E) if apart else bias
+            for bias in biases
+        ]
+        choice = of_all(experts_nk) - first, of_all(weights_nk)
+        y_nD = _own_experts(of_all(x_nD), *choice, matrices, own[:-1], config, how)
         y_nD = jax.lax.psum(y_nD, shared) if shared else y_nD
+        if own:
+            is_own = choice[0][..., None] == jnp.arange(E)[None, None]
+            shares_nE = jnp.sum(jnp.where(is_own, choice[1][..., None], 0), axis=1)
+            y_nD = y_nD + _shared_out(shares_nE, own[-1], how).astype(y_nD.dtype)
         return jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
 
     flat = x_BTD.reshape(n, D), experts_BTk.reshape(n, k), weights_BTk.reshape(n, k)
@@ -171,13 +195,17 @@ def _own_experts(
     experts_nk: jax.Array,
     weights_nk: jax.Array,
     matrices: Sequence[jax.Array],
-    first: jax.Array | int,
+    biases: Sequence[jax.Array],
     config: ModelConfig,
     how: Execution,
 ) -> jax.Array:
-    """Add up what a device's own experts, from `first` on, make of tokens."""
+    """Add up what a device's own experts, 0 to E, make of tokens.
+
+    Their last biases are left to the caller: devices may share an expert, and what each
+    of them makes is added up.
+    """
     (n, k), E = experts_nk.shape, matrices[0].shape[0]
-    own = experts_nk.reshape(-1) - first
+    own = experts_nk.reshape(-1)
     own = jnp.where((own >= 0) & (own < E), own, E)  # those of others come last
     order = jnp.argsort(own)
     row_nk = jnp.argsort(order).reshape(n, k)
@@ -194,12 +222,25 @@ def _own_experts(
                 x, w, sizes_E, how.compute_dtype, how.grouped, how.expert_quantization
             )
 
-    h_RF = multiply("up", x_RD, up)
-    gate_RF = multiply("gate", x_RD, gate[0]) if gate else None
-    h_RF = activate(config.activation, h_RF, gate_RF)
+    inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
+    if biases:
+        is_own_RE = own[assigned_R][:, None] == jnp.arange(E)[None]
+        shares_RE = is_own_RE.astype(x_nD.dtype)
+        added = (_shared_out(shares_RE, bias, how) for bias in biases)
+        inner = [h + bias for h, bias in zip(inner, added, strict=True)]
+    h_RF = activate(config, inner[0], inner[1] if gate else None)
     # Weighted here: the gradient of a weight needs no result of the last product.
     h_RF = (h_RF * weights_R1).astype(x_nD.dtype)
     return from_rows(multiply("down", h_RF, down), assigned_R // k, row_nk)
+
+
+def _shared_out(shares: jax.Array, bias: jax.Array, how: Execution) -> jax.Array:
+    """Add up experts' biases [E, F] by shares [M, E].
+
+    A product, since the gradient of rows that are copied would be a scatter.
+    """
+    with part("bias"):
+        return product("me,ef->mf", shares, bias, how.compute_dtype)
 
 
 @jax.custom_vjp

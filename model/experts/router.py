@@ -16,7 +16,7 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import parts_of
 from model.layers import stds
-from model.linear import product
+from model.linear import leading, product
 from model.params import Kind, ParamInfo
 
 
@@ -42,7 +42,7 @@ class Router(nnx.Module):
     """Scores experts for each token, and chooses the best."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Draw the matrix; the bias, if there is one, starts at zero."""
+        """Draw the matrix; biases, where there are some, start at zero."""
         D, E = config.embed_dim, config.num_experts
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
@@ -50,9 +50,11 @@ class Router(nnx.Module):
         weight = std * jax.random.normal(rngs.params(), (D, E), dtype)
         self.weight = nnx.Param(weight, info=ParamInfo(self.axes, Kind.matrix, 1))
         info = ParamInfo(("experts",), Kind.vector)
-        biased = config.router_bias_rate > 0
+        balanced = config.router_bias_rate > 0
         zeros = jnp.zeros((E,), jnp.float32)
-        self.balance = nnx.Param(zeros, info=info) if biased else None
+        self.balance = nnx.Param(zeros, info=info) if balanced else None
+        own = zeros.astype(dtype)
+        self.bias = nnx.Param(own, info=info) if config.bias else None
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], how: Execution
@@ -69,6 +71,8 @@ class Router(nnx.Module):
         with jax.default_matmul_precision("float32"):
             weight = self.weight[...]
             logits_BTE = product("btd,de->bte", x_BTD, weight, jnp.float32, parts)
+        if self.bias is not None:
+            logits_BTE = logits_BTE + leading(self.bias[...].astype(jnp.float32), 3)
         if config.router is Scores.softmax:
             scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
         else:

@@ -93,9 +93,18 @@ TINY = {
         layer_pattern=("local", "global"),
         router=Scores.sigmoid,
         router_bias_rate=0.1,
+        activation=Activation.clamped_swiglu,
+        swiglu_limit=0.4,
+        bias=True,
     ),
 }
-TINY["groups"] = replace(TINY["moe"], num_layers=7, experts_every=3)
+TINY["groups"] = replace(
+    TINY["moe"],
+    num_layers=7,
+    experts_every=3,
+    activation=Activation.swiglu,
+    bias=False,
+)
 
 
 class Tiny:

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("llama3_70b", 70_553_706_496),
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
+        ("gpt_oss_20b", 20_914_757_184),
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(composed, preset, count):
@@ -50,6 +51,7 @@ def test_a_preset_has_the_published_number_of_parameters(composed, preset, count
         ("llama3_1b", 1_235_814_400),
         ("mixtral_8x7b", 12_879_925_248),
         ("qwen3_30b_a3b", 3_353_032_704),
+        ("gpt_oss_20b", 4_187_440_704),  # 3.61 B and what looks tokens up
     ],
 )
 def test_a_token_meets_as_many_as_were_published(composed, preset, count):
@@ -100,6 +102,12 @@ def reference_loss(params, config: ModelConfig, tokens):
         if config.activation == "swiglu":
             gate = linear(x, mlp["gate"])
             return gate / (1 + jnp.exp(-gate)) * linear(x, mlp["up"])
+        if config.activation == "clamped_swiglu":
+            gate, up = (linear(x, mlp[name]) for name in ("gate", "up"))
+            limit = config.swiglu_limit
+            gate = jnp.where(gate > limit, limit, gate)
+            up = jnp.where(jnp.abs(up) > limit, limit * jnp.sign(up), up)
+            return gate / (1 + jnp.exp(-config.swiglu_alpha * gate)) * (up + 1)
         if config.activation == "geglu":
             return gelu(linear(x, mlp["gate"])) * linear(x, mlp["up"])
         x = linear(x, mlp["up"])
@@ -108,13 +116,15 @@ def reference_loss(params, config: ModelConfig, tokens):
         return gelu(x)
 
     def routed(x, mlp):
-        scores = 1 / (1 + jnp.exp(-x @ mlp["router"]["weight"]))
+        scores = 1 / (1 + jnp.exp(-linear(x, mlp["router"])))
         ranked = scores + mlp["router"]["balance"]
         least = jnp.sort(ranked)[..., -config.experts_per_token]
         weights = jnp.where(ranked >= least[..., None], scores, 0)
         weights = weights / weights.sum(-1, keepdims=True)
         for e in range(config.num_experts):
             own = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
+            for k in own if config.bias else ():
+                own[k]["bias"] = mlp[f"{k}_bias"][e]
             yield weights[..., e : e + 1] * linear(bent(x, own), own["down"])
         yield linear(bent(x, mlp["shared"]), mlp["shared"]["down"])
 

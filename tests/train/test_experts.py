@@ -15,6 +15,7 @@ MOE = (
     *("model.embed_dim=32", "model.expert_dim=24", "model.init=scaled"),
     *("model.layer_unroll=1", "data.batch_size=8"),
     *("model.router_aux_weight=0.1", "model.router_z_weight=0.01"),
+    *("model.bias=true", "model.activation=clamped_swiglu"),
 )
 FORCED = {
     "choice": None,

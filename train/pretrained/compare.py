@@ -82,13 +82,10 @@ class Folder:
                 f"{_AGAIN}"
             )
 
-    def read(
-        self, name: str, rows: slice = slice(None), columns: slice | None = None
-    ) -> np.ndarray:
+    def read(self, name: str, *places: slice) -> np.ndarray:
         """Read a part of a tensor."""
         file, own, _ = self._files[name]
-        part = file.get_slice(own)
-        return part[rows] if columns is None else part[rows, columns]
+        return file.get_slice(own)[places or slice(None)]
 
     def file(self, name: str) -> str:
         """Return the file that holds a tensor."""
@@ -151,6 +148,13 @@ def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
 def _other_settings(folder: Folder, family: Family, program: Program) -> Iterator[str]:
     """Yield what the folder's config.json says otherwise, where it says it."""
     theirs, model = folder.settings, program.config.model
+    if kept := theirs.get("quantization_config"):
+        yield (
+            f"holds quantized weights ({kept.get('quant_method')}), which are not "
+            "read; let transformers load it with dequantize=True in its "
+            "quantization_config, and start from what save_pretrained writes then"
+        )
+        return
     if theirs.get("model_type") not in (family.name, *family.also):
         yield (
             f"holds a model of type {theirs.get('model_type')}; model.* makes one of "

@@ -80,8 +80,7 @@ class Family(NamedTuple):
     architecture: its class there.
     needs: fields of `ModelConfig`, and what they must be: a value, SOME, or a function
         of the model.
-    names: of tensors, {} being the layer's number, and the parameters that lie in each
-        side by side; a name without ending stands for a weight and a bias.
+    names: of tensors, and the parameters that lie in each side by side (names.py).
     settings: of config.json.
     also: other types whose folders differ in nothing that config.json does not say.
     turned: matrices lie as [outputs, inputs].
@@ -122,9 +121,9 @@ class Family(NamedTuple):
         """Return the parameters that lie side by side in each tensor, by its name."""
         names = dict[str, list[str]]()
         for name, params in self.names.items():
-            whole = name.endswith((".weight", ".bias"))
-            for end in ("",) if whole else (".weight", ".bias"):
-                names[name + end] = [param + end for param in params]
+            for end in ("weight", "bias") if name.endswith("*") else ("",):
+                own = [param.replace("*", end) for param in params]
+                names[name.replace("*", end)] = own
         return names
 
 
@@ -209,6 +208,19 @@ FAMILIES = (
         _usual(_SCALED, **_EXPERTS, qk_norm=True, qk_norm_over=NormSpan.head),
         names.QWEN3_MOE,
         settings.qwen3_moe,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _usual(
+            *(_SCALED, "window", "layer_pattern"),
+            **(_EXPERTS | {"bias": True}),
+            router_normalized=True,
+            activation=Activation.clamped_swiglu,
+            attention_sinks=True,
+        ),
+        names.GPT_OSS,
+        settings.gpt_oss,
     ),
     Family(
         "gpt2",

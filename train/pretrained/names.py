@@ -1,22 +1,24 @@
 """Tensors of each family of models, and the parameters of ours that lie in each.
 
-Source: what `save_pretrained` of transformers 5.23 writes. {} is the layer's number; a
-name without ending stands for a weight and a bias. A second {} is the expert's number.
+Source: what `save_pretrained` of transformers 5.23 writes. {} is the layer's number, a
+second {} the expert's, and * stands for a weight and for a bias. Where a tensor holds
+all experts of a layer, it is [E, inputs, outputs], and the outputs of what lies in it
+side by side take turns.
 """
 
 LLAMA = {
     "model.embed_tokens.weight": ["embedding.weight"],
     "model.layers.{}.input_layernorm.weight": ["layers.attention_norm.scale"],
-    "model.layers.{}.self_attn.q_proj": ["layers.attention.query"],
-    "model.layers.{}.self_attn.k_proj": ["layers.attention.key"],
-    "model.layers.{}.self_attn.v_proj": ["layers.attention.value"],
+    "model.layers.{}.self_attn.q_proj.*": ["layers.attention.query.*"],
+    "model.layers.{}.self_attn.k_proj.*": ["layers.attention.key.*"],
+    "model.layers.{}.self_attn.v_proj.*": ["layers.attention.value.*"],
     "model.layers.{}.self_attn.q_norm.weight": ["layers.attention.query_norm.scale"],
     "model.layers.{}.self_attn.k_norm.weight": ["layers.attention.key_norm.scale"],
-    "model.layers.{}.self_attn.o_proj": ["layers.attention.output"],
+    "model.layers.{}.self_attn.o_proj.*": ["layers.attention.output.*"],
     "model.layers.{}.post_attention_layernorm.weight": ["layers.mlp_norm.scale"],
-    "model.layers.{}.mlp.gate_proj": ["layers.mlp.gate"],
-    "model.layers.{}.mlp.up_proj": ["layers.mlp.up"],
-    "model.layers.{}.mlp.down_proj": ["layers.mlp.down"],
+    "model.layers.{}.mlp.gate_proj.*": ["layers.mlp.gate.*"],
+    "model.layers.{}.mlp.up_proj.*": ["layers.mlp.up.*"],
+    "model.layers.{}.mlp.down_proj.*": ["layers.mlp.down.*"],
     "model.norm.weight": ["norm.scale"],
     "lm_head.weight": ["head.weight"],
 }
@@ -25,14 +27,14 @@ GPT2 = {
     "transformer.wpe.weight": ["positions.weight"],
     "transformer.h.{}.ln_1.weight": ["layers.attention_norm.scale"],
     "transformer.h.{}.ln_1.bias": ["layers.attention_norm.bias"],
-    "transformer.h.{}.attn.c_attn": [
-        f"layers.attention.{name}" for name in ("query", "key", "value")
+    "transformer.h.{}.attn.c_attn.*": [
+        f"layers.attention.{name}.*" for name in ("query", "key", "value")
     ],
-    "transformer.h.{}.attn.c_proj": ["layers.attention.output"],
+    "transformer.h.{}.attn.c_proj.*": ["layers.attention.output.*"],
     "transformer.h.{}.ln_2.weight": ["layers.mlp_norm.scale"],
     "transformer.h.{}.ln_2.bias": ["layers.mlp_norm.bias"],
-    "transformer.h.{}.mlp.c_fc": ["layers.mlp.up"],
-    "transformer.h.{}.mlp.c_proj": ["layers.mlp.down"],
+    "transformer.h.{}.mlp.c_fc.*": ["layers.mlp.up.*"],
+    "transformer.h.{}.mlp.c_proj.*": ["layers.mlp.down.*"],
     "transformer.ln_f.weight": ["norm.scale"],
     "transformer.ln_f.bias": ["norm.bias"],
     "lm_head.weight": ["head.weight"],
@@ -65,4 +67,15 @@ QWEN3_MOE = LLAMA | {
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": ["layers.mlp.gate"],
     "model.layers.{}.mlp.experts.{}.up_proj.weight": ["layers.mlp.up"],
     "model.layers.{}.mlp.experts.{}.down_proj.weight": ["layers.mlp.down"],
+}
+GPT_OSS = LLAMA | {
+    "model.layers.{}.self_attn.sinks": ["layers.attention.sinks"],
+    "model.layers.{}.mlp.router.*": ["layers.mlp.router.*"],
+    "model.layers.{}.mlp.experts.gate_up_proj": ["layers.mlp.gate", "layers.mlp.up"],
+    "model.layers.{}.mlp.experts.gate_up_proj_bias": [
+        "layers.mlp.gate_bias",
+        "layers.mlp.up_bias",
+    ],
+    "model.layers.{}.mlp.experts.down_proj": ["layers.mlp.down"],
+    "model.layers.{}.mlp.experts.down_proj_bias": ["layers.mlp.down_bias"],
 }

@@ -94,18 +94,37 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def gpt_oss(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of gpt-oss."""
+    settings = llama(model)
+    del settings["mlp_bias"]  # there always is one
+    return settings | {
+        "intermediate_size": model.expert_size,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "sliding_window": model.window,
+        "layer_types": _layer_types(model),
+        "swiglu_alpha": model.swiglu_alpha,
+        "swiglu_limit": model.swiglu_limit,
+    }
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    kinds = {True: "full_attention", False: "sliding_attention"}
+    return [kinds[window is None] for window in model.windows]
+
+
 def gemma2(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma 2."""
     settings = llama(model)
     del settings["hidden_act"], settings["mlp_bias"]
-    kinds = {True: "full_attention", False: "sliding_attention"}
     return settings | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": model.query_scale_dim or model.head_size,
         "attn_logit_softcapping": model.attention_soft_cap,
         "final_logit_softcapping": model.logit_soft_cap,
         "sliding_window": model.window,
-        "layer_types": [kinds[window is None] for window in model.windows],
+        "layer_types": _layer_types(model),
     }
 
 

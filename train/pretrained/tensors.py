@@ -17,7 +17,8 @@ from train.pretrained.families import Family
 class Tensor(NamedTuple):
     """A tensor of a folder.
 
-    at: where in the leading dims of a parameter: (layer, expert), (layer,) or ().
+    at: where in the leading dims of a parameter: (layer, expert), (layer,) or (); of
+        experts without the second it holds all.
     params: names of the parameters that lie in it side by side, along their outputs.
     """
 
@@ -84,8 +85,17 @@ class Parts:
         self, params: dict[str, jax.Array], at: tuple[int, ...], names: tuple[str, ...]
     ) -> jax.Array:
         arrays = [self._flat(params, param, at) for param in names]
+        if self.together(names[0], at):
+            return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
         whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
         return whole.T if self.turned(names[0]) else whole
+
+    def together(self, name: str, at: tuple[int, ...]) -> bool:
+        """Return whether a parameter's tensor at that place holds those of all experts.
+
+        What lies in it side by side takes turns, and its outputs are the last dim.
+        """
+        return name in self.infos and len(at) < self.infos[name].stack
 
     def turned(self, name: str) -> bool:
         """Return whether a parameter's outputs are the rows of its tensor."""
@@ -100,7 +110,10 @@ class Parts:
     def _flat(
         self, params: dict[str, jax.Array], name: str, at: tuple[int, ...]
     ) -> jax.Array:
-        """Return a parameter as [inputs, outputs], [rows, D] or [size]."""
+        """Return a parameter as [inputs, outputs], [rows, D] or [size].
+
+        All experts' have a dim in front.
+        """
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"
@@ -109,6 +122,7 @@ class Parts:
         axes = info.axes[len(at) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
-        inputs = self.inputs(name)
-        outputs = math.prod(x.shape[inputs:])
-        return x.reshape(-1, outputs) if inputs else x.reshape(outputs)
+        lead, inputs = max(0, info.stack - len(at)), self.inputs(name)
+        rows = [math.prod(x.shape[lead:][:inputs])] if inputs else []
+        outputs = math.prod(x.shape[lead + inputs :])
+        return x.reshape(*x.shape[:lead], *rows, outputs)

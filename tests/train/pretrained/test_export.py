@@ -20,7 +20,7 @@ from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained import weights
 from train.pretrained.families import family_of
-from train.pretrained.folder import settings_of
+from train.pretrained.folder import empty_folder, settings_of
 from train.pretrained.tensors import Parts
 from train.pretrained.weights import write_json, write_weights
 from train.run.storage import run_folder
@@ -58,6 +58,12 @@ MODELS = {
         *("model=mixtral_nano", "model.embed_dim=32", "model.qk_norm=true"),
         "model.router_normalized=false",
     ),
+    "gpt-oss": (
+        *("model=gpt_oss_nano", "model.embed_dim=32", "model.window=7"),
+        *("model.expert_dim=24", "model.swiglu_limit=0.5"),
+        *("model.rope_scaling.kind=yarn", "model.rope_scaling.truncate=false"),
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
     "gpt2": ("model=gpt2_nano", "model.max_sequence_length=48"),
     "gpt2 without biases, untied": (
         "model=gpt2_nano",
@@ -68,13 +74,12 @@ MODELS = {
 }
 
 
-SLOW = "qwen3 with experts"
+SLOW = ("qwen3 with experts", "gpt-oss")
 
 
 @pytest.fixture(
     params=[
-        *(n for n in MODELS if n != SLOW),
-        pytest.param(SLOW, marks=pytest.mark.slow),
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS
     ]
 )
 def model(request, programs):
@@ -91,7 +96,6 @@ def model(request, programs):
 def export(folder, program, params, dtype="float32"):
     family = family_of(program.config.model)
     parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)
-    folder.mkdir(exist_ok=True)
     where = run_folder(str(folder))
     write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
     settings = settings_of(family, program.config.model, BYTES, LENGTH, dtype)
@@ -174,6 +178,21 @@ def test_a_mesh_changes_no_byte(programs, tmp_path):
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
+def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, server):
+    program = programs("model=llama_nano", "model.num_layers=2", devices=1)
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
+    export(tmp_path / "local", program, params)
+    export("s3://bucket/exported", program, params)
+    own = {file.name: file.read_bytes() for file in (tmp_path / "local").iterdir()}
+    remote = run_folder("s3://bucket/exported").iterdir()
+    assert {file.name: file.read_bytes() for file in remote} == own
+    assert len(own) > 4
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        empty_folder("s3://bucket/exported")
+
+
 def test_what_no_family_has_beside_experts_is_refused(composed):
     with pytest.raises(ConfigError) as error:
         family_of(composed(*MODELS["mixtral"], "model.shared_experts=1").model)
@@ -202,6 +221,7 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         ("gemma3_4b", 3_880_263_168),
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
+        ("gpt_oss_20b", 20_914_757_184),
         ("gpt2_124m", 124_439_808),
     ],
 )

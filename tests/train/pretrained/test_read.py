@@ -52,6 +52,7 @@ def exported(programs, tmp_path_factory):
             ("mesh.expert=2", "mesh.data=1"),
             marks=pytest.mark.slow,
         ),
+        ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
         ("gpt2 without biases, untied", ("mesh.params.head_dim=fsdp", "mesh.fsdp=2")),
     ],
 )
@@ -59,7 +60,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     folder, params = exported(name)
     size = ("model.num_layers=2", "model.vocab_size=264")  # which a mesh divides
     table = ("mesh.params.embed=null",) * (len(mesh) == 2)
-    devices = 8 if mesh == CUBE else max(1, len(mesh))
+    devices = 8 if len(mesh) == 3 else max(1, len(mesh))
     program = programs(*MODELS[name], *size, *mesh, *table, devices=devices)
     with jax.set_mesh(program.mesh):
         state = start_from(str(folder), program)
@@ -81,7 +82,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     "family",
     [
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
-        *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt2"),
+        *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt-oss", "gpt2"),
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):
@@ -126,6 +127,15 @@ def test_another_model_is_refused_before_anything_is_read(llama, override, said)
     with pytest.raises(ConfigError) as error:
         check_folder(str(folder), program(override))
     assert any(said in mistake.rule for mistake in error.value.mistakes)
+
+
+def test_weights_of_four_bits_are_refused(llama):
+    folder, program = llama
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"quantized weights \(mxfp4\)"):
+        check_folder(str(folder), program())
 
 
 def test_a_tensor_too_few_or_of_another_shape_is_refused(llama):

@@ -18,10 +18,30 @@ from train.pretrained.families import family_of
 from train.pretrained.folder import settings_of
 from train.pretrained.tensors import Parts
 from train.sample.generate import Sampling, generate
+from train.step import make_gradients
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
+
+
+def drawn_anew(program):
+    """Return parameters of which none is what it was drawn."""
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    return jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
+    )
+
+
+def a_batch(theirs):
+    """Return a batch of 4 x 32 tokens, and their loss on it."""
+    tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (4, 33), np.int32)
+    positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
+    logits = theirs(torch.tensor(tokens[:, :-1])).logits.flatten(0, 1)
+    targets = torch.tensor(tokens[:, 1:]).flatten().long()
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    return Batch(tokens[:, :-1], tokens[:, 1:], None, positions), loss
 
 
 @pytest.mark.parametrize(
@@ -29,7 +49,7 @@ pytestmark = pytest.mark.slow
     [
         *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "mistral_7b"),
         *("qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b"),
-        *("qwen3_30b_a3b", "gpt2_124m", "gpt2_1558m"),
+        *("qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
     ],
 )
 def test_full_size_tensors_are_those_that_transformers_writes(preset):
@@ -51,7 +71,34 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     assert parts.shapes(dict(named(params_of(ours)))) == shapes
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+def test_gradients_are_the_same(programs, tmp_path, family):
+    """The trainer's, laid out as weights are written, beside torch's."""
+    named_so = (*MODELS[family], "model.num_layers=2", "model.router_aux_weight=0")
+    rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
+    vocabulary = f"model.vocab_size={BYTES.n_vocab}"
+    program = programs(*named_so, *rows, vocabulary, devices=1)
+    params = drawn_anew(program)
+    parts = export(tmp_path, program, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    batch, expected = a_batch(theirs)
+    expected.backward()
+    step = make_gradients(program.model, program.how, program.config.train)
+    with jax.set_mesh(program.mesh):
+        loss, grads, _ = jax.jit(step)(params, place(batch, program.batch))
+    assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
+    ours = {name: parts.read(dict(named(grads)), name) for name in parts.tensors}
+    assert ours.keys() == {name for name, _ in theirs.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        grad = parameter.grad.numpy()
+        scale = np.abs(grad).max()
+        assert scale > 1e-6, f"{name} does not matter"
+        assert np.abs(ours[name] - grad).max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt-oss", "gpt2"])
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
     named_so = (
         *MODELS[family],
@@ -60,22 +107,13 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
     )
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
-    drawn = params_of(GPT(program.config.model, nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    drawn = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), drawn
-    )
-    export(tmp_path, program, drawn)
+    export(tmp_path, program, drawn_anew(program))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
-    tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (4, 33), np.int32)
-    positions = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], None, positions)
     with torch.no_grad():
-        logits = theirs(torch.tensor(tokens[:, :-1])).logits.flatten(0, 1)
-        targets = torch.tensor(tokens[:, 1:]).flatten().long()
-        expected = torch.nn.functional.cross_entropy(logits, targets)
+        batch, expected = a_batch(theirs)
+        tokens = batch.inputs
         prompt = torch.tensor(tokens[:1, :16])
         more = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
         said = theirs.generate(prompt, **more)[0, 16:].tolist()

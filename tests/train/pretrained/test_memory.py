@@ -1,0 +1,80 @@
+"""A start from a folder takes little more memory than what it reads."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from model.gpt import abstract_gpt, params_of
+from model.params import named, param_infos
+from tests.fleet import REPOSITORY
+from tests.train.pretrained.test_export import BYTES
+from train.cli.command import compose
+from train.pretrained.families import family_of
+from train.pretrained.folder import settings_of
+from train.pretrained.tensors import Parts
+
+# In a process of its own: what others leave would count.
+START = """
+import sys, threading, time
+
+import jax
+
+from train.cli.command import compose
+from train.pretrained.begin import start_from
+from train.program import make_program
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        (line,) = (line for line in status if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+def watch():
+    while not done:
+        seen.append(anonymous())
+        time.sleep(0.002)
+
+jax.config.update("jax_num_cpu_devices", 8)
+program = make_program(compose(sys.argv[2:]), jax.devices())
+done, seen = False, [anonymous()]
+watcher = threading.Thread(target=watch)
+watcher.start()
+with jax.set_mesh(program.mesh):
+    state = jax.block_until_ready(start_from(sys.argv[1], program))
+done = True
+watcher.join()
+print(max(seen) - seen[0])
+"""
+WORDS = (
+    *("model=llama3_1b", "model.layer_unroll=1", "mesh=fsdp", "optimizer=adafactor"),
+    *("data.batch_size=8", "data.sequence_length=64", "tracker=none"),
+)
+SMALL = ("model.num_layers=4", "model.vocab_size=16384")  # llama3_1b has 16, 128,256
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_eight_devices_take_less_than_a_third_more_than_the_weights(tmp_path):
+    """Optimizers that keep moments take these besides."""
+    model = compose([*WORDS, *SMALL]).model
+    abstract, family = abstract_gpt(model), family_of(model)
+    parts = Parts(family, model, param_infos(abstract), model.vocab_size or 0)
+    shapes = parts.shapes(dict(named(params_of(abstract))))
+    rng, listed = np.random.default_rng(0), {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        listed[name] = f"{number}.safetensors"
+        array = rng.standard_normal(shape, np.float32)
+        save_file({name: array}, tmp_path / listed[name])
+    settings = settings_of(family, model, BYTES, 64, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    index = json.dumps({"weight_map": listed})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    command = [sys.executable, "-c", START, str(tmp_path), *WORDS, *SMALL]
+    said = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert int(said.stdout) < 1.3 * 4 * sum(map(math.prod, shapes.values()))
