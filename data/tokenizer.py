@@ -1,7 +1,8 @@
 """Bytes to token ids and back, losslessly, with tiktoken.
 
 Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
-holds the 256 single bytes, as all of tiktoken's do, also bytes that are not UTF-8.
+holds the 256 single bytes, as all of tiktoken's do, also bytes that are not UTF-8. Only
+a folder's tokenizer may say that text is normalized first: that comes back then.
 Text that contains the name of a special token is text, never control. Nothing is
 downloaded for "bytes" or a local rank file.
 """
@@ -10,10 +11,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import tiktoken
 
 from data.config import PUBLISHED
@@ -34,6 +38,60 @@ RANK_FILE_PATTERN = (
 _PIECE_CHARS = 400_000
 # What "surrogateescape" makes of the bytes that are not UTF-8.
 _NOT_UTF8 = re.compile("([\udc80-\udcff])")
+
+
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # of Unicode
+
+
+class FolderEncoding(tiktoken.Encoding):
+    """A folder's tokenizer, which may have rules for text before it is cut.
+
+    form: that text is brought into; None: it stays as it is.
+    words: tokens outside of the vocabulary that a text may spell.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        form: Form | None = None,
+        words: Sequence[str] = (),
+        **ranks: Any,
+    ):
+        """Make it of what `tiktoken.Encoding` takes besides."""
+        super().__init__(name, **ranks)
+        self.form, self.words = form, sorted(words, key=len, reverse=True)
+        spelled = "|".join(map(re.escape, self.words))  # the longest is tried first
+        self._word = re.compile(f"({spelled})") if words else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what it is made of, for other processes."""
+        return {
+            "name": self.name,
+            "pat_str": self._pat_str,
+            "mergeable_ranks": self._mergeable_ranks,
+            "special_tokens": self._special_tokens,
+            **self.rules,
+        }
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The rules for text that there are."""
+        rules = {"form": self.form, "words": self.words}
+        return {name: rule for name, rule in rules.items() if rule}
+
+    def encode_to_numpy(self, text: str, **how: Any) -> npt.NDArray[np.uint32]:
+        """Encode text as its rules say."""
+        parts = list[npt.NDArray[np.uint32]]()
+        cut = [text] if self._word is None else self._word.split(text)
+        for index, part in enumerate(cut):
+            if index % 2:
+                parts.append(np.array([self._special_tokens[part]], np.uint32))
+                continue
+            if self.form is not None:
+                part = unicodedata.normalize(self.form, part)
+            parts.append(super().encode_to_numpy(part, **how))
+        return np.concatenate(parts)
 
 
 def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
@@ -100,7 +158,7 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
     if content.startswith(b"{"):
         whole = json.loads(content)
         ranks = {base64.b64decode(token): rank for token, rank in whole.pop("ranks")}
-        return tiktoken.Encoding(**whole, mergeable_ranks=ranks)
+        return FolderEncoding(**whole, mergeable_ranks=ranks)
     try:
         pairs = (line.split() for line in content.splitlines() if line)
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
@@ -129,8 +187,10 @@ def rank_file(name: str) -> bytes | None:
         own = load_tokenizer(name)
         pairs = sorted((rank, token) for token, rank in own._mergeable_ranks.items())
         ranks = [(base64.b64encode(token).decode(), rank) for rank, token in pairs]
-        about = {"name": own.name, "pat_str": own._pat_str, "ranks": ranks}
-        return json.dumps(about | {"special_tokens": own._special_tokens}).encode()
+        assert isinstance(own, FolderEncoding)
+        about = own.__getstate__() | {"ranks": ranks}
+        del about["mergeable_ranks"]
+        return json.dumps(about).encode()
     return Path(name).expanduser().read_bytes()
 
 
@@ -140,7 +200,7 @@ def is_folder(name: str) -> bool:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Hash what decides the ids: ranks, special tokens and pattern; not the name."""
+    """Hash what decides the ids; the name does not."""
     digest = hashlib.sha256()
     # Source: tiktoken's README, "Extending tiktoken", documents these three.
     for token, rank in sorted(encoding._mergeable_ranks.items()):
@@ -148,6 +208,8 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
     for special, rank in sorted(encoding._special_tokens.items()):
         digest.update(f"special {rank}:{len(special)}:{special};".encode())
     digest.update(encoding._pat_str.encode())
+    if isinstance(encoding, FolderEncoding) and encoding.rules:
+        digest.update(json.dumps(encoding.rules).encode())
     return digest.hexdigest()
 
 

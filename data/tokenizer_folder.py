@@ -2,8 +2,12 @@
 
 A tokenizer is taken if tiktoken must give the same ids as `tokenizers` does, for any
 text that does not spell a special token: byte-level BPE whose merges stand in the order
-of its ids, of text that is cut by one pattern and not changed before. Any other is
-refused with the reason. What a post-processor adds around a text is left out.
+of its ids, of text that is cut by one pattern, at most brought into a form of Unicode's
+before. Any other is refused with the reason. What a post-processor adds around a text
+is left out.
+
+The forms are those of Python's unicodedata, which for characters of the last few years
+may differ from those of `tokenizers` (docs/log.md).
 """
 
 import functools
@@ -12,12 +16,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tiktoken
 
 from data.errors import DataError
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer import END_OF_TEXT, FolderEncoding, Form
 from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"
@@ -66,27 +70,42 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError("it is no byte-level BPE, but of SentencePiece's kind")
-    if kind := tokenizer.get("normalizer"):
-        raise ValueError(f"it changes text before it is cut (normalizer {kind})")
-    plain = [a["content"] for a in added if not a.get("special")]
-    if plain:
-        raise ValueError(f"tokens are added that are not special, such as {plain[0]!r}")
+    form = _form(tokenizer.get("normalizer"))
+    words = [a for a in added if not a.get("special")]
+    for word in words:
+        if any(word.get(way) for way in ("lstrip", "rstrip", "single_word")):
+            raise ValueError(f"{word['content']!r} is a token only in some places")
     special = {a["content"]: a["id"] for a in added}
     if END_OF_TEXT not in special:
         if end not in special:
             raise ValueError(f"no {END_OF_TEXT}, and no eos_token beside it")
         special[END_OF_TEXT] = special.pop(end)
+    words = sorted({word["content"] for word in words} & {*special})
     added = {a["content"] for a in added}
     ranks = {_token(k): v for k, v in model["vocab"].items() if k not in added}
     if missing := {bytes([byte]) for byte in range(256)} - {*ranks}:
         raise ValueError(f"the byte {min(missing)!r} has no token")
     _check_merges(model, ranks)
-    return tiktoken.Encoding(
+    return FolderEncoding(
         name,
+        form=form,
+        words=words,
         pat_str=_pattern(tokenizer.get("pre_tokenizer")),
         mergeable_ranks=ranks,
         special_tokens=special,
     )
+
+
+def _form(normalizer: Mapping[str, Any] | None) -> Form | None:
+    """Return the form that text is brought into before it is cut, if into any."""
+    steps = [normalizer] if normalizer else []
+    if normalizer and normalizer.get("type") == "Sequence":
+        steps = normalizer["normalizers"]
+    kinds = [step["type"] for step in steps]
+    known = {(): None, **{(form,): form for form in get_args(Form)}}
+    if (*kinds,) not in known:
+        raise ValueError(f"it changes text before it is cut (normalizer {normalizer})")
+    return known[(*kinds,)]
 
 
 def _token(name: str) -> bytes:

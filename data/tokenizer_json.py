@@ -12,7 +12,7 @@ from typing import Any
 import tiktoken
 
 from data.errors import DataError
-from data.tokenizer import BYTES, END_OF_TEXT, encode
+from data.tokenizer import BYTES, END_OF_TEXT, FolderEncoding, encode
 
 COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive count of a pattern
 # In as many scripts as fit in a few lines: what an export must encode as we do.
@@ -43,6 +43,8 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
                 "invert": False,
             }
         ]
+    rules = encoding.rules if isinstance(encoding, FolderEncoding) else {}
+    form, words = rules.get("form"), rules.get("words", ())
     by_bytes = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     level = {"type": "ByteLevel", **by_bytes}
     return {
@@ -57,11 +59,11 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": True,
+                "special": token not in words,
             }
             for token, rank in sorted(special.items())
         ],
-        "normalizer": None,
+        "normalizer": form and {"type": form},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, level]},
         "post_processor": None,
         "decoder": level,

@@ -4,7 +4,9 @@ import gettext
 import importlib.util
 import inspect
 import json
+import pickle
 import tokenize
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from data.errors import DataError
 from data.tokenizer import (
     RANK_FILE_PATTERN,
+    decode,
     encode,
     fingerprint,
     load_tokenizer,
@@ -96,6 +99,39 @@ def test_the_ids_are_the_same(tmp_path, pattern):
     check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), TEXTS)
 
 
+SHUT = {"lstrip": False, "rstrip": False, "single_word": False, "special": False}
+DECOMPOSED = "Cafe\u0301 <tool>\u0338 A\u030a \u1100\u1161\u11a8 \u212b ﬁ か\u3099"
+
+
+@pytest.mark.parametrize("form", [None, "NFC", "NFKD"])
+def test_text_is_normalized_and_its_words_are_tokens_first(tmp_path, form):
+    content = learned(LLAMA)
+    content["normalizer"] = form and {"type": form}
+    for token, word in enumerate(("<tool", "<tool>"), start=600):
+        added = SHUT | {"id": token, "content": word, "normalized": False}
+        content["added_tokens"].append(added)
+    encoding = load_tokenizer(name := write(tmp_path, content))
+    texts = [
+        *TEXTS,
+        DECOMPOSED,
+        "a <tool><tools <too",
+        unicodedata.normalize("NFD", SAMPLE),
+    ]
+    check_same_ids(encoding, json.dumps(content), texts)
+    assert {600, 601} < {*encode(encoding, b"<tool <tool>").tolist()}
+    stored = parse_ranks("stored", rank_file(name) or b"")
+    for same in (stored, pickle.loads(pickle.dumps(encoding))):
+        assert fingerprint(same) == fingerprint(encoding)
+        check_same_ids(same, json.dumps(tokenizer_json(encoding)), texts)
+    plain = content | {"normalizer": None if form else {"type": "NFC"}}
+    other = load_tokenizer(write(tmp_path, plain))
+    assert fingerprint(other) != fingerprint(encoding)
+    said = encode(encoding, DECOMPOSED.encode())
+    expected = unicodedata.normalize(form, DECOMPOSED) if form else DECOMPOSED
+    if form != "NFC":  # of which the word's end would become a part
+        assert decode(encoding, said) == expected
+
+
 def test_what_we_export_comes_back(tmp_path):
     own = load_tokenizer("bytes")
     encoding = load_tokenizer(write(tmp_path, tokenizer_json(own)))
@@ -107,11 +143,11 @@ def test_what_we_export_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"normalizer": {"type": "NFC"}}, "changes text before it is cut"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes text before it is cut"),
         ({"pre_tokenizer": {"type": "Metaspace"}}, "cut in another way"),
         ({"pre_tokenizer": None}, "cut in another way"),
         ({"model": {"type": "Unigram"}}, "no byte-level BPE"),
-        ({"added_tokens": [{"content": "  ", "id": 7}]}, "not special, such as '  '"),
+        ({"added_tokens": [{"content": "a", "lstrip": True}]}, "only in some places"),
         ({"added_tokens": []}, "no eos_token beside it"),
     ],
 )
