@@ -119,6 +119,7 @@ def settings_of(
         "torch_dtype": dtype,  # before version 5 of transformers
         "bos_token_id": encoding.eot_token,
         "eos_token_id": encoding.eot_token,
+        "pad_token_id": None,  # some families' own is a token like others here
         **family.settings(model),
     }
 
