@@ -31,8 +31,11 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
         return "".join(names[byte] for byte in token)
 
     # What is only added gets the ids that follow the vocabulary, whatever it says.
-    special, last = encoding._special_tokens, max(ranks.values())
-    inside = {token: rank for token, rank in special.items() if rank < last}
+    pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
+    special, last = dict(pairs), max(ranks.values())
+    behind = [rank for rank in special.values() if rank > last]
+    follow = behind == [*range(last + 1, last + 1 + len(behind))]
+    inside = {t: rank for t, rank in pairs if rank < last or not follow}
     split: list[dict[str, Any]] = []
     if encoding.name != BYTES:
         split = [
@@ -61,7 +64,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
                 "normalized": False,
                 "special": token not in words,
             }
-            for token, rank in sorted(special.items())
+            for token, rank in special.items()
         ],
         "normalizer": form and {"type": form},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, level]},
@@ -109,6 +112,12 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
     import tokenizers
 
     theirs = tokenizers.Tokenizer.from_str(content)
+    for token, rank in encoding._special_tokens.items():
+        if (found := theirs.token_to_id(token)) not in (None, rank):
+            raise DataError(
+                f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
+                f"{token} would be {found}, not {rank}; tokenizer=false leaves it out"
+            )
     for text in texts:
         ours, ids = (
             encode(encoding, text.encode()).tolist(),

@@ -14,6 +14,7 @@ import pytest
 from data.errors import DataError
 from data.tokenizer import (
     RANK_FILE_PATTERN,
+    FolderEncoding,
     decode,
     encode,
     fingerprint,
@@ -130,6 +131,28 @@ def test_text_is_normalized_and_its_words_are_tokens_first(tmp_path, form):
     expected = unicodedata.normalize(form, DECOMPOSED) if form else DECOMPOSED
     if form != "NFC":  # of which the word's end would become a part
         assert decode(encoding, said) == expected
+
+
+@pytest.mark.parametrize("ids", [(300, 301, 302), (256, 300, 258), (301, 300, 400)])
+def test_special_tokens_keep_their_ids(tmp_path, ids):
+    """Whether they follow the vocabulary, lie inside of it, or leave gaps."""
+    own = load_tokenizer("bytes")
+    ranks = own._mergeable_ranks | {b"a" * (2 + i): 256 + i for i in range(44)}
+    ranks = {token: rank for token, rank in ranks.items() if rank not in ids}
+    names = ("<|z|>", "<|endoftext|>", "<|a|>")
+    special = dict(zip(names, ids, strict=True))
+    known = {"mergeable_ranks": ranks, "special_tokens": special}
+    encoding = FolderEncoding("own", pat_str=RANK_FILE_PATTERN, **known)
+    content = tokenizer_json(encoding)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(content))
+    assert [theirs.token_to_id(name) for name in names] == [*ids]
+    check_same_ids(encoding, json.dumps(content), ["aaaaa", *TEXTS[:2]])
+    content["added_tokens"].reverse()
+    content["model"]["vocab"] = {
+        k: v for k, v in content["model"]["vocab"].items() if k not in names
+    }
+    with pytest.raises(DataError, match="would be"):
+        check_same_ids(encoding, json.dumps(content), [])
 
 
 def test_what_we_export_comes_back(tmp_path):
