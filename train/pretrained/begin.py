@@ -46,10 +46,10 @@ def start_from(path: str, program: Program) -> TrainState:
     """
     read = read_run_weights if is_run(path) else read_folder
     check_weights(path, program)
-    state = read(path, program, program.init())
-    average = state.optimizer.average
-    if average is not None:
-        average = averages(state.params)
+    state = read(path, program)
+    if program.state.optimizer.average is None:
+        return state
+    average = averages(state.params)
     return state._replace(optimizer=state.optimizer._replace(average=average))
 
 

@@ -46,13 +46,13 @@ def check_run(path: str, program: Program) -> dict[str, str]:
     return {"weights to start from": f"{seal} {hashlib.sha256(content).hexdigest()}"}
 
 
-def read_run_weights(path: str, program: Program, state: TrainState) -> TrainState:
-    """Return a drawn state with a run's weights (the average where one is kept).
+def read_run_weights(path: str, program: Program) -> TrainState:
+    """Return the state of step 0 with a run's weights (the average where one is kept).
 
     Raises:
         DataError: if the checkpoint is not what was written.
     """
-    other = read_run(path)
+    other, state = read_run(path), program.init()
     there = _program_of(other, program)
     saved = SavedSteps(run_folder(path) / "checkpoints")
     _, params = saved.restore_params(there.state, _newest(path))

@@ -4,7 +4,7 @@ Each process reads of each tensor the rows and columns that its own devices hold
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 
 import jax
@@ -20,8 +20,11 @@ from train.state import TrainState
 _Span = tuple[int, int]  # first, and behind the last
 
 
-def read_folder(path: str, program: Program, state: TrainState) -> TrainState:
-    """Return a drawn state with the weights of a folder, where the drawn ones were.
+def read_folder(path: str, program: Program) -> TrainState:
+    """Return the state of step 0 with the weights of a folder; it has no average.
+
+    Only parameters with rows that the folder lacks are drawn, so memory holds little
+    but the weights themselves.
 
     Raises:
         DataError: naming a file that is missing or damaged.
@@ -30,59 +33,68 @@ def read_folder(path: str, program: Program, state: TrainState) -> TrainState:
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
-        reader, drawn = _Reader(folder, parts), dict(named(state.params))
-        leaves = [reader.param(drawn, name) for name in drawn]
-    params = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+        likes = dict(named(program.state.params))
+        lacking = {name for name in likes if parts.rows(likes, name) > parts.vocab_size}
+        state = _drawn(program, lacking)
+        reader = _Reader(folder, parts, likes)
+        leaves = [reader.param(name, state.params.get(name)) for name in likes]
+    params = jax.tree.unflatten(jax.tree.structure(program.state.params), leaves)
     return state._replace(params=params)
+
+
+def _drawn(program: Program, names: Container[str]) -> TrainState:
+    """Return the state of step 0, with some parameters by name alone."""
+
+    def some(state: TrainState) -> TrainState:
+        params = {name: x for name, x in named(state.params) if name in names}
+        return state._replace(
+            params=params, optimizer=state.optimizer._replace(average=None)
+        )
+
+    def start() -> TrainState:
+        return some(program.init.__wrapped__())
+
+    return jax.jit(start, out_shardings=some(program.shardings))()
 
 
 class _Reader:
     """Reads parameters out of a folder's tensors."""
 
-    def __init__(self, folder: Folder, parts: Parts):
+    def __init__(
+        self, folder: Folder, parts: Parts, likes: dict[str, jax.ShapeDtypeStruct]
+    ):
         self.folder, self.parts, self.infos = folder, parts, parts.infos
+        self.likes = likes
         self.tensors = {
             (param, tensor.at): (name, tensor.params)
             for name, tensor in parts.tensors.items()
             for param in tensor.params
         }
 
-    def param(self, params: dict[str, jax.Array], name: str) -> jax.Array:
-        """Return a parameter, sharded and of the dtype as it was drawn.
+    def param(self, name: str, drawn: jax.Array | None) -> jax.Array:
+        """Return a parameter, sharded and of the dtype as it would be drawn.
 
-        That one is gone then: memory holds one device's part of it twice at most, or
-        where it has rows that the folder lacks, all of it.
+        Of rows that the folder lacks the drawn ones stay.
         """
-        drawn, info = params[name], self.infos[name]
-        rows = drawn.shape[info.axes.index("vocab")] if "vocab" in info.axes else 0
-        lacks = rows > self.parts.vocab_size
-        shapes = {key: x.shape for key, x in params.items()}
-        shards = [
-            (s.device, _span(s.index, drawn.shape), s.data if lacks else None)
-            for s in drawn.addressable_shards
-        ]
-        if not lacks:
-            drawn.delete()
-        read, arrays = dict[tuple[_Span, ...], jax.Array](), list[jax.Array]()
-        for device, spans, own in shards:
-            if spans not in read:
-                part = np.empty([last - first for first, last in spans], drawn.dtype)
-                if own is not None:
-                    part[...] = own
-                self._fill(part, name, spans, shapes)
-                read[spans] = jax.device_put(part, device)
-            arrays.append(jax.device_put(read[spans], device))
+        like, known = self.likes[name], dict[tuple[_Span, ...], jax.Array]()
+        shards = drawn.addressable_shards if drawn is not None else ()
+        own = {_span(shard.index, like.shape): shard.data for shard in shards}
+        assert like.sharding is not None
+        places, arrays = like.sharding.addressable_devices_indices_map(like.shape), []
+        for device, index in places.items():
+            spans = _span(index or (), like.shape)
+            if spans not in known:
+                part = np.empty([last - first for first, last in spans], like.dtype)
+                if own:
+                    part[...] = own[spans]
+                self._fill(part, name, spans)
+                known[spans] = jax.device_put(part, device)
+            arrays.append(jax.device_put(known[spans], device))
         return jax.make_array_from_single_device_arrays(
-            drawn.shape, drawn.sharding, arrays
+            like.shape, like.sharding, arrays
         )
 
-    def _fill(
-        self,
-        part: np.ndarray,
-        name: str,
-        spans: tuple[_Span, ...],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
+    def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
         """Read what spans cut out of a parameter; rows that are not there stay."""
         info = self.infos[name]
         lead, inside = info.stack, [*spans[info.stack :]]  # behind layers and experts
@@ -93,20 +105,16 @@ class _Reader:
         place = tuple(slice(0, last - first) for first, last in inside)
         for local in np.ndindex(part.shape[:lead]):
             at = tuple(i + first for i, (first, _) in zip(local, spans, strict=False))
-            part[local][place] = self._read(name, at, inside, shapes)
+            part[local][place] = self._read(name, at, inside)
 
     def _read(
-        self,
-        name: str,
-        at: tuple[int, ...],
-        spans: Sequence[_Span],
-        shapes: Mapping[str, tuple[int, ...]],
+        self, name: str, at: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
         """Read the part of a parameter of one layer, or expert, that spans cut out."""
         lead, together = len(at), (name, at) not in self.tensors
         experts = [slice(e, e + 1) for e in at[1:]] if together else []
         tensor, beside = self.tensors[name, at[: lead - len(experts)]]
-        dims = shapes[name][lead:]
+        dims = self.likes[name].shape[lead:]
         inputs = self.parts.inputs(name)
         rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
         columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
@@ -117,7 +125,7 @@ class _Reader:
             x = self.folder.read(tensor, *experts, *[rows] * bool(inputs), columns)
             x = x[..., own::turns]
             return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
-        split = [math.prod(shapes[b][lead:][inputs:]) for b in before]
+        split = [math.prod(self.likes[b].shape[lead:][inputs:]) for b in before]
         columns = slice(columns.start + sum(split), columns.stop + sum(split))
         if not inputs:
             x = self.folder.read(tensor, columns)

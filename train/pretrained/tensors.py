@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +90,11 @@ class Parts:
             return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
         whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
         return whole.T if self.turned(names[0]) else whole
+
+    def rows(self, params: Mapping[str, Any], name: str) -> int:
+        """Return how many tokens a parameter has a row, or a column, of; mostly 0."""
+        axes = self.infos[name].axes
+        return params[name].shape[axes.index("vocab")] if "vocab" in axes else 0
 
     def together(self, name: str, at: tuple[int, ...]) -> bool:
         """Return whether a parameter's tensor at that place holds those of all experts.
