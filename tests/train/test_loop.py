@@ -252,23 +252,6 @@ def test_what_a_start_changed_is_recorded(longer, straight):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(door, copy, longer):
-    """From fsdp 2 to fsdp 4 x tensor 2; traced on the way."""
-    result = door(
-        copy,
-        *("train.num_steps=24", "runtime.cpu_devices=8", "mesh=fsdp_tensor"),
-        "profile.steps=[21,22]",
-    )
-    assert result.returncode == 0, result.stderr
-    assert "mesh        fsdp 4 x tensor 2" in result.stdout
-    assert "from step 20" in result.stdout
-    found, expected = ([x["loss"] for x in steps(r)] for r in (copy, longer[0]))
-    assert len(found) == 24
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert list((copy / "profiles" / "21").rglob("*.xplane.pb"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -350,18 +333,6 @@ def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
     assert [line["step"] for line in steps(copy)][-1] == 24
     assert read_run(str(copy)).data.path == str(other)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
-
-
-def test_without_a_checkpoint_that_can_be_read_it_does_not_start_over(door, copy):
-    for file in (copy / "checkpoints").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    for _ in range(2):  # nor at the next attempt, with all of them set aside
-        result = door(copy, "train.num_steps=24")
-        assert result.returncode == 65
-        assert "not starting over" in result.stderr
-        assert "Traceback" not in result.stderr
-    assert len(steps(copy)) == 20
 
 
 def test_a_run_that_diverges_stops_with_what_to_do(folder, door):

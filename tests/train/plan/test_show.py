@@ -9,8 +9,7 @@ from etils import epath
 
 from train.plan.__main__ import mistakes
 from train.plan.compiled.buffers import Buffer
-from train.plan.compiled.in_place import InPlace
-from train.plan.compiled.inspection import Copied, Inspection
+from train.plan.compiled.inspection import Copied, InPlace, Inspection
 from train.plan.config import PlanConfig
 from train.plan.show import as_json, print_inspection, sentences, write_texts
 

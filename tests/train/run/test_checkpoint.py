@@ -207,9 +207,7 @@ def flip_a_bit(step: Path) -> None:
 
 
 HARMS = {
-    "truncated": truncate,
     "flipped": flip_a_bit,
-    "no arrays": lambda step: arrays_of(step).unlink(),
     "no metadata": lambda step: [p.unlink() for p in step.rglob("*METADATA*")],
     "no seal": lambda step: (step / SEAL).unlink(),
     "one file more": lambda step: (step / "state" / "more").write_text("not of it"),

@@ -8,16 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from train.plan.compiled.attribution import part_of, producers, scope
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import kernel_flops
 from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
 from train.plan.compiled.hlo import Instruction, Module
-from train.plan.compiled.in_place import InPlace, updated_in_place
 from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read
 
+_ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
 _MUCH = 0.01  # of all bytes to and from memory
 _MOVES = {"copy", "transpose"}
@@ -28,6 +29,13 @@ _MARKS = (
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
 _FLOATS = ("f", "bf")
+
+
+class InPlace(NamedTuple):
+    """updated: arrays with a place of an argument's; others: those without."""
+
+    updated: list[str]
+    others: list[str]
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,18 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
         copies=_copies(module, lines),
         operand_bytes=_operand_bytes(module),
     )
+
+
+def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
+    """Sort a program's first results, by their names, by whether an argument gave room.
+
+    A donated argument that nothing needs any more gives its memory to a result of the
+    same shape, dtype and layout; the first line of the program says which.
+    """
+    header = text[: text.find("\n")]
+    aliased = {int(number or 0) for number in _ALIAS.findall(header)}
+    updated = [name for i, name in enumerate(names) if i in aliased]
+    return InPlace(updated, [name for i, name in enumerate(names) if i not in aliased])
 
 
 def _kernels(module: Module) -> dict[str, int]:

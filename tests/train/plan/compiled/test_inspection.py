@@ -7,8 +7,7 @@ import pytest
 from model.params import named
 from tests.train.compiled import B, L, T, in_one
 from train.plan.compiled.hlo import parse
-from train.plan.compiled.in_place import updated_in_place
-from train.plan.compiled.inspection import inspect
+from train.plan.compiled.inspection import inspect, updated_in_place
 from train.plan.compiled.source_lines import ROOT, SourceLines
 
 HEADS = 4
