@@ -112,13 +112,10 @@ def open_sources(config: DataConfig) -> Sources:
 def open_sets(
     sources: Sources, config: DataConfig, paths: Mapping[str, str]
 ) -> Sources:
-    """Add named validation sets to what a config names.
+    """Add named validation sets to what a config names, encoded by its tokenizer.
 
-    Args:
-        sources: of the config.
-        config: whose tokenizer encodes text.
-        paths: of each set a token store, or, if the config reads text, a text file or
-            a folder of them.
+    Each is a token store, or, if the config reads text, a text file or a folder of
+    them.
 
     Raises:
         DataError: one is missing or damaged, too short, or has another tokenizer.

@@ -98,12 +98,7 @@ def tokenizer_config(length: int) -> dict[str, Any]:
 
 
 def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) -> None:
-    """Check that a tokenizer.json gives our ids.
-
-    Args:
-        encoding: ours.
-        content: of the file.
-        texts: to encode both ways.
+    """Check that a tokenizer.json of this content gives our ids for some texts.
 
     Raises:
         DataError: naming the first place where ids differ.

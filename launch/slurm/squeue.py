@@ -93,9 +93,7 @@ class QueuedJob:
 def ask(command: Sequence[str], allowed: str | None = None) -> str:
     """Run one of Slurm's commands; return its output.
 
-    Args:
-        command: its words.
-        allowed: a part of a message; where it fails with that, the output is empty.
+    Where it fails with a message that holds `allowed`, the output is empty.
 
     Raises:
         Exit: it failed otherwise.

@@ -109,11 +109,8 @@ def kind_of(hint: Any) -> Any:
 def value_rule(schema: type, key: str, hint: Any, bounds: bool = False) -> str:
     """Return what a value must be, `must be a number, or null`, and what the key means.
 
-    Args:
-        schema: the dataclass of all keys.
-        key: with the places in lists, `profile.steps[0]`.
-        hint: of the value.
-        bounds: tell these, not the type.
+    The key has the places in lists, `profile.steps[0]`. `bounds`: tell these, and not
+    the type.
     """
     rule = bounds_rule(hint) if bounds else f"must be {describe(hint)}"
     text = meaning(schema, key.replace("[", ".").replace("]", ""))

@@ -37,9 +37,7 @@ def convert(
 ) -> tuple[Schema, list[Mistake]]:
     """Convert nested plain values, as YAML has them, to a dataclass.
 
-    Args:
-        values: may lack keys: they have their defaults.
-        schema: the dataclass.
+    Keys that they lack have their defaults.
 
     Returns:
         The config, a wrong value replaced by its default, and all that is wrong.
@@ -138,10 +136,7 @@ def read_yaml(
 ) -> Schema:
     """Read a config.yaml back. A key that it lacks has its default.
 
-    Args:
-        path: of the file.
-        schema: the dataclass that it is of.
-        changes: other values of some keys; null takes an entry out of a table.
+    `changes` are other values of some keys; null takes an entry out of a table.
 
     Raises:
         ConfigError: if the file is missing or no YAML; or, each named, for every

@@ -40,12 +40,7 @@ class Finding(NamedTuple):
 def make_checksums(state: Any, mesh: Mesh):
     """Build `checksums(state)`: uint32 [arrays with copies, devices], replicated.
 
-    Args:
-        state: `jax.ShapeDtypeStruct` leaves with their shardings.
-        mesh: of all of them.
-
-    Returns:
-        None if no array has copies.
+    From `jax.ShapeDtypeStruct` leaves with their shardings; None: no array has copies.
     """
     shardings = copied(state)
     if not shardings:

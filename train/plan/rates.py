@@ -101,11 +101,7 @@ def matrix_fill(
     """Return the parts of matrix units that products with weights, and attention, use.
 
     A dim that is no multiple of a unit's rows or columns leaves some of them idle.
-
-    Args:
-        model: with its vocabulary.
-        tensor: devices that share a layer.
-        unit: rows and columns of a matrix unit; None: small enough for any dim.
+    None: they are few enough for any dim. `tensor` devices share a layer.
     """
     if unit is None:
         return 1.0, 1.0
@@ -124,11 +120,7 @@ def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
 
     Each matrix is multiplied three times: contracted are its rows forward, its columns
     for the gradient of what it was multiplied with, tokens for its own.
-
-    Args:
-        model: with its vocabulary.
-        tensor: devices that share a layer.
-        half: contracted elements at which half the rate is reached.
+    Half of it is reached at `half` contracted elements. `tensor` devices share a layer.
     """
     matrices = _matrices(model, tensor)
     used = sum(rows * columns for rows, columns in matrices)

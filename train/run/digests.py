@@ -26,13 +26,8 @@ def digests(
 ) -> dict[str, Any]:
     """Return size and SHA-256 of each file of a step, by its path in the folder.
 
-    Several processes share the work: each hashes one `part` of `parts`.
-
-    Args:
-        step: the folder, of a step or another one.
-        part: to hash.
-        parts: that there are.
-        names: of files; None: of all.
+    Several processes share the work: each hashes one `part` of `parts`. `names` are
+    those of the files to hash; None: all.
     """
     names = sorted(_files(step) if names is None else names)[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:

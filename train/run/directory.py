@@ -158,11 +158,7 @@ def open_run(
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or old; process 0 looks, and tells the others.
 
-    Args:
-        config: settled.
-        sources: the data.
-        cluster: the processes.
-        preemption: learns what to do with the directory before it ends the process.
+    `preemption` learns what to do with it before it ends the process.
 
     Raises:
         Exit: OWNED, if another process is at this run; 1, if the directory cannot be

@@ -28,11 +28,9 @@ SCORE = "eval/loss"  # the metric that is saved beside a step that was evaluated
 
 
 def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
-    """Open a folder of checkpoints with an `ocp.training.Checkpointer`.
+    """Open a folder of checkpoints, made if missing: an `ocp.training.Checkpointer`.
 
-    Args:
-        directory: made if missing.
-        keep: which steps to keep when others are saved; None: only to read.
+    `keep` says which steps to keep when others are saved; None: only to read.
     """
     from orbax.checkpoint import v1 as ocp  # a second: beside the compilation
 

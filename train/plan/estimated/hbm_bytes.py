@@ -30,10 +30,8 @@ _KEPT, _KEPT_LARGE, _KEPT_GPU = 0.25, 1.5, 4.25
 def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
     """Count what a device reads and writes in a step.
 
-    Args:
-        step: of the device.
-        state_bytes: of its part of the state.
-        core: bytes of a core's own memory, that values may stay in; 0: none.
+    `state_bytes` is its part of the state, `core` the bytes of a core's own memory,
+    that values may stay in; 0: none.
     """
     products = others = 0.0
     for loop, plan in step.schedules.items():
