@@ -37,7 +37,7 @@ from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
-from train.plan.cost import StepCost
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
@@ -97,7 +97,7 @@ def executed(
         return Found(estimate_step(program), program, chip)
     kept = _kept(row.overrides)
     if kept.exists() and not fresh:
-        return Found(StepCost.from_json(json.loads(kept.read_text())), program, chip)
+        return Found(cost_of(json.loads(kept.read_text())), program, chip)
     missing = "not compiled yet" if only_kept else missing_compiler(target)
     execution = missing or execution_of(program)
     if isinstance(execution, str):
@@ -106,6 +106,26 @@ def executed(
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps(execution.as_json()))
     return Found(execution, program, chip)
+
+
+def cost_of(values: dict[str, Any]) -> StepCost:
+    """Read what `StepCost.as_json` returned."""
+
+    def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
+        return [CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows]
+
+    work = dict(values["work"])
+    products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
+    return StepCost(
+        model_flops=values["model_flops"],
+        flops=Flops(**{**work, "unknown": tuple(work["unknown"])}),
+        hbm_bytes=HbmBytes(products, moved - products),
+        sent=totals(values["sent"]),
+        outside_layers=totals(values["outside_layers"]),
+        host_bytes=values.get("host_bytes", 0),
+        unread=tuple(values["unread"]),
+        how=values["how"],
+    )
 
 
 def chip_of(row: Row, chip: Chip) -> Chip:

@@ -8,7 +8,6 @@ import pytest
 from benchmarks import published
 from benchmarks.published_gpu_rows import GPU_ROWS
 from tests.train.machines import machine
-from train.plan.cost import StepCost
 from train.plan.roofline import predict
 
 FIGURES = Path(published.__file__).parent / "results/2026-11-22_published.json"
@@ -25,7 +24,7 @@ def test_a_public_run_lies_in_its_range(composed, name):
     assert row.use == kept["use"] == "judged by"
     *overrides, target = row.overrides
     at = machine(composed, target.removeprefix("target="), *overrides, base=())
-    cost = StepCost.from_json(kept["cost"] | {"outside_layers": []})
+    cost = published.cost_of(kept["cost"] | {"outside_layers": []})
     data, chip = at.config.data, published.chip_of(row, at.chip)
     tokens = data.batch_size * data.sequence_length
     predicted = predict(cost, at.config, at.mesh, chip)

@@ -159,28 +159,6 @@ class StepCost:
         ratio = flops.total / self.model_flops
         return own | {"work": counted | moved, "executed_over_model_flops": ratio}
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "StepCost":
-        """Read what `as_json` returned."""
-
-        def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
-            return [
-                CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows
-            ]
-
-        work = dict(values["work"])
-        products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
-        return cls(
-            model_flops=values["model_flops"],
-            flops=Flops(**{**work, "unknown": tuple(work["unknown"])}),
-            hbm_bytes=HbmBytes(products, moved - products),
-            sent=totals(values["sent"]),
-            outside_layers=totals(values["outside_layers"]),
-            host_bytes=values.get("host_bytes", 0),
-            unread=tuple(values["unread"]),
-            how=values["how"],
-        )
-
 
 def sent_bytes(kind: str, payload: float, size: int) -> float:
     """Return the bytes that each device of a ring of `size` sends."""
