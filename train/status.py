@@ -109,6 +109,15 @@ def read_status(folder: epath.Path) -> Status:
     )
 
 
+def validate(config: StatusConfig) -> list[Mistake]:
+    """List the mistakes: no run, or one object that would have to change."""
+    mistakes = must_name_run(config)
+    if config.json and config.follow:
+        rule = "is for people; leave it out, or json, and ask again now and then"
+        mistakes.append(Mistake("follow", config.follow, rule))
+    return mistakes
+
+
 def main(asked: StatusConfig) -> int:
     """Print the status of a run."""
     folder = run_folder(run_dir(Config(run=asked.run)))
@@ -263,4 +272,4 @@ def _steps(start: Start) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(main, "status", StatusConfig, must_name_run)
+    run_command(main, "status", StatusConfig, validate)

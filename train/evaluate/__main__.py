@@ -1,14 +1,17 @@
 """`python -m train.evaluate run.dir=... tasks=[...]`: score a checkpoint."""
 
 import json
+import logging
+import os
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Gt
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run, set_mistakes
 from train.config import (
+    Config,
     Count,
     DistributedConfig,
     Number,
@@ -17,7 +20,15 @@ from train.config import (
     Step,
 )
 from train.errors import ConfigError, Mistake
+from train.identity import run_dir
 from train.watching import Batches, EvalSet
+
+if TYPE_CHECKING:
+    from train.distributed.processes import Cluster
+
+log = logging.getLogger(__name__)
+_OF_SETS = ("sets", "num_batches")
+_OF_TASKS = ("task_path", "limit", "num_fewshot")
 
 
 @dataclass(frozen=True)
@@ -41,11 +52,11 @@ class EvaluateConfig:
 
 def validate(config: EvaluateConfig) -> list[Mistake]:
     """List the mistakes: no run, or keys that do not go together."""
-    mistakes = must_name_run(config)
-    of_tasks = ("task_path", "limit", "num_fewshot")
-    for key in ("sets",) if config.tasks else of_tasks:
-        if value := getattr(config, key):
-            rule = "is not for tasks; leave one of them out"
+    mistakes, usual = must_name_run(config), EvaluateConfig()
+    for key in _OF_SETS if config.tasks else _OF_TASKS:
+        if (value := getattr(config, key)) != getattr(usual, key):
+            rule = "is for validation sets, not for tasks (limit bounds these); leave "
+            rule += "one of them out"
             if not config.tasks:
                 rule = "is for tasks alone; name some: tasks=[hellaswag]"
             mistakes.append(Mistake(key, value, rule))
@@ -53,30 +64,65 @@ def validate(config: EvaluateConfig) -> list[Mistake]:
 
 
 def main(asked: EvaluateConfig) -> int:
-    """Print the score of a checkpoint on validation sets, or by tasks, as JSON."""
+    """Score a checkpoint on validation sets, or by tasks: print it, and keep it."""
+    from train.distributed.processes import join
+
+    cluster = join(asked.distributed, lambda: None)
+    found = _by_tasks(asked, cluster) if asked.tasks else _on_sets(asked)
+    if cluster.is_leader:
+        _keep(asked, found)
+    print(json.dumps({"step": found.step, **found.printed}))
+    return 0
+
+
+class Found(NamedTuple):
+    """What came of it.
+
+    asked: what makes it another question.
+    metrics: by the names of metrics.jsonl.
+    printed: the same as JSON.
+    """
+
+    step: int
+    asked: dict[str, Any]
+    metrics: dict[str, float]
+    printed: dict[str, Any]
+
+
+def _by_tasks(asked: EvaluateConfig, cluster: "Cluster") -> Found:
+    """Judge by tasks, the same on all processes; print a table."""
+    import jax
+
+    from train.console import print_table
+    from train.evaluate.tasks import Asked, Tasks, load_tasks
+    from train.load_run import load_run
+    from train.run.evaluations import scored
+
+    wanted = Asked(asked.tasks, asked.task_path, asked.limit, asked.num_fewshot)
+    loaded = dict[str, Any]()
+    cluster.agree(lambda: loaded.update(load_tasks(wanted)) or {})
+    place = asked.run, asked.runtime, asked.step
+    program, sources, step, params = load_run(*place, asked.batch_size)
+    tasks = Tasks(loaded, wanted, program, sources.encoding)
+    cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
+    with jax.set_mesh(program.mesh):
+        metrics = tasks.scores(params)
+    rows = [row[:3] for row in scored(metrics)]
+    print_table(rows, ["task", "metric", "value"], f"tasks at step {step:,}")
+    question = {key: getattr(asked, key) for key in ("tasks", *_OF_TASKS)}
+    return Found(step, question, metrics, metrics)
+
+
+def _on_sets(asked: EvaluateConfig) -> Found:
+    """Score the validation split, and sets by name."""
     import jax
 
     from data.sources import open_sets
-    from train.console import print_table
-    from train.distributed.processes import join
-    from train.evaluate.tasks import Asked, Tasks, load_tasks, task_rows
-    from train.evaluate.validation import evaluate_all
+    from train.evaluate.validation import as_metrics, evaluate_all
     from train.load_run import load_run
 
-    how = asked.task_path, asked.limit, asked.num_fewshot
-    wanted = Asked(asked.tasks, *how)
-    loaded = load_tasks(wanted) if asked.tasks else None
-    join(asked.distributed, lambda: None)
     place = asked.run, asked.runtime, asked.step
     program, sources, step, params = load_run(*place, asked.batch_size)
-    if loaded:
-        tasks = Tasks(loaded, wanted, program, sources.encoding)
-        with jax.set_mesh(program.mesh):
-            metrics = tasks.scores(params)
-        title = f"tasks at step {step:,}"
-        print_table(task_rows(metrics), ["task", "metric", "value", ""], title)
-        print(json.dumps({"step": step, **metrics}))
-        return 0
     config = program.config
     if mistakes := [*set_mistakes(asked.sets, config.data, "sets")]:
         raise ConfigError(mistakes)
@@ -84,10 +130,31 @@ def main(asked: EvaluateConfig) -> int:
     sources = open_sets(sources, config.data, paths)
     with jax.set_mesh(program.mesh):
         scores = evaluate_all(program, params, sources, asked.num_batches)
-    score = scores.pop("")._asdict()
-    sets = {name: score._asdict() for name, score in scores.items()}
-    print(json.dumps({"step": step, **score} | ({"sets": sets} if sets else {})))
-    return 0
+    metrics = as_metrics(scores)
+    printed: dict[str, Any] = scores.pop("")._asdict()
+    if scores:
+        printed["sets"] = {name: score._asdict() for name, score in scores.items()}
+    limit = None if asked.num_batches == -1 else asked.num_batches
+    question = {"sets": paths, "num_batches": limit}
+    return Found(step, question, metrics, printed)
+
+
+def _keep(asked: EvaluateConfig, found: Found) -> None:
+    """Write what was found into the run's directory, and into its report."""
+    from train.run.evaluations import write_evaluation
+    from train.run.lease import read_owner
+    from train.run.report import write_report
+    from train.run.storage import run_folder
+
+    folder = run_folder(run_dir(Config(run=asked.run)))
+    try:
+        file = write_evaluation(folder, found.step, found.asked, found.metrics)
+        log.info("kept in %s", file)
+        owner = read_owner(os.fspath(folder))
+        if owner is None or owner.alive() is False:  # else it draws its report itself
+            write_report(folder)
+    except OSError as error:  # another's run, say, that is only to be read
+        log.warning("%s: not written: %s", folder, error)
 
 
 if __name__ == "__main__":

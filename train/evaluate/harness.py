@@ -22,7 +22,7 @@ from data.tokenizer import END_OF_TEXT, encode
 from train.feed import local_rows, place
 from train.program import Program, shards_of
 from train.sample.generate import Sampling
-from train.sample.prompts import continue_rows, until
+from train.sample.prompts import continue_rows
 from train.step import make_score_step
 
 _BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
@@ -160,10 +160,9 @@ class HarnessModel(TemplateLM):
             rows = [prompts[number] for number in some]
             rows += [rows[-1]] * (self._rows - len(rows))  # of one shape
             given = self._program, self.params, self._encoding, rows, asked.num_tokens
-            texts = continue_rows(*given, asked.sampling, first)
             stop = [*asked.stop, END_OF_TEXT]
-            for number, text in zip(some, texts, strict=False):
-                yield number, until(text, stop)
+            texts = continue_rows(*given, asked.sampling, first, stop)
+            yield from zip(some, texts, strict=False)
             self.beat()
 
 

@@ -11,9 +11,9 @@ from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
-from train.evaluate.tasks import task_rows
 from train.evaluate.validation import Score, as_metrics
 from train.program import Program
+from train.run.evaluations import scored
 from train.run.goodput import account
 from train.run.metrics import read_events
 from train.sample.prompts import continue_prompts
@@ -84,8 +84,8 @@ def print_results(
             bits = values[f"eval/{name}/bits_per_byte"]
             print(f"  {name:<10}{loss:.4f} nats a token, {bits:.3f} bits per byte")
     judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
-    for task, metric, value, error in task_rows(judged):
-        print(f"task        {task} {metric} {value} {error}".rstrip())
+    for task, metric, value, *_ in scored(judged):
+        print(f"task        {task} {metric} {value}")
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")

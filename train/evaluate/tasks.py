@@ -25,7 +25,6 @@ from train.program import Program
 
 _SEED = 1234  # of the examples that are shown first, and of the harness' own commands
 _DRAWS = 1000  # of examples, for the standard error of what is not a mean
-_STDERR = "_stderr"
 
 
 class Asked(NamedTuple):
@@ -198,16 +197,3 @@ def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
             # What every tracker takes.
             metrics[re.sub(r"[^\w./ -]", "_", name)] = float(value)
     return metrics
-
-
-def task_rows(metrics: Mapping[str, float]) -> list[list[str]]:
-    """Return rows of a table: task, metric, value, standard error."""
-    rows = []
-    for name, value in metrics.items():
-        _, task, metric, *chosen = name.split("/")
-        if metric.endswith(_STDERR):
-            continue
-        error = metrics.get("/".join(["tasks", task, metric + _STDERR, *chosen]))
-        shown = "" if error is None else f"± {error:.4f}"
-        rows.append([task, " ".join([metric, *chosen]), f"{value:.4f}", shown])
-    return rows

@@ -6,6 +6,7 @@ from typing import Any
 from etils import epath
 
 from train.identity import flatten
+from train.run.evaluations import Scored, scores
 from train.run.metrics import read_metrics
 from train.run.report import Point, Row, chart, finite_points, series_of
 from train.run.starts import read_run
@@ -39,12 +40,12 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
     rows = dict(zip(names, map(read_metrics, folders), strict=True))
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
-    tasks = _tasks(list(rows.values()))
+    marks = _marks([scores(*run) for run in zip(folders, rows.values(), strict=True)])
     return {
         "name": ", ".join(names),
         "tables": [
             ("Runs", ["", "Steps", "Tokens", "Loss", "Validation", "Bits"], figures),
-            *([("Tasks", ["", *names], tasks)] if tasks else []),
+            *([("Scores", ["", *names], marks)] if marks else []),
             ("Config", ["", *names], _differences(configs)),
         ],
         "axes": {axis: _charts(rows, metric) for axis, metric in _AXES.items()},
@@ -69,15 +70,17 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _tasks(runs: Sequence[Sequence[Row]]) -> list[list[str]]:
-    """Return a row for each metric of tasks: what each run had last."""
-    last = [{key: value for row in rows for key, value in row.items()} for rows in runs]
-    keys = dict.fromkeys(key for of_run in last for key in of_run)
-    return [
-        [key.removeprefix("tasks/"), *(_shown(of_run.get(key)) for of_run in last)]
-        for key in keys
-        if key.startswith("tasks/")
+def _marks(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
+    """Return a row for each score, asked for in one way: the newest of each run."""
+    newest = [
+        {
+            " ".join(filter(None, (each.of, each.metric, each.how))): each.value
+            for each in sorted(of_run, key=lambda each: each.step)
+        }
+        for of_run in runs
     ]
+    names = dict.fromkeys(name for of_run in newest for name in of_run)
+    return [[name, *(of_run.get(name, "-") for of_run in newest)] for name in names]
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:

@@ -15,6 +15,7 @@ import yaml
 from etils import epath
 
 from train.errors import meaning
+from train.run.evaluations import scores
 from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.heat_maps import heat_maps
 from train.run.metrics import read_events, read_metrics
@@ -73,12 +74,20 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, goodput, num_steps),
+        "tables": _scores(run_dir, rows),
         "charts": [drawn for drawn in charts if drawn],
         "heat_maps": heat_maps(rows),
         "restarts": _restarts(events),
         "goodput": _goodput(goodput),
         "config": config,
     }
+
+
+def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
+    """Return the table of scores, if there are any."""
+    found = [[*each[:3], f"{each.step:,}", each.how] for each in scores(run_dir, rows)]
+    headers = ["", "metric", "score", "step", ""]
+    return [("Scores", headers, found)] if found else []
 
 
 def thin(points: Sequence[Point]) -> list[Point]:

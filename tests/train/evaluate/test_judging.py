@@ -9,6 +9,7 @@ import pytest
 
 from tests.fleet import REPOSITORY, TINY, Fleet, of_text, write_text
 from tests.train.evaluate.task_files import NAMES, write_tasks
+from tests.train.pages import data_of
 from train.run.goodput import account
 from train.run.metrics import read_events, read_metrics
 
@@ -77,8 +78,37 @@ def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
     assert account(read_events(run)).buckets["eval"] > 0
     for devices, count in ((8, 1), (4, 2)):
         scores = evaluated(run, folder / f"of-{count}", devices, count)
+        (file,) = (run / "evaluations").iterdir()  # the same question: one answer
+        kept = json.loads(file.read_text())
+        assert kept.pop("asked")["limit"] == 7
+        assert kept == scores
         assert scores.pop("step") == 6
         assert scores == pytest.approx(found[6], rel=1e-5)
+    ((_, _, rows),) = data_of((run / "report.html").read_text())["tables"]
+    (while_training, later) = (row for row in rows if row[:2] == ["toy_choices", "acc"])
+    assert (while_training[3:], later[3:]) == (
+        ["6", "while training"],
+        ["6", "limit=7"],
+    )
+    assert " ± 0." in later[2]
+
+
+def test_processes_that_are_asked_other_things_say_so(run, folder):
+    other = write_tasks(folder / "other", **{"what is": "what was"})
+    words = (f"run.dir={run}", "tasks=[toy_choices]", "runtime.cpu_devices=4")
+    paths = f"{folder}/tasks", other
+    own = {"own": lambda process: [f"task_path={paths[process]}"]}
+    fleet = Fleet(folder / "differ", words, 2, module="train.evaluate", **own)
+    assert fleet.wait() == [78, 78]
+    assert "must be the same on all processes" in fleet.said()
+    fleet = Fleet(
+        folder / "unknown",
+        (*words[:1], "tasks=[none]"),
+        2,
+        **{"module": "train.evaluate"},
+    )
+    assert fleet.wait() == [78, 78]
+    assert "is no task of" in fleet.said()
 
 
 NO_HARNESS = """

@@ -16,7 +16,8 @@ from train.config import RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
 from train.evaluate.__main__ import EvaluateConfig, validate
-from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics, task_rows
+from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics
+from train.run.evaluations import Scored, scored
 from train.watching import EvalSet
 
 pytest.importorskip("lm_eval")
@@ -154,9 +155,8 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
     assert fewer.fingerprint != tasks.fingerprint
     again = Tasks(load_tasks(asked), asked, program, BYTES)
     assert again.fingerprint == tasks.fingerprint
-    rows = task_rows(metrics)
-    assert ["toy_answers", "exact_match", "0.0000", "± 0.0000"] in rows
-    assert len(rows) == 5
+    assert Scored("toy_answers", "exact_match", "0.0000 ± 0.0000") in scored(metrics)
+    assert len(scored(metrics)) == 5
 
 
 @pytest.mark.slow
@@ -218,9 +218,9 @@ def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
 def test_keys_that_do_not_go_together_are_refused():
     run, sets = RunConfig(name="x"), {"web": EvalSet("web")}
     (alone,) = validate(EvaluateConfig(run, limit=3))
-    (both,) = validate(EvaluateConfig(run, tasks=["piqa"], sets=sets))
-    assert (alone.key, both.key) == ("limit", "sets")
-    assert validate(EvaluateConfig(run, tasks=["piqa"], limit=3)) == []
+    both = validate(EvaluateConfig(run, tasks=["piqa"], sets=sets, num_batches=2))
+    assert [alone.key, *(each.key for each in both)] == ["limit", "sets", "num_batches"]
+    assert validate(EvaluateConfig(run, tasks=["piqa"], limit=3, batch_size=4)) == []
 
 
 def test_sampling_is_read_as_the_harness_means_it():

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from etils import epath
 
 from tests.train.pages import data_of, drawn
 from train.cli.schema import to_yaml
 from train.config import Config, OptimizerConfig
 from train.errors import ConfigError
 from train.report import ReportConfig, main
+from train.run.evaluations import write_evaluation
 
 
 def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
@@ -21,7 +23,8 @@ def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
         for s in steps
     ]
     rows.insert(1, {"step": 15, "eval/loss": 2.0, "eval/bits_per_byte": 1.0})
-    rows += [{"step": s, "tasks/piqa/acc": rate * s} for s in steps if flops]
+    judged = {"tasks/piqa/acc_stderr": 0.25, "tasks/piqa/acc": rate}
+    rows += [{"step": s, **judged} for s in steps if flops]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(text)
     return str(folder)
@@ -29,11 +32,17 @@ def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
 
 def test_two_runs_are_compared(tmp_path, capsys):
     runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.2, None)]
+    for run, step, found in ((0, 20, 0.5), (0, 9, 0.25), (1, 9, 0.75)):
+        asked = {"tasks": ["piqa"], "limit": 3, "num_fewshot": None}
+        write_evaluation(epath.Path(runs[run]), step, asked, {"tasks/piqa/acc": found})
     page = tmp_path / "ab.html"
     assert main(ReportConfig(runs, str(page))) == 0
     data = data_of(page.read_text())
-    (_, _, figures), (_, _, tasks), (_, _, differences) = data["tables"]
-    assert tasks == [["piqa/acc", "2.0000", "-"]]
+    (_, _, figures), (_, _, marks), (_, _, differences) = data["tables"]
+    assert marks == [
+        ["piqa acc limit=3", "0.5000", "0.7500"],
+        ["piqa acc while training", "0.1000 ± 0.2500", "-"],
+    ]
     assert figures[0] == ["a", "20", "2K", "0.0050", "2.0000", "1.0000"]
     assert differences == [["optimizer.learning_rate", "0.1", "0.2"]]
     loss, validation, *_ = data["axes"]["tokens"]

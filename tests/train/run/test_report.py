@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from etils import epath
 
 from tests.train.pages import Page, data_of, drawn
+from train.run.evaluations import write_evaluation
 from train.run.report import report_data, thin, write_report
 
 
@@ -80,6 +82,30 @@ def test_each_metric_of_tasks_has_a_chart_without_its_error(tmp_path):
         chart["title"]: [line["name"] for line in chart["lines"]] for chart in charts
     }
     assert lines == {"Tasks: acc": ["a", "b"], "Tasks: exact_match/strict": ["a"]}
+
+
+def test_scores_stand_there_with_their_errors(tmp_path):
+    judged = {"tasks/a/acc": 0.5, "tasks/a/acc_stderr": 0.125}
+    asked = {"tasks": ["a"], "limit": None, "num_fewshot": 5}
+    folder = epath.Path(tmp_path)
+    file = write_evaluation(folder, 8, asked, judged)
+    again = write_evaluation(folder, 8, asked, judged | {"tasks/a/acc": 0.75})
+    assert file == again
+    sets = {"sets": {"web": "stores/web"}, "num_batches": None}
+    write_evaluation(folder, 10, sets, {"eval/loss": 2.0, "eval/web/loss": 3.0})
+    older = [{"step": s, "tasks/a/acc": s / 100, "loss": 1.0} for s in (5, 9)]
+    html = _write(tmp_path, older)
+    ((title, _, rows),) = data_of(html)["tables"]
+    assert (title, rows) == (
+        "Scores",
+        [
+            ["a", "acc", "0.0900", "9", "while training"],
+            ["a", "acc", "0.7500 ± 0.1250", "8", "num_fewshot=5"],
+            ["validation", "loss", "2.0000", "10", ""],
+            ["web", "loss", "3.0000", "10", ""],
+        ],
+    )
+    assert "\na\nacc\n0.7500 ± 0.1250\n8\nnum_fewshot=5\n" in drawn(html).text
 
 
 def test_where_the_time_went_adds_up(tmp_path):

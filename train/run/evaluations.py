@@ -1,0 +1,98 @@
+"""What a run was given marks for: by tasks as it trained, and by `train.evaluate`.
+
+Each answer of `train.evaluate` is a file, `evaluations/<step>-<what was asked>.json`:
+the step, what was asked, and the numbers under the names that `metrics.jsonl` has for
+them. The same question again replaces its answer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from train.run.storage import write_whole
+
+_STDERR = "_stderr"
+_WHAT = ("tasks", "task_path", "sets")  # the names of the scores say it
+_IN_RUN = "while training"
+
+
+class Scored(NamedTuple):
+    """A number that a model was given, as people read it.
+
+    of: the task, the validation set, or "validation".
+    how: keys of `train.evaluate` that bear on it.
+    """
+
+    of: str
+    metric: str
+    value: str  # with the standard error, where there is one
+    step: int = 0
+    how: str = ""
+
+
+def write_evaluation(
+    run_dir: epath.Path,
+    step: int,
+    asked: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> epath.Path:
+    """Write what was found at a step, and return the file.
+
+    Args:
+        run_dir: of the run.
+        step: of the checkpoint.
+        asked: what makes it another question, as JSON.
+        metrics: numbers by the names of metrics.jsonl.
+
+    Raises:
+        OSError: it was not written.
+    """
+    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    file = run_dir / "evaluations" / f"{step}-{name}.json"
+    found = {"step": step, "asked": asked, **metrics}
+    write_whole(file, json.dumps(found, indent=1) + "\n")
+    return file
+
+
+def scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
+    """Return the newest scores by tasks of a run's metrics, and all evaluations."""
+    judged = [row for row in rows if any(key.startswith("tasks/") for key in row)]
+    found = [
+        each._replace(step=row["step"], how=_IN_RUN)
+        for row in judged[-1:]
+        for each in scored({k: v for k, v in row.items() if k.startswith("tasks/")})
+    ]
+    for answer in _read(run_dir / "evaluations"):
+        step, asked = answer.pop("step"), answer.pop("asked")
+        keys = [f"{key}={value}" for key, value in asked.items() if key not in _WHAT]
+        how = " ".join(key for key in keys if not key.endswith("=None"))
+        found += (each._replace(step=step, how=how) for each in scored(answer))
+    return found
+
+
+def _read(folder: epath.Path) -> Iterable[dict[str, Any]]:
+    """Yield what was found, by step."""
+    files = [*folder.glob("*-*.json")] if folder.exists() else []
+    for file in sorted(files, key=lambda file: (int(file.name.split("-")[0]), file)):
+        yield json.loads(file.read_text())
+
+
+def scored(metrics: Mapping[str, float | None]) -> list[Scored]:
+    """Return scores of tasks and sets, by name, for people: each with its error."""
+    found = []
+    for name, value in metrics.items():
+        kind, *of, metric = name.split("/")
+        chosen = []
+        if kind == "tasks" and len(of) > 1:  # tasks/gsm8k/exact_match/strict-match
+            of, metric, chosen = of[:1], of[1], [metric]
+        if metric.endswith(_STDERR):
+            continue
+        error = metrics.get("/".join([kind, *of, metric + _STDERR, *chosen]))
+        shown = "-" if value is None else f"{value:.4f}"
+        shown += "" if error is None else f" ± {error:.4f}"
+        of = of or ["validation"]
+        found.append(Scored(of[0], " ".join([metric, *chosen]), shown))
+    return found
