@@ -175,15 +175,25 @@ class GPT(nnx.Module):
         logits_BTV = project(x_BTD, self.head_weight, self.config, how)
         return logits_BTV[..., : self.config.vocab_size]
 
-    def empty_cache(self, batch: int, length: int, how: Execution) -> Cache:
-        """Return a cache with room for `length` positions of `batch` rows."""
+    def empty_cache(
+        self,
+        batch: int,
+        length: int,
+        how: Execution,
+        first_B: Int[Array, "B"] | None = None,
+    ) -> Cache:
+        """Return a cache with room for `length` positions of `batch` rows.
+
+        first_B: where each row begins; None: at the first of them.
+        """
         config, caches = self.config, list[KeysValues]()
         for stacks, _ in self._loops:
             groups, sizes = groups_of(stacks)
             shape = (groups, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, how.activation_dtype)
             none = jnp.zeros((groups,), jnp.int32)
-            caches += [KeysValues(zeros, zeros, none)] * sum(sizes)
+            first = None if first_B is None else jnp.tile(first_B, (groups, 1))
+            caches += [KeysValues(zeros, zeros, none, first)] * sum(sizes)
         return tuple(caches)
 
 

@@ -15,11 +15,15 @@ from model.attention import xla
 
 
 class KeysValues(NamedTuple):
-    """Keys and values seen so far, [B, S, K, H] each, and how many of S are."""
+    """Keys and values seen so far, [B, S, K, H] each, and how many of S are.
+
+    A row begins at its `first` of them; None: at 0.
+    """
 
     keys: Float[Array, "*L B S K H"]
     values: Float[Array, "*L B S K H"]
     length: Int[Array, "*L"]
+    first_B: Int[Array, "*L B"] | None = None
 
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
@@ -30,6 +34,7 @@ class KeysValues(NamedTuple):
             jax.lax.dynamic_update_slice(self.keys, k_BTKH, at),
             jax.lax.dynamic_update_slice(self.values, v_BTKH, at),
             self.length + k_BTKH.shape[1],
+            self.first_B,
         )
 
 
@@ -56,5 +61,8 @@ def cached_attention(
     for reach in (trained_length, xla.reach(window, local, S)):
         if reach is not None:
             seen_TS &= behind_TS < reach
+    seen_BTS = seen_TS[None]
+    if cache.first_B is not None:
+        seen_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
     keys, values = cache.keys, cache.values
-    return xla.attend(q_BTNH, keys, values, seen_TS[None], compute, soft_cap, sinks_N)
+    return xla.attend(q_BTNH, keys, values, seen_BTS, compute, soft_cap, sinks_N)

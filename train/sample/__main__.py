@@ -16,6 +16,10 @@ from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 
 Continue = Callable[[Sequence[str], int], list[str]]  # prompts, seed
+_COMPILING = (
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,9 @@ def validate(config: SampleConfig) -> list[Mistake]:
         if config.interactive and getattr(config, key) != getattr(SampleConfig(), key):
             rule = "is not for interactive=true; leave one of them out"
             mistakes.append(Mistake(key, getattr(config, key), rule))
+    if "" in config.stop:
+        rule = "must name texts: each text would end before an empty one"
+        mistakes.append(Mistake("stop", config.stop, rule))
     return mistakes
 
 
@@ -59,11 +66,15 @@ def main(asked: SampleConfig) -> int:
     """Print prompt and continuation, samples separated by a line of dashes.
 
     Raises:
-        ConfigError: if the prompts cannot be read, or are too long.
+        ConfigError: if the prompts cannot be read, or are too long, or if nothing can
+            be written to the output.
     """
     prompts = read_prompts(asked.prompts) if asked.prompts else [asked.prompt]
+    if asked.output:
+        check_output(asked.output)
     import jax
 
+    from data.tokenizer import encode
     from train.console import printable
     from train.load_run import load_run
     from train.sample.generate import Sampling
@@ -81,26 +92,75 @@ def main(asked: SampleConfig) -> int:
         for text in chat(go_on, asked.prompt, asked.seed):
             print(printable(text), flush=True)
         return 0
-    began, texts = time.monotonic(), dict[int, str]()
     rows = [prompt for prompt in prompts for _ in range(asked.num_samples)]
-    # Of one length in a batch, if that can be: less is generated in vain.
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
-    for first in range(0, len(rows), asked.batch_size):
-        numbers = by_length[first : first + asked.batch_size]
-        of_batch = go_on([rows[i] for i in numbers], asked.seed + first)
-        texts |= dict(zip(numbers, of_batch, strict=True))
-    seconds = time.monotonic() - began
+    with _Clock() as clock:
+        texts = continue_all(go_on, rows, asked.batch_size, asked.seed)
+    pairs = zip(rows, texts, strict=True)
     if asked.output:
-        lines = [{"prompt": rows[i], "text": texts[i]} for i in range(len(rows))]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        Path(asked.output).write_text(text)
+        lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
+        Path(asked.output).write_text("".join(f"{line}\n" for line in lines))
     else:
-        whole = (printable(rows[i] + texts[i]) for i in range(len(rows)))
+        whole = (printable(row + text) for row, text in pairs)
         print(f"\n{'-' * 72}\n".join(whole))
-    count = len(rows) * asked.num_tokens
-    speed = f"{count / seconds:,.0f} tokens/s, compilation included"
-    print(f"{count:,} tokens in {seconds:.1f} s: {speed}", file=sys.stderr)
+    count = sum(len(encode(sources.encoding, text.encode())) for text in texts)
+    print(f"{count:,} tokens in {clock.speed(count)}", file=sys.stderr)
     return 0
+
+
+def continue_all(
+    go_on: Continue, rows: Sequence[str], batch_size: int, seed: int
+) -> list[str]:
+    """Continue any number of prompts, in batches of one size."""
+    texts = dict[int, str]()
+    # Of one length in a batch, if that can be: less is read in vain.
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
+    for first in range(0, len(rows), batch_size):
+        numbers = by_length[first : first + batch_size]
+        batch = [rows[i] for i in numbers]
+        if first:  # another number of rows would be another program
+            batch += batch[-1:] * (batch_size - len(batch))
+        texts |= zip(numbers, go_on(batch, seed + first), strict=False)
+    return [texts[i] for i in range(len(rows))]
+
+
+class _Clock:
+    """Measures a block, and how long of it XLA compiled."""
+
+    def __enter__(self) -> "_Clock":
+        """Begin."""
+        from jax import monitoring
+
+        self._began, self._compiled_s = time.monotonic(), 0.0
+        monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event in _COMPILING:
+            self._compiled_s += duration_secs
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._seconds = time.monotonic() - self._began
+
+    def speed(self, count: int) -> str:
+        """Return the time, and how many of so many there were in a second."""
+        rate = count / (self._seconds - self._compiled_s)
+        of_it = f", {self._compiled_s:.1f} of it compiling"
+        return f"{self._seconds:.1f} s{of_it}: {rate:,.0f} tokens/s"
+
+
+def check_output(path: str) -> None:
+    """Check that a file can be written, before there is anything to lose.
+
+    Raises:
+        ConfigError: if it cannot be.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).open("a").close()
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError([Mistake("output", path, rule)]) from None
 
 
 def read_prompts(path: str) -> list[str]:

@@ -1,17 +1,26 @@
-"""Text from a model: one prefill, then a token at a time with a cache of keys.
+"""Text from a model: prompts are read at once, then tokens drawn one by one.
 
-Shapes: B samples, P tokens of the longest prompt, T tokens from `shared` on, V vocab.
+A prompt stands at the right end of its row: those of all lengths end in the same column
+and draw their tokens in the same steps. Few programs serve them all: one for each
+number of columns and of rows.
+
+Shapes: B samples, P columns of prompts, C tokens drawn at a time, V vocab.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model.axes import ANYWHERE
 from model.execution import Execution
-from model.gpt import GPT, bind
+from model.gpt import GPT, Cache, bind
+
+_AT_ONCE = 32  # tokens, C
 
 
 class Sampling(NamedTuple):
@@ -22,67 +31,118 @@ class Sampling(NamedTuple):
     top_p: float | None = None  # among the likeliest that together reach p
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6, 7, 8, 9))
 def generate(
     model: GPT,
     params: Any,
-    prompt_BP: jax.Array,
-    lengths_B: jax.Array,
+    prompt_BP: np.ndarray,
+    lengths_B: np.ndarray,
     key: jax.Array,
-    shared: int,
     num_tokens: int,
     vocab_size: int,
     sampling: Sampling,
     how: Execution,
-) -> jax.Array:
-    """Continue prompts of any lengths.
-
-    The first `shared` tokens of all are read at once; then each row goes on a token at
-    a time: with its prompt's as long as there are any, then with what it draws.
+    cached: NamedSharding | None = None,
+) -> Iterator[np.ndarray]:
+    """Continue prompts of any lengths, as far as the caller takes what is yielded.
 
     Args:
         model: abstract.
         params: its parameters.
-        prompt_BP: int32; what follows a shorter prompt is not read.
-        lengths_B: int32, of the prompts.
+        prompt_BP: int32, each prompt at the right end of its row; what stands before it
+            is not seen.
+        lengths_B: int32, of the prompts, at least 1.
         key: random key.
-        shared: at least 1, at most the shortest prompt.
-        num_tokens: how many to add to the longest.
+        num_tokens: how many to add to each.
         vocab_size: the tokenizer's; ids beyond it pad the vocabulary, never drawn.
         sampling: how to draw.
         how: execution; its placement rules are left out, a batch may be one row.
+        cached: where keys and values [L, B, S, K, H] lie; None: as XLA has it.
 
-    Returns:
-        int32 [B, P - shared + num_tokens]: the tokens from `shared` on, so row b has
-        its own from lengths_B[b] - shared on.
+    Yields:
+        int32 [B, C], the next tokens of each row; the last ones may be fewer.
     """
     how = how._replace(rules=ANYWHERE)
-    model = bind(model, params)
-    B, P = prompt_BP.shape
+    room = -(-num_tokens // _AT_ONCE) * _AT_ONCE
+    cache = _read(model, params, prompt_BP, lengths_B, room, how, cached)
+    token_B = prompt_BP[:, -1]
+    for step in range(0, room, _AT_ONCE):
+        # A CPU's virtual devices deadlock between two programs.
+        jax.block_until_ready(cache)
+        given = cache, token_B, key, np.int32(step), vocab_size, sampling, how, cached
+        cache, drawn_BC = _draw(model, params, *given)
+        drawn_BC = jax.device_get(drawn_BC)
+        token_B = drawn_BC[:, -1]
+        yield drawn_BC[:, : num_tokens - step]
 
-    def draw(cache, tokens_BT, start, step):
-        T = tokens_BT.shape[1]
-        positions_BT = jnp.broadcast_to(start + jnp.arange(T), (B, T))
-        x_BTD, cache, _ = model.features(tokens_BT, positions_BT, None, how, cache)
-        logits_BV = model.logits(x_BTD[:, -1:], how)[:, 0]
+
+@partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def _read(
+    model: GPT,
+    params: Any,
+    prompt_BP: jax.Array,
+    lengths_B: jax.Array,
+    room: int,
+    how: Execution,
+    cached: NamedSharding | None,
+) -> Cache:
+    """Return a cache that holds all columns but the last, and room for more."""
+    B, P = prompt_BP.shape
+    first_B, model = P - lengths_B, bind(model, params)
+    cache = _placed(model.empty_cache(B, P + room, how, first_B), cached)
+    if P > 1:
+        positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
+        read = prompt_BP[:, :-1], positions_BP, None, how, cache
+        _, cache, _ = model.features(*read)
+    return _placed(cache, cached)
+
+
+@partial(jax.jit, static_argnums=(0, 6, 7, 8, 9), donate_argnums=2)
+def _draw(
+    model: GPT,
+    params: Any,
+    cache: Cache,
+    token_B: jax.Array,
+    key: jax.Array,
+    step: jax.Array,
+    vocab_size: int,
+    sampling: Sampling,
+    how: Execution,
+    cached: NamedSharding | None,
+) -> tuple[Cache, jax.Array]:
+    """Return the longer cache, and the C tokens that follow a column of tokens."""
+    model = bind(model, params)
+
+    def next_token(carry, step):
+        cache, token_B = carry
+        positions_B1 = (cache[0].length[0] - cache[0].first_B[0])[:, None]
+        x_B1D, cache, _ = model.features(
+            token_B[:, None], positions_B1, None, how, cache
+        )
+        logits_BV = model.logits(x_B1D, how)[:, 0]
         logits_BV = jnp.where(
             jnp.arange(logits_BV.shape[-1]) < vocab_size, logits_BV, -jnp.inf
         )
         drawn_B = pick(logits_BV, jax.random.fold_in(key, step), sampling)
-        own_B = prompt_BP[:, jnp.minimum(shared + step, P - 1)]
-        return cache, jnp.where(shared + step < lengths_B, own_B, drawn_B)
+        return (_placed(cache, cached), drawn_B), drawn_B
 
-    cache = model.empty_cache(B, P + num_tokens, how)
-    cache, first_B = draw(cache, prompt_BP[:, :shared], 0, 0)
+    steps = step + jnp.arange(_AT_ONCE)
+    (cache, _), drawn_CB = jax.lax.scan(next_token, (cache, token_B), steps)
+    if cached is not None:  # each process reads all
+        everywhere = NamedSharding(cached.mesh, PartitionSpec())
+        drawn_CB = jax.lax.with_sharding_constraint(drawn_CB, everywhere)
+    return cache, drawn_CB.T
 
-    def next_token(carry, step):
-        cache, token_B = carry
-        cache, following_B = draw(cache, token_B[:, None], shared + step - 1, step)
-        return (cache, following_B), following_B
 
-    steps = jnp.arange(1, P - shared + num_tokens)
-    _, rest_TB = jax.lax.scan(next_token, (cache, first_B), steps)
-    return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
+def _placed(cache: Cache | None, cached: NamedSharding | None) -> Cache:
+    """Pin keys and values to their place."""
+    assert cache is not None
+
+    def pin(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, cached)
+
+    if cached is None:
+        return cache
+    return tuple(c._replace(keys=pin(c.keys), values=pin(c.values)) for c in cache)
 
 
 def pick(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

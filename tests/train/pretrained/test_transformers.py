@@ -1,7 +1,6 @@
 """transformers' own models beside ours: names at full size, losses, continuations."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -120,13 +119,12 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
     with jax.set_mesh(program.mesh):
         state = start_from(str(tmp_path), program)
         how = program.how._replace(rules=ANYWHERE)
-        ids = generate(
+        (ids,) = generate(
             program.model,
             state.params,
-            jnp.asarray(tokens[:1, :16]),
-            jnp.asarray([16]),
+            tokens[:1, :16],
+            np.array([16]),
             jax.random.key(0),
-            16,
             12,
             BYTES.n_vocab,
             Sampling(temperature=0.0),

@@ -31,21 +31,19 @@ def params(program):
 
 
 def continued(program, params, num_tokens, sampling, seed=0, num_ids=NUM_IDS):
-    key = jax.random.key(seed)
-    return np.asarray(
-        generate(
-            program.model,
-            params,
-            jnp.asarray(PROMPT),
-            jnp.full(2, 4),
-            key,
-            4,
-            num_tokens,
-            num_ids,
-            sampling,
-            program.how,
-        )
+    prompts = np.pad(PROMPT, ((0, 0), (3, 0)), constant_values=7)  # not seen
+    parts = generate(
+        program.model,
+        params,
+        prompts,
+        np.full(2, 4),
+        jax.random.key(seed),
+        num_tokens,
+        num_ids,
+        sampling,
+        program.how,
     )
+    return np.concatenate([*parts], axis=1)
 
 
 @pytest.fixture(scope="module")

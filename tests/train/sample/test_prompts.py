@@ -8,8 +8,8 @@ from flax import nnx
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
-from train.sample.generate import Sampling
-from train.sample.prompts import continue_prompts
+from train.sample.generate import Sampling, _draw, _read, generate
+from train.sample.prompts import continue_prompts, until
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]
@@ -36,6 +36,33 @@ def test_a_text_ends_before_the_first_stop(given, together):
     ends = [together[0][5], together[0][3]]
     (text,) = continue_prompts(*given, PROMPTS[:1], 8, GREEDY, 0, ends)
     assert text == together[0][: min(map(together[0].index, ends))]
+
+
+def test_no_more_is_drawn_once_all_have_ended(given, monkeypatch):
+    drawn = []
+
+    def counted(*of):
+        for each in generate(*of):
+            drawn.append(each.shape)
+            yield each
+
+    monkeypatch.setattr("train.sample.prompts.generate", counted)
+    whole = continue_prompts(*given, PROMPTS[:2], 70, GREEDY)
+    assert drawn == [(2, 32), (2, 32), (2, 6)]
+    drawn.clear()
+    ends = [text[3] for text in whole]
+    assert continue_prompts(*given, PROMPTS[:2], 70, GREEDY, 0, ends) == [
+        until(text, ends) for text in whole
+    ]
+    assert drawn == [(2, 32)]
+
+
+def test_prompts_of_other_lengths_need_no_other_program(given):
+    seen = set()
+    for prompts in (["a" * 60] * 4, ["abc"] * 4, ["abc", "", "abcd" * 16, "a" * 33]):
+        continue_prompts(*given, prompts, 20, GREEDY)
+        seen.add((_read._cache_size(), _draw._cache_size()))
+    assert len(seen) == 1
 
 
 def test_learned_positions_bound_prompt_and_tokens(given):

@@ -8,7 +8,14 @@ import pytest
 
 from train.config import RunConfig
 from train.errors import ConfigError
-from train.sample.__main__ import SampleConfig, chat, read_prompts, validate
+from train.sample.__main__ import (
+    SampleConfig,
+    chat,
+    continue_all,
+    main,
+    read_prompts,
+    validate,
+)
 
 RUN = RunConfig(dir="runs/x")
 
@@ -55,7 +62,33 @@ def test_a_chat_goes_on_from_all_that_was_said(monkeypatch, capsys):
         (SampleConfig(RUN, prompts="f", interactive=True), ["prompts"]),
         (SampleConfig(RUN, interactive=True, num_samples=2), ["num_samples"]),
         (SampleConfig(interactive=True, output="x"), ["run.dir", "output"]),
+        (SampleConfig(RUN, stop=["\n", ""]), ["stop"]),
     ],
 )
 def test_what_does_not_go_together_is_named(config, keys):
     assert [mistake.key for mistake in validate(config)] == keys
+
+
+def test_prompts_are_continued_in_batches_of_one_size():
+    asked = []
+
+    def go_on(prompts, seed):
+        asked.append((len(prompts), seed))
+        return [f"{prompt}!" for prompt in prompts]
+
+    rows = ["ccc", "a", "bb", "a", "dddd"]
+    assert continue_all(go_on, rows, 2, 7) == [f"{row}!" for row in rows]
+    assert asked == [(2, 7), (2, 9), (2, 11)]
+    asked.clear()
+    continue_all(go_on, rows[:2], 64, 0)
+    assert asked == [(2, 0)]
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anything(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(ConfigError, match="output = "):
+        main(SampleConfig(RUN, output=f"{tmp_path}/file/x.jsonl"))
+    for name in ("file", "new/x.jsonl"):
+        with pytest.raises(ConfigError, match="runs/x"):
+            main(SampleConfig(RUN, output=f"{tmp_path}/{name}"))
+    assert (tmp_path / "file").read_text() == "kept"
