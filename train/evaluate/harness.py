@@ -76,6 +76,12 @@ class HarnessModel(TemplateLM):
         """Encode a text; special tokens are never added, nor read out of it."""
         return encode(self._encoding, string.encode()).tolist()
 
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return what `_loglikelihood_tokens` does of texts, without a bar."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],

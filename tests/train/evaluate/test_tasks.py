@@ -137,7 +137,7 @@ def test_rows_have_few_lengths_of_whole_blocks(programs):
     assert row_lengths(384, programs(*SMALL, devices=1)) == [384]
 
 
-def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
+def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, capfd):
     program = programs(*SMALL, *MESH, devices=8)
     asked = asked._replace(num_fewshot=1)
     tasks = Tasks(load_tasks(asked), asked, program, BYTES)
@@ -146,6 +146,7 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked):
         placed = jax.device_put(params, program.shardings.params)
         metrics = tasks.scores(placed, lambda: beats.append(1))
         assert tasks.scores(placed) == metrics
+    assert capfd.readouterr() == ("", "")  # of the harness
     assert {f"tasks/toy_choices/{m}" for m in ("acc", "acc_norm")} < {*metrics}
     assert metrics["tasks/toy_choices/acc_stderr"] > 0
     assert metrics["tasks/toy_texts/bits_per_byte"] > 1
