@@ -13,10 +13,13 @@ import itertools
 import logging
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from tiktoken import Encoding
 
@@ -24,6 +27,7 @@ from train.errors import ConfigError, Mistake
 from train.program import Program
 
 _SEED = 1234  # of the examples that are shown first, and of the harness' own commands
+_HUB_S = 3.0  # for the hub of data sets to answer
 _DRAWS = 1000  # of examples, for the standard error of what is not a mean
 
 
@@ -56,6 +60,8 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    if not _hub_answers():  # each data set would be asked for again and again
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # It warns of each default that a task file leaves in force.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
@@ -71,8 +77,8 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
     except Exception as error:  # of many libraries
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
-        rule += "that are on this machine: load the task once where there is one, and "
-        rule += "set HF_HUB_OFFLINE=1 here; or take task files of your own (task_path)"
+        rule += "that are on this machine: load the task once where there is one, or "
+        rule += "take task files of your own (task_path)"
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)]) from error
     if unknown:
         rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
@@ -84,6 +90,19 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         if own is None or (asked.num_fewshot is not None and own != 0):
             task.set_config("num_fewshot", asked.num_fewshot or 0)
     return dict(loaded)
+
+
+def _hub_answers() -> bool:
+    """Whether data sets can be fetched, as far as that is known in seconds."""
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if hub.scheme in getproxies():
+        return True
+    port = hub.port or {"http": 80}.get(hub.scheme, 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), _HUB_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class Tasks:

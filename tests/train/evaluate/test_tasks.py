@@ -1,5 +1,7 @@
 """What tasks of lm-evaluation-harness make of a model."""
 
+import os
+import socket
 from functools import partial
 
 import jax
@@ -205,6 +207,25 @@ def test_what_is_not_there_is_said_when_tasks_are_loaded(
     wanted = Asked(NAMES, long, None, None)
     with pytest.raises(ConfigError, match="64 tokens, but must leave room"):
         Tasks(load_tasks(wanted), wanted, programs(*SMALL, devices=1), BYTES)
+
+
+def test_a_hub_out_of_reach_is_not_asked_again_and_again(asked, monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    with socket.socket() as hub:
+        hub.bind(("localhost", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"https://localhost:{hub.getsockname()[1]}")
+        hub.listen()
+        load_tasks(asked)
+        assert "HF_HUB_OFFLINE" not in os.environ
+    monkeypatch.setenv("https_proxy", "http://localhost:1")
+    load_tasks(asked)  # who knows what is behind it
+    assert "HF_HUB_OFFLINE" not in os.environ
+    monkeypatch.delenv("https_proxy")
+    load_tasks(asked)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
