@@ -148,7 +148,7 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
         placed = jax.device_put(params, program.shardings.params)
         metrics = tasks.scores(placed, lambda: beats.append(1))
         assert tasks.scores(placed) == metrics
-    assert capfd.readouterr() == ("", "")  # of the harness
+    assert "Tokenizing" not in capfd.readouterr().err  # a bar in the log of a run
     assert {f"tasks/toy_choices/{m}" for m in ("acc", "acc_norm")} < {*metrics}
     assert metrics["tasks/toy_choices/acc_stderr"] > 0
     assert metrics["tasks/toy_texts/bits_per_byte"] > 1
