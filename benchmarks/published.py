@@ -159,7 +159,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     flops_per_token = prediction.model_flops * prediction.devices / tokens
     rate = row.tokens or (row.flops or 0.0) / flops_per_token
     published, step = prediction.at(tokens / chips / rate), prediction.step_s
-    cost = found.cost.as_json()
+    cost, mfu = found.cost.as_json(), prediction.range("mfu")
     del cost["outside_layers"]
     return {
         "name": row.name,
@@ -172,7 +172,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "how": prediction.how,
         "published": dataclasses.asdict(published),
         "step_s": dataclasses.asdict(step) | {"middle": step.middle},
-        "mfu": dataclasses.asdict(prediction.mfu) | {"middle": prediction.mfu.middle},
+        "mfu": dataclasses.asdict(mfu) | {"middle": mfu.middle},
         "error": step.middle / published.step_s - 1,
         "in_range": step.low <= published.step_s <= step.high,
         "kept": row.kept,

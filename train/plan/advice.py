@@ -189,8 +189,9 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
 
 def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     """Return how fast a step is, what it waits for and what to change, as text."""
-    step, mfu, middle = prediction.step_s, prediction.mfu, prediction.middle
-    speed, a_chip = prediction.tokens_per_second, prediction.tokens_per_second_per_chip
+    step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
+    speed = prediction.range("tokens_per_second")
+    a_chip = prediction.range("tokens_per_second_per_chip")
     typed = f": {advice.override}" if advice.override else ""
     return [
         (

@@ -138,22 +138,8 @@ class Prediction:
         """The one figure, if there must be one."""
         return self.at(self.step_s.middle)
 
-    @property
-    def tokens_per_second(self) -> Range:
-        """Of all devices."""
-        return self._range("tokens_per_second")
-
-    @property
-    def tokens_per_second_per_chip(self) -> Range:
-        """Of one chip."""
-        return self._range("tokens_per_second_per_chip")
-
-    @property
-    def mfu(self) -> Range:
-        """Model FLOPs utilization (convention: train/program.py)."""
-        return self._range("mfu")
-
-    def _range(self, field: str) -> Range:
+    def range(self, field: str) -> Range:
+        """Return what a figure of `Speed` lies between."""
         slow, fast = self.at(self.step_s.high), self.at(self.step_s.low)
         return Range(getattr(slow, field), getattr(fast, field))
 
@@ -164,7 +150,7 @@ class Prediction:
         own["lanes"] = own.pop("links")  # the key that scripts rely on
         return {
             **own,
-            **{name: dataclasses.asdict(self._range(name)) for name in ranges},
+            **{name: dataclasses.asdict(self.range(name)) for name in ranges},
             "middle": dataclasses.asdict(self.middle),
         }
 
