@@ -47,17 +47,17 @@ class Instruction:
     arrays: tuple[Array, ...]  # a tuple's, nested ones too, in order
     arguments: str
     attributes: str
-    within: "Computation"
+    within: "Computation" = field(repr=False)
 
     @functools.cached_property
-    def names(self) -> list[str]:
+    def operand_names(self) -> list[str]:
         """The names of the operands."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
     def operands(self) -> "list[Instruction]":
         """What makes the operands."""
-        return [self.within.instructions[name] for name in self.names]
+        return [self.within.instructions[name] for name in self.operand_names]
 
     @property
     def users(self) -> "list[Instruction]":
@@ -129,7 +129,7 @@ class Computation:
     """Instructions by name, in the order in which they are scheduled."""
 
     name: str
-    module: "Module"
+    module: "Module" = field(repr=False)
     instructions: dict[str, Instruction]
     root: Instruction = field(init=False)
 
@@ -143,7 +143,7 @@ class Computation:
         """Who uses each result."""
         users = dict[str, list[Instruction]]()
         for instruction in self.order:
-            for operand in instruction.names:
+            for operand in instruction.operand_names:
                 users.setdefault(operand, []).append(instruction)
         return users
 
@@ -173,7 +173,7 @@ class Module:
 
     computations: dict[str, Computation] = field(default_factory=dict)
     entry: Computation = field(init=False)
-    unread: list[str] = field(default_factory=list)  # lines and loops
+    unread: list[str] = field(default_factory=list)  # lines, and loops' trips
     executed: list[Executed] = field(default_factory=list)
     loops: dict[str, Loop] = field(default_factory=dict)  # by their bodies' names
 
