@@ -27,6 +27,7 @@ from model.execution import Execution
 from model.gather import WHOLE, Parts, parts_of
 from model.params import Kind, ParamInfo
 from model.parts import part
+from model.taps import count_rounding
 
 
 def product(
@@ -194,7 +195,8 @@ class Linear(nnx.Module):
             if how.taps is not None and how.quantization is not None:
                 x_rounded = x.astype(how.compute_dtype)
                 dtype = how.quantization.dtype
-                how.taps.note_rounding(x_rounded, rounded(self.spec, x_rounded, dtype))
+                in_eight = rounded(self.spec, x_rounded, dtype)
+                how.taps.note_rounding(count_rounding(x_rounded, in_eight))
             y = product(
                 self.spec,
                 x,

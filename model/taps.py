@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from model.eight_bits.quantization import Scaled, largest_value
 
@@ -38,12 +38,31 @@ class Noted(NamedTuple):
         )
 
 
+def count_rounding(
+    x: Float[Array, "..."], rounded: Scaled, used: Bool[Array, "..."] | None = None
+) -> Float[Array, "3"]:
+    """Count the values of an operand that eight bits flush to zero, or cut off; all.
+
+    Args:
+        x: the operand.
+        rounded: the same in eight bits.
+        used: of each value, whether something multiplies it; None: all are.
+    """
+    x, values = jax.lax.stop_gradient((x, rounded.values))
+    flushed = (values == 0) & (x != 0)
+    saturated = jnp.abs(values.astype(jnp.float32)) == largest_value(values.dtype)
+    used = jnp.ones(x.shape, bool) if used is None else used
+    hits = flushed & used, saturated & used, jnp.broadcast_to(used, x.shape)
+    return jnp.stack([jnp.sum(each, dtype=jnp.float32) for each in hits])
+
+
 class Taps:
     """Collects the figures of one layer, or of stacks of layers, while it is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        """Start; a layer may be exact among others whose operands are rounded."""
         self._largest: Named = {}
-        self._counts: dict[str, tuple[jax.Array, int]] = {}
+        self._rounded = jnp.array([0.0, 0.0, 1.0]) if exact else None
         self._stacks: list[Noted] = []
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
@@ -52,19 +71,16 @@ class Taps:
         # On the way between devices the maximum of NaN and a number may be either.
         self._largest[name] = jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))
 
-    def note_rounding(self, x: Float[Array, "..."], rounded: Scaled) -> None:
-        """Note which part of an operand its eight bits flush to zero, or cut off."""
-        values = rounded.values
-        flushed = (values == 0) & (x != 0)
-        saturated = jnp.abs(values.astype(jnp.float32)) == largest_value(values.dtype)
-        for name, hits in {"flushed": flushed, "saturated": saturated}.items():
-            before, size = self._counts.get(name, (jnp.float32(0), 0))
-            count = before + jnp.sum(hits, dtype=jnp.float32)
-            self._counts[name] = count, size + x.size
+    def note_rounding(self, counts: Float[Array, "3"]) -> None:
+        """Note what the eight bits of an operand lose, as `count_rounding` has it."""
+        self._rounded = counts if self._rounded is None else self._rounded + counts
 
     def of_layer(self) -> Noted:
         """Return the figures of the layer, scalars."""
-        shares = {name: count / size for name, (count, size) in self._counts.items()}
+        if self._rounded is None:
+            return Noted(self._largest, {})
+        flushed, saturated, size = self._rounded
+        shares = {"flushed": flushed / size, "saturated": saturated / size}
         return Noted(self._largest, shares)
 
     def put(self, stack: Noted) -> None:

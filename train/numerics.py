@@ -9,8 +9,8 @@ reduced over all devices and microbatches:
     numerics/grad_largest   ... of its weights' gradients
     numerics/grad_norm      norm of these
     numerics/update_ratio   RMS of the update over RMS of the weights
-    numerics/flushed        share of the operands of its linear layers, experts' apart,
-                            that eight bits flush to zero
+    numerics/flushed        share of the operands that its linear layers and experts
+                            multiply by weights that eight bits flush to zero
     numerics/saturated      ... and that they round to their largest value
 
 The last two are there where `model.compute_dtype` has eight bits. What is not finite

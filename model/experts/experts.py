@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 from model.axes import mesh_axes
 from model.config import ModelConfig
+from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.execution import Execution
 from model.experts.grouped import grouped_product
 from model.experts.router import Choice, Router, Routing
@@ -34,6 +35,7 @@ from model.layers import MLP, activate, stds
 from model.linear import gathered, product
 from model.params import Kind, ParamInfo
 from model.parts import expected, part
+from model.taps import count_rounding
 
 
 class Experts(nnx.Module):
@@ -112,7 +114,7 @@ class Experts(nnx.Module):
             on_device = jax.shard_map(
                 partial(on_device, shared=mesh_axes(hidden)),
                 in_specs=(rows, rows, rows, *specs),
-                out_specs=rows,
+                out_specs=(rows, PartitionSpec()),
                 check_vma=False,
             )
 
@@ -126,7 +128,10 @@ class Experts(nnx.Module):
         if apart or any(own.cut for own in parts):
             run = jax.checkpoint(run)
         params = ([param[...] for param in own] for own in (weights, biases))
-        return run(x_BTD, choice.weights, *params)
+        y_BTD, counts = run(x_BTD, choice.weights, *params)
+        if how.taps is not None and counts is not None:
+            how.taps.note_rounding(counts)
+        return y_BTD
 
 
 def _axes(weight: nnx.Param) -> tuple[str, ...]:
@@ -143,7 +148,7 @@ def _on_device(
     how: Execution,
     apart: tuple[str, ...],
     shared: tuple[str, ...],
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Run a device's own tokens through the experts of all.
 
     Args:
@@ -156,6 +161,10 @@ def _on_device(
         how: execution.
         apart: mesh axes along which devices have other tokens and other experts.
         shared: mesh axes along which devices share each expert.
+
+    Returns:
+        What becomes of own tokens; and what float8 loses of all rows (model/taps.py),
+        if somebody watches.
     """
     D, k = x_BTD.shape[-1], experts_BTk.shape[-1]
     n, E = math.prod(x_BTD.shape[:-1]), matrices[0].shape[0]
@@ -164,7 +173,7 @@ def _on_device(
 
     def chunk(
         x_nD: jax.Array, experts_nk: jax.Array, weights_nk: jax.Array
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
         def of_all(own: jax.Array) -> jax.Array:
             return jax.lax.all_gather(own, apart, tiled=True) if apart else own
 
@@ -174,20 +183,24 @@ def _on_device(
             for bias in biases
         ]
         choice = of_all(experts_nk) - first, of_all(weights_nk)
-        y_nD = _own_experts(of_all(x_nD), *choice, matrices, own[:-1], config, how)
+        rows = of_all(x_nD), *choice
+        y_nD, counts = _own_experts(*rows, matrices, own[:-1], config, how)
         y_nD = jax.lax.psum(y_nD, shared) if shared else y_nD
         if own:
             is_own = choice[0][..., None] == jnp.arange(E)[None, None]
             shares_nE = jnp.sum(jnp.where(is_own, choice[1][..., None], 0), axis=1)
             y_nD = y_nD + _shared_out(shares_nE, own[-1], how).astype(y_nD.dtype)
-        return jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
+        y_nD = jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
+        return y_nD, jax.tree.map(lambda c: jax.lax.psum(c, (*apart, *shared)), counts)
 
     flat = x_BTD.reshape(n, D), experts_BTk.reshape(n, k), weights_BTk.reshape(n, k)
     if chunks == 1:
-        return chunk(*flat).reshape(x_BTD.shape)
+        y, counts = chunk(*flat)
+        return y.reshape(x_BTD.shape), counts
     cut = [a.reshape(chunks, n // chunks, a.shape[-1]) for a in flat]
     again = jax.checkpoint(chunk)
-    return jax.lax.map(lambda own: again(*own), cut).reshape(x_BTD.shape)
+    y, counts = jax.lax.map(lambda own: again(*own), cut)
+    return y.reshape(x_BTD.shape), jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
 
 
 def _own_experts(
@@ -198,7 +211,7 @@ def _own_experts(
     biases: Sequence[jax.Array],
     config: ModelConfig,
     how: Execution,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Add up what a device's own experts, 0 to E, make of tokens.
 
     Their last biases are left to the caller: devices may share an expert, and what each
@@ -215,9 +228,16 @@ def _own_experts(
     x_RD = to_rows(x_nD, assigned_R // k, row_nk)
     weights_R1 = to_rows(weights_nk.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1))
     up, *gate, down = matrices
+    watched = how.taps is not None and how.expert_quantization is not None
+    counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
         with part(name), expected(n * k * E // config.num_experts, R):
+            if watched:
+                rounded = x.astype(how.compute_dtype)
+                in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
+                used_R1 = jnp.arange(R)[:, None] < jnp.sum(sizes_E)
+                counts.append(count_rounding(rounded, in_eight, used_R1))
             return grouped_product(
                 x, w, sizes_E, how.compute_dtype, how.grouped, how.expert_quantization
             )
@@ -231,7 +251,8 @@ def _own_experts(
     h_RF = activate(config, inner[0], inner[1] if gate else None)
     # Weighted here: the gradient of a weight needs no result of the last product.
     h_RF = (h_RF * weights_R1).astype(x_nD.dtype)
-    return from_rows(multiply("down", h_RF, down), assigned_R // k, row_nk)
+    y_nD = from_rows(multiply("down", h_RF, down), assigned_R // k, row_nk)
+    return y_nD, jnp.sum(jnp.stack(counts), axis=0) if watched else None
 
 
 def _shared_out(shares: jax.Array, bias: jax.Array, how: Execution) -> jax.Array:

@@ -174,6 +174,24 @@ def test_what_eight_bits_lose(programs, store, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [((), 1), (("mesh.expert=2", "mesh.tensor=2"), 4)]
+)
+def test_what_eight_bits_lose_of_experts(programs, store, mesh, devices):
+    """Of one layer most hidden values are some 1e-7 of the largest."""
+    program = programs(*MOE, *mesh, "model.compute_dtype=float8", devices=devices)
+    with jax.set_mesh(program.mesh):
+        state = jax.tree.map(np.copy, jax.device_get(program.init()))
+    up = state.params["layers"]["mlp"]["up"]
+    up[-1, :, :, 2:] *= 3e-4  # what comes of it is squared
+    placed = jax.device_put(state, program.shardings)
+    _, metrics = taken(program, store, "watched_step", placed)
+    flushed = metrics["numerics/flushed"]
+    assert flushed.shape == (2,)
+    assert flushed[1] > 0.03 > 0.01 > flushed[0] >= 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "watched"), [(6, [5, 9]), (0, [5])])
 def test_a_run_names_the_layer_to_blame(tmp_path, text, forks, most, watched):
     """A layer is spoiled after step 3, and step 4 ends a window: the next one shows it.
