@@ -32,10 +32,10 @@ def main(config: PlanConfig) -> int:
     from train.describe import describe
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
-    from train.plan.candidates import print_result
     from train.plan.memory import memory_budget
     from train.plan.plan import compile_and_read, estimate
     from train.plan.search import choose, search
+    from train.plan.search_result import print_result
     from train.plan.show import print_inspection
 
     named = config.target not in (None, CPU)
@@ -51,7 +51,8 @@ def main(config: PlanConfig) -> int:
     if config.search or config.mesh.planned:
         check_vocab()  # no layout is worth looking for
     if config.search:
-        result = search(config, devices, budget, compiles, config.search_minutes)
+        limits = compiles, config.search_minutes
+        result = search(config, devices, budget, *limits, config.search_precision)
         if config.json:
             print(json.dumps(dataclasses.asdict(result)))
         else:
@@ -210,6 +211,8 @@ def mistakes(config: PlanConfig) -> list[Mistake]:
     elif config.search:
         rule = "needs a machine to search for, say target=v5e-256"
         found.append(Mistake("search", True, rule))
+    if config.search_precision and not config.search:
+        found.append(Mistake("search_precision", True, "needs search=true; add it"))
     if config.search and config.show:
         rule = "shows one layout: leave out search=true, or take mesh=planned"
         found.append(Mistake("show", True, rule))

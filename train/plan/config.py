@@ -22,6 +22,8 @@ class PlanConfig(Config):
     # Write the step as traced, lowered and optimized; say what XLA made of it.
     show: bool = False
     search: bool = False  # for the fastest layout that fits
+    # Weigh small moments, host memory and products of eight bits too.
+    search_precision: bool = False
     search_compiles: Number = 4  # how many of the best to compile, at least; 0: none
     # After which no more are compiled.
     search_minutes: Annotated[float, Gt(0)] = 15.0

@@ -4,15 +4,18 @@ Changes are put on top of each other until the step fits, by the estimate from s
 More chips, or cutting layers over `tensor`, is left to the search.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from train.cli.rules import validate
-from train.config import Config
 from train.errors import ConfigError
 from train.plan.advice import Advice
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory, MemoryBudget
+from train.plan.precision import SMALLER, Change
 from train.plan.recomputing import keeping_less, typed
 from train.program import Program, make_program
 from train.units import format_bytes
@@ -37,7 +40,9 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
     kinds = [_recompute, _cut_batch, _shard]
     if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
-    kinds += [_move_moments, _move_activations]  # slow: where nothing else does it
+    # They cost precision, or are slow: where nothing else does it.
+    keys = itertools.groupby(SMALLER, lambda change: change.key)
+    kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
     made, typed = list[str](), list[str]()
     for kind in kinds:
         sizes = [
@@ -101,30 +106,15 @@ def _cut_batch(program: Program) -> list[_Change]:
     return found
 
 
-def _move_moments(program: Program) -> list[_Change]:
-    """Keep the optimizer's moments in host memory."""
-    config = program.config
-    config = replace(config, optimizer=replace(config.optimizer, offload=True))
-    words = "keep moments in host memory"
-    return _moved(program, config, words, "optimizer.offload=true")
-
-
-def _move_activations(program: Program) -> list[_Change]:
-    """Keep what layers start from in host memory."""
-    config = program.config
-    names = (*config.train.offload, "residual")
-    config = replace(config, train=replace(config.train, offload=names))
-    words = "keep what layers start from in host memory"
-    return _moved(program, config, words, f"train.offload=[{','.join(names)}]")
-
-
-def _moved(
-    program: Program, config: Config, words: str, override: str
-) -> list[_Change]:
-    if config == program.config or validate(config):  # it is there, or cannot be
-        return []
-    changed = make_program(config, list(program.mesh.devices.flat))
-    return [_Change(words, override, changed)]
+def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Change]:
+    """Keep something in fewer bits or in host memory, where it is not and can be."""
+    devices, found = list(program.mesh.devices.flat), list[_Change]()
+    for change in changes:
+        config = change.applied(program.config)
+        if change.is_open(program.config) and not validate(config):
+            changed = make_program(config, devices)
+            found.append(_Change(f"have {change.words}", change.override, changed))
+    return found
 
 
 def _needed(memory: DeviceMemory) -> int:

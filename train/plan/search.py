@@ -6,11 +6,13 @@ is weighed and compiled with them.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,26 +23,26 @@ from rich.console import Console
 from rich.progress import track
 
 from data.machine import cache_folder
+from train.cli.rules import validate
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
 from train.hardware.chips import chip_of
 from train.identity import HARMLESS, covered, flatten
 from train.mesh import Device
-from train.plan.candidates import (
-    Candidate,
-    Excluded,
-    Layout,
-    SearchResult,
-    layout_of,
-    layouts,
-    none_fits,
-    variants,
-)
+from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.config import MARGIN
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, compile_and_read, estimate
+from train.plan.precision import combinations
 from train.plan.recomputing import typed
 from train.plan.scaling import num_slices
+from train.plan.search_result import (
+    Candidate,
+    Excluded,
+    SearchResult,
+    frontier,
+    none_fits,
+)
 from train.program import Program, make_program
 from train.run.storage import write_whole
 from train.run.versions import code_version, versions
@@ -56,6 +58,7 @@ def search(
     budget: MemoryBudget,
     compiles: int = 0,
     minutes: float = math.inf,
+    precision: bool = False,
 ) -> SearchResult:
     """Look for the fastest layout that fits.
 
@@ -69,11 +72,13 @@ def search(
         budget: a device's memory.
         compiles: how many to compile at least, until one fits; 0: none.
         minutes: after which no more are compiled.
+        precision: weigh fewer bits and host memory too (plan/precision.py).
 
     Raises:
         ConfigError: if nobody states how fast the devices are, or no mesh is possible.
     """
-    given, file = layout_of(config, len(devices)), _cached(config, devices, budget)
+    given = layout_of(config, len(devices))
+    file = _cached(config, devices, budget, precision)
     if file.exists():
         result = _RESULT.validate_json(file.read_text())
         done = {one.layout for one in result.compiled}
@@ -81,6 +86,8 @@ def search(
             return replace(result, given=given)
     start = time.monotonic()
     weighed, excluded = _weigh_all(config, devices, budget, given)
+    if precision:
+        weighed |= _weigh_changes(config, devices, budget, weighed)
     ranked = sorted(weighed.values(), key=_rank)
     queue = _queue(ranked, given)
     compiled = list[Candidate]()
@@ -194,6 +201,37 @@ def _weigh_all(
     return weighed, excluded
 
 
+def _weigh_changes(
+    config: Config,
+    devices: Sequence[Device],
+    budget: MemoryBudget,
+    plain: dict[Layout, Candidate],
+) -> dict[Layout, Candidate]:
+    """Weigh changes of precision on top of the layouts that no other beats in both.
+
+    Also those that did not fit: what changes may make room for them. What a machine
+    cannot do, or does not go together, is left out.
+    """
+    weighed, programs = dict[Layout, Candidate](), dict[Layout, Program | None]()
+    best = [one.layout for one in frontier(plain.values())]
+    pairs = list(itertools.product(combinations(config), best))
+    for changes, layout in _shown(pairs, "weighing changes"):
+        layout = replace(layout, changes=changes)
+        wanted = layout.applied(config)
+        if validate(wanted):
+            continue
+        mesh = replace(layout, remat="full", accumulation_steps=1)
+        if mesh not in programs:
+            programs[mesh] = None
+            with suppress(ConfigError):
+                programs[mesh] = make_program(wanted, devices)
+        program = programs[mesh]
+        if program is not None:
+            plan = estimate(program.trained(wanted.train), budget)
+            weighed[layout] = _weighed(layout, plan)
+    return weighed
+
+
 def _shown(items: list[Any], what: str) -> Iterable[Any]:
     console = Console(stderr=True)
     hidden = not console.is_terminal
@@ -227,7 +265,9 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
     )
 
 
-def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> Path:
+def _cached(
+    config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
+) -> Path:
     """Name the file of what was found for a config, whatever its own layout."""
     layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
     searched = (*layout, "train.remat", "train.accumulation_steps")
@@ -235,6 +275,7 @@ def _cached(config: Config, devices: Sequence[Device], budget: MemoryBudget) -> 
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
     left = (*HARMLESS, *searched, *idle)
     same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
-    about = json.dumps([same, kind, versions(), code_version()], sort_keys=True)
+    about = [same, kind, precision, versions(), code_version()]
+    about = json.dumps(about, sort_keys=True)
     digits = hashlib.sha256(about.encode()).hexdigest()[:16]
     return cache_folder() / "plans" / f"{digits}.json"

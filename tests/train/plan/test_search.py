@@ -10,18 +10,19 @@ from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
-from train.plan import recomputing
+from train.plan import precision, recomputing
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
-from train.plan.candidates import (
+from train.plan.memory import MemoryBudget, memory_budget
+from train.plan.plan import Plan, estimate
+from train.plan.precision import CHANGES, changed, combinations
+from train.plan.recomputing import WAYS, typed
+from train.plan.search import choose, search
+from train.plan.search_result import (
     frontier,
     none_fits,
     print_result,
 )
-from train.plan.memory import MemoryBudget, memory_budget
-from train.plan.plan import Plan, estimate
-from train.plan.recomputing import WAYS, typed
-from train.plan.search import choose, search
 from train.program import make_program
 from train.units import format_bytes
 
@@ -194,7 +195,8 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     assert lines
     assert found.best is not None
     assert found.best.layout.overrides in lines[0]
-    for faster, slower in itertools.pairwise(frontier(found.weighed)):
+    fitting = [one for one in found.weighed if one.fits]
+    for faster, slower in itertools.pairwise(frontier(fitting)):
         assert faster.step_s <= slower.step_s
         assert faster.needed > slower.needed
 
@@ -219,6 +221,54 @@ def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     assert last.endswith(found.runner_up.layout.overrides)
     assert found.runner_up.layout.of_layers != found.best.layout.of_layers
     assert "% time a step" in cost
+
+
+def test_changes_of_precision_are_weighed_when_asked_for(
+    composed, devices, monkeypatch, capsys
+):
+    """On each layout that none beats; what the chip cannot do is left out."""
+    some = "optimizer.moment_dtype=int8", "model.compute_dtype=float8"
+    some += ("optimizer.offload=true",)
+    monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
+    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(searching, "layouts", lambda *_: [])
+    config = composed(*MODEL, "mesh=fsdp", "optimizer=adamw", "train.remat=full")
+    least = search(config, devices, MemoryBudget(*[2**34] * 3)).closest
+    room = MemoryBudget(*[least.needed - 1] * 3)
+    plain = search(config, devices, room)
+    assert plain.best is None
+    assert "search_precision=true" in none_fits(plain)
+    found = search(config, devices, room, precision=True)
+    weighed = {one.layout.changes: one for one in found.weighed}
+    int8, _, offload = ((change,) for change in some)
+    assert {*weighed} == {(), int8, offload, (*int8, *offload)}
+    assert weighed[offload].needed < weighed[int8].needed < least.needed
+    assert weighed[offload].step_s > least.step_s
+    assert found.best is not None
+    assert found.best.layout.changes == int8
+    program = make_program(found.best.layout.applied(config), devices)
+    needed = estimate(program, room).memory.needed
+    assert needed is not None
+    assert needed.bytes == found.best.needed
+    print_result(found)
+    printed = capsys.readouterr().out
+    assert some[0] in printed.partition("alone, first to")[2]
+    assert search(config, devices, room, precision=True) == found
+    assert search(config, devices, room) == plain
+
+
+def test_changes_go_with_each_other_but_two_of_one_key_do_not(composed):
+    config = composed(*MODEL, "optimizer=adamw")
+    found = combinations(config)
+    assert len({*found}) == len(found) == 3 * 2 * 2 * 3 - 1
+    assert len(found[0]) == 1
+    for changes in found:
+        assert len({CHANGES[change].key for change in changes}) == len(changes)
+        assert changed(config, changes) == composed(*MODEL, "optimizer=adamw", *changes)
+    settled = composed(*MODEL, "optimizer.moment_dtype=bfloat16")
+    assert not any(
+        "moment_dtype" in c for changes in combinations(settled) for c in changes
+    )
 
 
 def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
