@@ -21,7 +21,7 @@ from model.execution import Execution
 from model.experts.experts import Experts
 from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
-from model.parts import part
+from model.parts import in_branch, part
 from model.remat import layer_input, rematerialized
 from model.rope import Rotations
 from model.taps import Taps
@@ -120,6 +120,7 @@ def run_stacks(
     how: Execution,
     caches: Sequence[KeysValues] | None,
     local: Sequence[bool],
+    precise: Sequence[bool],
     unroll: int,
     first: jax.Array | int = 0,
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
@@ -134,6 +135,8 @@ def run_stacks(
         caches: of the layers in each place of a group.
         local: which layers are local, in the order in which they run; the loop is told
             so one by one, unless those in the same place of each group are alike.
+        precise: which have no products of eight bits, likewise; of a pipeline's, those
+            of all stages.
         unroll: layers in each iteration, if that is a group; -1: all, without a loop.
         first: number of the first of these layers, for what is drawn at random.
 
@@ -148,32 +151,51 @@ def run_stacks(
     unroll = groups if unroll == -1 else min(max(unroll // size, 1), groups)
 
     def layer(place: int, x_BTD: Float[Array, "B T D"], of_layer):
-        number, params, cache, flag = of_layer
-        own = how if number is None else how.drawing(number)
+        number, params, cache, flag, kept = of_layer
+        drawing = how if number is None else how.drawing(number)
         here = local[place] if flag is None else Local(flag, sum(local), len(local))
-        taps = None if how.taps is None else Taps()
-        own = own._replace(taps=taps)
-        x_BTD = layer_input(x_BTD)
-        run = nnx.merge(blocks[place], params)
-        x_BTD, *rest = run(x_BTD, by, segment_ids_BT, own, cache, here)
-        return x_BTD, (*rest, taps and taps.of_layer())
+
+        def run(x_BTD: Float[Array, "B T D"], params: Any, cache: Any, precise: bool):
+            own = drawing.precise if precise else drawing
+            taps = None if how.taps is None else Taps(exact=precise)
+            block = nnx.merge(blocks[place], params)
+            own = own._replace(taps=taps)
+            x_BTD, *rest = block(x_BTD, by, segment_ids_BT, own, cache, here)
+            return x_BTD, (*rest, taps and taps.of_layer())
+
+        arguments = layer_input(x_BTD), params, cache
+        if kept is None:
+            return run(*arguments, precise=precise[place])
+        times, of = sum(precise[place::size]), len(precise[place::size])
+        kinds = (
+            in_branch(partial(run, precise=True), times, of),
+            in_branch(partial(run, precise=False), of - times, of),
+        )
+        return jax.lax.cond(kept, *kinds, *arguments)
 
     def group(x_BTD: Float[Array, "B T D"], of_group):
-        numbers, params, caches, flags = of_group
+        numbers, params, caches, *flags = of_group
         pairs = zip(params, sizes, strict=True)
         params = [own for stack, n in pairs for own in _each(stack, n)]
         rests = list[Any]()
-        for place, of in enumerate(zip(numbers, params, caches, flags, strict=True)):
+        for place, of in enumerate(zip(numbers, params, caches, *flags, strict=True)):
             # Of several layers a backward pass has one at a time recomputed.
-            looped = unroll < groups and size == 1
-            run = rematerialized(partial(layer, place), how.remat, how.offload, looped)
+            looped, branches = unroll < groups and size == 1, of[-1] is not None
+            kept = how.remat, how.offload, looped, branches
+            run = rematerialized(partial(layer, place), *kept)
             x_BTD, rest = run(x_BTD, of)
             rests.append(rest)
         caches, routings, noted = zip(*rests, strict=True)
         return x_BTD, (caches, routings[-1], noted)
 
-    orders = [local[place::size] for place in range(size)]
-    flags = [jnp.asarray(own) if len({*own}) > 1 else None for own in orders]
+    def by_place(kinds: Sequence[bool], start: jax.Array | int) -> list[Any]:
+        orders = [kinds[place::size] for place in range(size)]
+        flags = [jnp.asarray(own) if len({*own}) > 1 else None for own in orders]
+        if len(orders[0]) == groups:
+            return flags
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start)
+        return jax.tree.map(lambda own: cut(own, slice_size=groups), flags)
+
     nothing = [None] * size
     numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
     stacked = [
@@ -188,7 +210,8 @@ def run_stacks(
                 nothing if how.keys_BT is None else numbers,
                 stacked,
                 caches or nothing,
-                flags,
+                by_place(local, 0),
+                by_place(precise, first // size),
             ),
             unroll=True if unroll == groups else unroll,
         )

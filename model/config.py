@@ -31,16 +31,8 @@ _PADDED_FROM = 1024
 
 # What a dim of a parameter or an activation is; rule tables map them to mesh axes.
 LOGICAL_AXES = (
-    "batch",
-    "seq",
-    "vocab",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "mlp",
-    "experts",
-    "layers",
+    *("batch", "seq", "vocab", "embed", "heads", "kv_heads", "head_dim"),
+    *("mlp", "experts", "layers"),
 )
 
 # What a layer makes that its backward pass keeps, or else computes again. `attention`
@@ -48,13 +40,7 @@ LOGICAL_AXES = (
 # (of `xla`, which has none, it is the output). The others are results of products with
 # a weight; that of mlp_down is not among them, since nothing needs it.
 Intermediate = Literal[
-    "query",
-    "key",
-    "value",
-    "attention",
-    "attention_output",
-    "mlp_gate",
-    "mlp_up",
+    "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
@@ -137,6 +123,8 @@ class ModelConfig:
     # Of the operands of matrix products; float8 (NVIDIA) and int8 (TPU): in the linear
     # layers of attention and MLP.
     compute_dtype: ComputeDtype = ComputeDtype.auto
+    # Layers whose products have no eight bits then: first, last, or numbers from 0.
+    high_precision_layers: tuple[int | Literal["first", "last"], ...] = ()
     attention: Attention = Attention.auto  # kernel
     layer_unroll: Count | Literal[-1] = 1  # layers a scan iteration; -1: all, no loop
 
@@ -195,6 +183,13 @@ class ModelConfig:
         pattern = self.layer_pattern or ("local",)
         repeated = itertools.islice(itertools.cycle(pattern), self.num_layers)
         return tuple(self.window if reach == "local" else None for reach in repeated)
+
+    @property
+    def precise(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one of `high_precision_layers`."""
+        ends = {"first": 0, "last": self.num_layers - 1}
+        kept = {ends.get(str(layer), layer) for layer in self.high_precision_layers}
+        return tuple(layer in kept for layer in range(self.num_layers))
 
     @property
     def rotary_dim(self) -> int:
@@ -261,6 +256,19 @@ class ModelConfig:
             self.param_dtype is not Dtype.auto,
             "param_dtype",
             "must be float32 or bfloat16",
+        )
+        kept, dtype = self.high_precision_layers, self.compute_dtype
+        check(
+            not kept or dtype in ("float8", "int8"),
+            "high_precision_layers",
+            f"must be [] with model.compute_dtype={dtype}; float8 and int8 have others",
+        )
+        numbers = [layer for layer in kept if isinstance(layer, int)]
+        check(
+            {*numbers} <= {*range(self.num_layers)} and not all(self.precise),
+            "high_precision_layers",
+            f"must be first, last, or numbers below model.num_layers={self.num_layers},"
+            " and leave other layers; with none take model.compute_dtype=auto",
         )
         if self.mlp is Mlp.moe:
             check(

@@ -67,6 +67,11 @@ class Execution(NamedTuple):
             self.taps.note(name, x)
 
     @property
+    def precise(self) -> "Execution":
+        """The same without products of eight bits."""
+        return self._replace(quantization=None, expert_quantization=None)
+
+    @property
     def rounds_at_random(self) -> bool:
         """Whether linear layers need keys."""
         quantization = self.quantization

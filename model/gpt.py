@@ -95,13 +95,13 @@ class GPT(nnx.Module):
         caches, routing = list[KeysValues](), None
         if how.rules.cut(("layers",)):
             rows = positions_BT, segment_ids_BT
-            for i, (stacks, local) in enumerate(self._loops):
+            for i, loop in enumerate(self._loops):
                 own = how.drawing(i)
-                x_BTD, routing = self._run_stages(stacks, local, x_BTD, rows, own)
+                x_BTD, routing = self._run_stages(*loop, x_BTD, rows, own)
         else:
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            for i, (stacks, local) in enumerate(self._loops):
-                own, rest = None, (local, unroll)
+            for i, (stacks, *kinds) in enumerate(self._loops):
+                own, rest = None, (*kinds, unroll)
                 if cache is not None:
                     own = cache[len(caches) :][: sum(groups_of(stacks)[1])]
                 x_BTD, own, routing = run_stacks(
@@ -116,6 +116,7 @@ class GPT(nnx.Module):
         self,
         stacks: list[Block],
         local: Sequence[bool],
+        precise: Sequence[bool],
         x_BTD: Float[Array, "B T D"],
         rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
         how: Execution,
@@ -129,7 +130,7 @@ class GPT(nnx.Module):
             own = [nnx.merge(*pair) for pair in zip(blocks, params, strict=True)]
             depth = sum(map(depth_of, own))
             here = local[:depth]  # as in every stage (train/mesh_sizes.py)
-            rest = how, None, here, unroll, group * depth
+            rest = how, None, here, precise, unroll, group * depth
             x, _, routing = run_stacks(own, x_BTD, by, segment_ids_BT, *rest)
             return x, routing
 
@@ -141,13 +142,16 @@ class GPT(nnx.Module):
         return rotations(positions_BT, self.config)
 
     @property
-    def _loops(self) -> list[tuple[list[Block], list[bool]]]:
-        """The stacks that each loop over layers runs, in order, and which are local."""
+    def _loops(self) -> list[tuple[list[Block], list[bool], Sequence[bool]]]:
+        """The stacks that each loop over layers runs, in order; local; precise ones."""
         found, local = [], [window is not None for window in self.config.windows]
-        for each in ((self.dense_layers,), (self.layers_between, self.layers)):
+        apart, precise = self.config.layers_before_experts, self.config.precise
+        loops = (self.dense_layers,), (self.layers_between, self.layers)
+        # Of a pipeline's layers there may be one stage's here, which has any of these.
+        for each, own in zip(loops, (precise[:apart], precise[apart:]), strict=True):
             stacks = [stack for stack in each if stack is not None]
             depth = sum(map(depth_of, stacks))
-            found += [(stacks, local[:depth])] if stacks else []
+            found += [(stacks, local[:depth], own)] if stacks else []
             local = local[depth:]
         return found
 
@@ -187,7 +191,7 @@ class GPT(nnx.Module):
         first_B: where each row begins; None: at the first of them.
         """
         config, caches = self.config, list[KeysValues]()
-        for stacks, _ in self._loops:
+        for stacks, *_ in self._loops:
             groups, sizes = groups_of(stacks)
             shape = (groups, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, how.activation_dtype)

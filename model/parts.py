@@ -5,7 +5,9 @@ its gradient's, and compilers keep those names: by them a plan tells what a prod
 collective is for, and a profile shows it. Of nested parts the innermost counts.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
@@ -25,6 +27,11 @@ def computed(blocks: int, of: int) -> AbstractContextManager:
     return jax.named_scope(f"computed.{blocks}.{of}")
 
 
-def taken(times: int, of: int) -> AbstractContextManager:
-    """Say of a branch how often it is taken."""
-    return jax.named_scope(f"taken.{times}.{of}")
+def in_branch(run: Callable[..., Any], times: int, of: int) -> Callable[..., Any]:
+    """Say of a function that is a branch how often it is taken."""
+
+    def branch(*arguments: Any) -> Any:
+        with jax.named_scope(f"taken.{times}.{of}"):
+            return run(*arguments)
+
+    return branch

@@ -32,7 +32,11 @@ def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
 
 
 def rematerialized(
-    layer: Callable, policy: Policy, offload: Sequence[OffloadName], looped: bool
+    layer: Callable,
+    policy: Policy,
+    offload: Sequence[OffloadName],
+    looped: bool,
+    branches: bool = False,
 ) -> Callable:
     """Return the layer, its results recomputed in the backward pass as a policy says.
 
@@ -42,8 +46,11 @@ def rematerialized(
             those of products with a weight (dots), no one (full), or those named.
         offload: names of results that are kept in host memory, whatever the policy.
         looped: whether a loop of more than one iteration runs over it.
+        branches: whether it is a choice between branches: what these keep of their
+            arguments, weights among them, is kept once more unless a policy says what.
     """
-    if policy == "none":  # with `offload` train/cli/rules.py refuses it
+    # With `offload` train/cli/rules.py refuses it.
+    if policy == "none" and not branches:
         return layer
     keep = _offloading(offload, _keep(policy)) if offload else _keep(policy)
     # A loop keeps XLA from undoing the recomputation; without one it has to be told.
@@ -71,6 +78,8 @@ def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _keep(policy: Policy) -> Callable[..., Any]:
     save = jax.checkpoint_policies
+    if policy == "none":
+        return save.everything_saveable
     if policy == "dots":
         return save.dots_with_no_batch_dims_saveable
     if isinstance(policy, str):

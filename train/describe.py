@@ -51,6 +51,10 @@ def describe(program: Program) -> None:
         dtype, emulated = how.quantization
         machine = "rounded to it but multiplied in float32, slowly: a CPU has no other"
         print(f"{dtype:<11} linear layers{', ' + machine if emulated else ''}")
+        if kept := [str(n) for n, own in enumerate(config.model.precise) if own]:
+            print(
+                f"            those of layer {', '.join(kept)} in {how.compute_dtype}"
+            )
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)

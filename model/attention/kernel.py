@@ -19,7 +19,7 @@ from model.attention import across, xla
 from model.attention.across import KERNELS
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
-from model.parts import taken
+from model.parts import in_branch
 
 
 def choose(
@@ -121,13 +121,9 @@ def attention(
     if window is None or local is None:
         return attend(window)(*arguments).astype(dtype)
 
-    def branch(window: int | None, times: int) -> Callable[..., Array]:
-        def run(*arguments: Array | None) -> Array:
-            with taken(times, local.of):
-                return attend(window)(*arguments)
-
-        return run
-
     # A kernel's mask is fixed as it is compiled: one for each kind of layer.
-    kinds = branch(window, local.times), branch(None, local.of - local.times)
+    kinds = (
+        in_branch(attend(window), local.times, local.of),
+        in_branch(attend(None), local.of - local.times, local.of),
+    )
     return jax.lax.cond(local.flag, *kinds, *arguments).astype(dtype)

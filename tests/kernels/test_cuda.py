@@ -8,6 +8,7 @@ No GPU and no driver is needed: train/hardware/devices.py describes the machine.
 
 import importlib.util
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
     "gpt2_kept": [*GPT2, "train.remat=[attention]"],
 }
 FLOAT8 = [*LLAMA, "model.mlp_dim=1024", "model.compute_dtype=float8"]
+PRECISE = [*FLOAT8, "model.num_layers=6", "model.high_precision_layers=[first]"]
 EIGHT_BITS = {  # by both of XLA's ways to multiply
     "float8": {"step": [*COMMON, *FLOAT8]},
     "float8_fsdp": {"step": [*COMMON, *FLOAT8, "mesh=fsdp", "data.batch_size=16"]},
@@ -61,6 +63,7 @@ EIGHT_BITS = {  # by both of XLA's ways to multiply
         "step": [*COMMON, *FLOAT8],
         "options": {"xla_gpu_enable_triton_gemm": False},
     },
+    "float8_precise": {"step": [*COMMON, *PRECISE]},
     "float8_grouped": {"grouped": [8192, 8, 1024, 2048], "dtype": "float8"},
 }
 CUBLAS = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
@@ -231,6 +234,22 @@ def test_cublas_multiplies_float8_where_triton_does_not(compiled):
     done = count_flops(read(text))
     assert found[CUBLAS[1]] >= 7 * 3
     assert done == count_flops(read(compiled["float8"].text))
+
+
+def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
+    """In branches: as often as they are taken, five of six layers multiply float8."""
+    result = compiled["float8_precise"]
+    assert result.error is None
+    pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
+    found = Counter(result.of_linear_layers())
+    assert {*found} == {*pairs, ("bf16", "bf16")}
+    assert found["bf16", "bf16"] == sum(found[pair] for pair in pairs)
+    done = count_flops(read(result.text))
+    head, wide = 512 * 512, 512 * 1024
+    matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * wide  # of a layer
+    assert done.eight_bits * (head + matrices) == (
+        (done.products - done.eight_bits) * 5 * matrices
+    )
 
 
 def test_experts_multiply_float8(compiled):

@@ -64,6 +64,11 @@ def compiled(compile_cases):
         f"{chip}_int8": {"target": target, "step": [*COMMON, *INT8]}
         for chip, target in CHIPS.items()
     }
+    precise = ["model.num_layers=6", "model.high_precision_layers=[first,last]"]
+    int8["precise"] = {
+        "target": CHIPS["v5e"],
+        "step": [*COMMON, *INT8, *precise],
+    }
     grouped = {
         f"{chip}_grouped": {"target": target, "grouped": [8192, 8, 2048, 768]}
         for chip, target in CHIPS.items()
@@ -129,3 +134,14 @@ def test_linear_layers_multiply_int8_but_for_the_weights_gradient(compiled, chip
     assert done.eight_bits == pytest.approx(2 / 3 * (done.products - head))
     gathered = re.findall(r"= \(?(\w+)\[\d+,[\d,]+\][^=\n]* all-gather", result.text)
     assert gathered.count("s8") >= 2 * weights
+
+
+def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
+    """In branches: as often as they are taken, four of six layers multiply int8."""
+    result, weights = compiled["precise"], 7
+    assert result.error is None
+    found = Counter(result.of_linear_layers())
+    assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}
+    done = count_flops(read(result.text))
+    layers = done.products - 6 * 512 * 512 * T
+    assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)

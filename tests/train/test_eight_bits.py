@@ -63,6 +63,30 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("mesh.fsdp=2", "mesh.tensor=2", "train.remat=full"),
+        ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.pipeline_repeats=2"),
+    ],
+)
+def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, more):
+    """Of a pipeline's stages each has other ones. Others saturate, by their scales."""
+    common = "model.num_layers=4", "model.compute_dtype=int8"
+    common += ("model.high_precision_layers=[first,2]",)
+    found = list[float]()
+    for mesh, devices in (((), 1), (more, 4)):
+        program = programs(*SMALL, *common, *mesh, devices=devices)
+        batch = place(Order(store, program.config.data, 0).read(0), program.batch)
+        with jax.set_mesh(program.mesh):
+            _, metrics = program.watched_step(program.init(), batch)
+        saturated = metrics["numerics/saturated"] > 0
+        assert saturated.tolist() == [False, True, False, True]
+        found.append(float(metrics["loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
     """And so a run that was stopped goes on as it would have."""
     int8 = "model.compute_dtype=int8"

@@ -258,6 +258,8 @@ def test_what_a_start_changed_is_recorded(longer, straight):
         ("optimizer.moment_dtype=int8", "model.param_dtype=bfloat16"),
         ("optimizer=lion", "optimizer.moment_dtype=bfloat16", "optimizer.ema_decay=.9"),
         ("optimizer=adafactor", "model.param_dtype=bfloat16"),
+        ("model.compute_dtype=int8", "model.high_precision_layers=[first]"),
+        ("model.compute_dtype=float8", "optimizer.offload=true"),
     ],
     ids=" ".join,
 )

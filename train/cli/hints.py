@@ -129,7 +129,12 @@ def describe(hint: Any) -> str:
         words = [describe(m) for m in own if typing.get_origin(m) is not typing.Literal]
         return ", or ".join([*words, *["null"] * (len(own) < len(members))])
     if origin is tuple:
-        return "a list of " + ", ".join(typing.get_args(arguments[0]))
+        members = _members(arguments[0])
+        names = [
+            n for m in members if kind_of(m) is not int for n in typing.get_args(m)
+        ]
+        numbers = any(kind_of(member) is int for member in members)
+        return "a list of " + ", ".join(names) + ", or whole numbers" * numbers
     if origin is list:
         return "a list such as [a,b]" + (", of whole numbers" * (arguments == (int,)))
     if origin is dict:

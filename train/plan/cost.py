@@ -32,6 +32,7 @@ ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
 # of the forward pass; scores again and the four gradients.
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 CUDNN_PRODUCTS = {False: 2, True: 5}  # by whether it is the backward pass
+_TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,15 @@ def computed_blocks(scope: str) -> tuple[int, int] | None:
     return (int(found[-1][0]), int(found[-1][1])) if found else None
 
 
-def taken_part(scopes: Iterable[str]) -> Fraction | None:
-    """Return how often a branch is taken by the scopes inside; None: none says so."""
-    found = re.findall(r"taken\.(\d+)\.(\d+)", " ".join(scopes))
+def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
+    """Return how often a branch is taken by the scopes inside; None: none says so.
+
+    Args:
+        scopes: of what is in the branch.
+        outside: of the conditional, which may be in a branch itself.
+    """
+    around = len(_TAKEN.findall(outside))
+    found = [own[around] for own in map(_TAKEN.findall, scopes) if len(own) > around]
     return Fraction(int(found[0][0]), int(found[0][1])) if found else None
 
 

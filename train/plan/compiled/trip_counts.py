@@ -75,7 +75,8 @@ def _run(
         elif instruction.opcode in ("call", "conditional"):
             for called in instruction.called:
                 scopes = (i.op_name for i in called.order)
-                part = taken_part(scopes) if instruction.opcode != "call" else None
+                conditional, own = instruction.opcode != "call", instruction.op_name
+                part = taken_part(scopes, own) if conditional else None
                 often = times if part is None else max(1, round(times * part))
                 _run(called, often, loops, lambda number, element: None)
 

@@ -75,7 +75,7 @@ class LocalStep:
         products = sum(op.place.times * op.flops for op in self.update.each())
         whole = attention = eight_bits = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
-        for op in self.gradients.each():
+        for op in (*self.gradients.each(), *self.gradients.in_branches):
             flops, part = self.microbatches * op.place.times * op.flops, op.part
             if not op.is_kernel:
                 products += flops

@@ -7,7 +7,6 @@ over a dim that is cut stays a partial one until something needs all of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,11 +34,16 @@ _OWN = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
 
 
 class Walk:
-    """Follows a program; `operations` and `sending` hold what came of it."""
+    """Follows a program; `operations` and `sending` hold what came of it.
+
+    Of branches `operations` has the last one's; the products and kernels of others that
+    say how often they are taken are `in_branches`.
+    """
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
         """Start on a mesh."""
         self.operations: list[Operation] = []
+        self.in_branches: list[Operation] = []  # that count by what they multiply
         self.sending = Sending(sizes, platform)
         self._times, self._scope = 1, ""
         self._layouts = Layouts(self.sending)
@@ -95,8 +99,8 @@ class Walk:
     def _branches(self, branches: Sequence[Any], operands: list[Array]) -> list[Array]:
         """Walk the last branch, as often as a scope in it says, or else always.
 
-        Of the others that say how often they are taken what kernels multiply counts,
-        and what they alone keep: in its place the last one has zeros.
+        Of the others that say how often they are taken counts what they multiply, and
+        what they alone keep: in its place the last one has zeros.
         """
         times, held, results = self._times, self.operations, list[Array]()
         for branch in branches:
@@ -112,8 +116,7 @@ class Walk:
                 for before, own in zip(results or found, found, strict=True)
             ]
             if not last:
-                kernels = [op for op in self.operations if op.is_kernel]
-                held += [replace(op, operands=[], results=[]) for op in kernels]
+                self.in_branches += [op for op in self.each() if op.flops]
         self._times, self.operations = times, held
         return results
 

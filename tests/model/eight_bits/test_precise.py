@@ -1,0 +1,125 @@
+"""Layers whose products keep their precision among others in eight bits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.block import make_stack, run_stacks
+from model.choices import ComputeDtype, Position
+from model.config import ModelConfig
+from model.eight_bits.quantization import Quantization
+from model.execution import Execution
+from model.taps import Taps
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    num_heads=2,
+    embed_dim=16,
+    mlp_dim=24,
+    position=Position.learned,
+    compute_dtype=ComputeDtype.float8,
+    high_precision_layers=("first",),
+)
+EIGHT = Execution(quantization=Quantization(ComputeDtype.float8, emulated=True))
+
+
+@pytest.fixture(scope="module")
+def stack():
+    return nnx.split(make_stack(CONFIG, 3, False, nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def x_BTD():
+    return jax.random.normal(jax.random.key(1), (2, 8, 16))
+
+
+def run(graph, params, x_BTD, how, precise):
+    block = nnx.merge(graph, params)
+    local = [False] * len(precise)
+    return run_stacks([block], x_BTD, None, None, how, None, local, precise, 1)[0]
+
+
+def one_by_one(graph, params, x_BTD):
+    for i, precise in enumerate(CONFIG.precise):
+        own = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
+        how = EIGHT.precise if precise else EIGHT
+        x_BTD = run(graph, own, x_BTD, how, [False])
+    return x_BTD
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", pytest.param("full", marks=pytest.mark.slow)]
+)
+def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
+    graph, params = stack
+    how = EIGHT._replace(remat=remat)
+
+    def loss(function):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(function(p) ** 2)))
+
+    found, grads = loss(lambda p: run(graph, p, x_BTD, how, CONFIG.precise))(params)
+    wanted, others = loss(lambda p: one_by_one(graph, p, x_BTD))(params)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), grads, others
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
+    """What a branch keeps of its arguments is stacked: it must be no weight."""
+    graph, params = stack
+
+    def kept(precise):
+        how = EIGHT._replace(remat=remat)
+        step = jax.grad(lambda p: jnp.sum(run(graph, p, x_BTD, how, precise)))
+        loops = [
+            e for e in jax.make_jaxpr(step)(params).eqns if e.primitive.name == "scan"
+        ]
+        forward, _ = loops
+        return sorted(str(v.aval) for v in forward.outvars if v.aval.ndim > 2)
+
+    mixed = kept(CONFIG.precise)
+    assert not any("[3,16,24]" in array or "[3,24,16]" in array for array in mixed)
+    if remat != "none":  # else activations that both make are kept in other places
+        assert mixed == kept([False] * 3)
+
+
+def test_what_precise_layers_round_is_nothing(stack, x_BTD):
+    """Of int8 the largest value of each row is its largest."""
+    int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
+    how = EIGHT._replace(quantization=int8, taps=taps)
+    run(*stack, x_BTD, how, CONFIG.precise)
+    saturated = np.asarray(taps.of_stacks().shares["saturated"])
+    assert (saturated > 0).tolist() == [not precise for precise in CONFIG.precise]
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "words"),
+    [
+        (("first",), "auto", "must be [] with model.compute_dtype=auto"),
+        ((-1,), "int8", "numbers below model.num_layers=3"),
+        ((3,), "int8", "numbers below model.num_layers=3"),
+        (("first", 1, "last"), "int8", "leave other layers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(layers, dtype, words):
+    config = replace(
+        CONFIG, high_precision_layers=layers, compute_dtype=ComputeDtype(dtype)
+    )
+    (mistake,) = config.mistakes()
+    assert mistake[0] == "high_precision_layers"
+    assert words in mistake[2]
+
+
+def test_names_and_numbers_mean_the_same():
+    for layers, precise in (
+        (("first", "last"), (True, False, True)),
+        ((0, 2), (True, False, True)),
+        ((), (False,) * 3),
+    ):
+        assert replace(CONFIG, high_precision_layers=layers).precise == precise
