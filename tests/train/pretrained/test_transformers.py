@@ -1,14 +1,22 @@
-"""transformers' own models beside ours: names at full size, losses, continuations."""
+"""transformers' own models and tokenizers beside ours: names, losses, ids, texts."""
+
+import json
 
 import jax
 import numpy as np
 import pytest
+import tiktoken
 from flax import nnx
 
+from data import bpe
 from data.batches import Batch
+from data.tokenizer import RANK_FILE_PATTERN, decode, encode, parse_ranks
+from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
+from data.tokenizer_json import tokenizer_config, tokenizer_json
 from model.axes import ANYWHERE
 from model.gpt import GPT, abstract_gpt, params_of
 from model.params import named, param_infos
+from tests.data.test_tokenizer_folder import TEXTS
 from tests.train.pretrained.test_export import BYTES, MODELS, export
 from train.cli.command import compose
 from train.feed import place
@@ -133,3 +141,27 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
         _, metrics = program.train_step(state, place(batch, program.batch))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
     assert ids[0].tolist() == said
+
+
+@pytest.mark.parametrize(
+    "pattern", [RANK_FILE_PATTERN, _BYTE_LEVEL_PATTERN], ids=["cl100k", "gpt2"]
+)
+def test_a_tokenizer_of_ours_gives_the_same_ids_and_texts(tmp_path, pattern):
+    """In as many scripts as catalogues of messages have, code and emoji."""
+    learned = parse_ranks("learned", bpe.train(TEXTS, 2048))
+    ranks, special = learned._mergeable_ranks, learned._special_tokens
+    encoding = tiktoken.Encoding(
+        "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(encoding)))
+    settings = json.dumps(tokenizer_config(10**6))
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    emoji = "".join(map(chr, range(0x1F300, 0x1FAFF)))
+    for text in (*TEXTS, emoji):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == encode(encoding, text.encode()).tolist()
+        assert theirs.decode(ids) == text
+    for token in range(encoding.n_vocab):  # many of them parts of a character
+        assert theirs.decode([token]) == decode(encoding, [token])
+    assert theirs.eos_token_id == encoding.eot_token
