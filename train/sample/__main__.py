@@ -44,6 +44,15 @@ class SampleConfig:
     batch_size: Count = 64  # continuations that are generated at once
     seed: int = 0  # of the draws
 
+    @property
+    def ends(self) -> list[str]:
+        r"""Return the texts of `stop`, with the lines and tabs that \n and \t mean.
+
+        A command line has no other way to write them that all shells know.
+        """
+        tabs = (text.replace(r"\t", "\t") for text in self.stop)
+        return [text.replace(r"\n", "\n") for text in tabs]
+
 
 def validate(config: SampleConfig) -> list[Mistake]:
     """List the mistakes: no run, or two kinds of prompts."""
@@ -86,7 +95,7 @@ def main(asked: SampleConfig) -> int:
     def go_on(prompts: Sequence[str], seed: int) -> list[str]:
         given = program, params, sources, prompts, asked.num_tokens, sampling
         with jax.set_mesh(program.mesh):
-            return continue_prompts(*given, seed, asked.stop)
+            return continue_prompts(*given, seed, asked.ends)
 
     if asked.interactive:
         for text in chat(go_on, asked.prompt, asked.seed):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from train.cli.command import check_command_line
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.sample.__main__ import (
@@ -92,3 +93,9 @@ def test_an_output_that_cannot_be_written_is_said_before_anything(tmp_path):
         with pytest.raises(ConfigError, match="runs/x"):
             main(SampleConfig(RUN, output=f"{tmp_path}/{name}"))
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_line_end_can_be_typed_as_a_stop():
+    typed = ["run.dir=runs/x", r'stop=["\n\n","#\t"]']
+    config = check_command_line(typed, "sample", SampleConfig, validate)
+    assert config.ends == ["\n\n", "#\t"]
