@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import splash
+from model.attention import cudnn, splash
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention, choose
+from model.attention.ring import Result
 from model.attention.xla import Local
 from model.choices import Attention
 
@@ -241,3 +242,19 @@ def test_splash_is_the_formula_forward_and_backward(window):
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         scale = np.abs(other).max()
         np.testing.assert_allclose(own / scale, other / scale, atol=2e-5)
+
+
+def test_a_step_of_a_ring_backward_is_cudnns():
+    """With jax's private primitive, whose parameters differ between versions."""
+
+    def run(q, k, v, ids, o, lse, do):
+        return cudnn.backward(q, k, v, (ids, ids), False, Result(o, lse), do)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    wide, narrow = array(1, 4, 16, 8), array(1, 2, 16, 8)
+    ids, lse = array(1, 16, dtype=jnp.int32), array(1, 4, 16, dtype=jnp.float32)
+    traced = jax.jit(run).trace(wide, narrow, narrow, ids, wide, lse, wide)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmhaScaleBiasSoftmaxBackward") == 1

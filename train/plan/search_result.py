@@ -124,10 +124,14 @@ def print_result(result: SearchResult) -> None:
     print(f"best        {best}")
     if result.best and result.runner_up:
         own = next(w for w in result.weighed if w.layout == result.best.layout)
-        slower = result.runner_up.step_s / own.step_s - 1
-        more = format_bytes(result.runner_up.needed)
-        print(f"next best   {result.runner_up.layout.overrides}")
-        print(f"            {slower:+.0%} time a step and {more} a device, estimated")
+        other = result.runner_up
+        print(f"next best   {other.layout.overrides}")
+        print(
+            f"            the fastest that cuts layers otherwise: "
+            f"{other.step_s / own.step_s - 1:+.0%} time a step, "
+            f"{format_bytes(other.needed)} a device instead of "
+            f"{format_bytes(own.needed)}, estimated"
+        )
 
 
 def _print_changes(weighed: Sequence[Candidate]) -> None:

@@ -31,7 +31,8 @@ from train.sharding import bytes_per_device
 
 # The part of the layers' collectives that XLA schedules beside products, by platform
 # and kind; other kinds, and those outside the layers, wait. Read off the schedules of
-# benchmarks/estimates.py. What TPU's hosts send between slices runs beside the layer.
+# benchmarks/estimates.py. Of TPUs whose gathers go by rows and columns none does (v5p).
+# What TPU's hosts send between slices runs beside the layer.
 _BESIDE = {
     "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
@@ -114,6 +115,8 @@ def _totals(
         of, place = list(group), group_along(axes, program.mesh)
         payload = sum(e.payload for e in of)
         beside = _BESIDE.get(platform, {}).get(kind, 0.0)
+        if program.how.gather_by_rows:
+            beside = 0.0
         if place.network == "DCN":
             beside = 1.0
         inside = sum(e.payload for e in of if e.in_layers) / payload
