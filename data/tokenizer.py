@@ -60,7 +60,8 @@ class FolderEncoding(tiktoken.Encoding):
     ):
         """Make it of what `tiktoken.Encoding` takes besides."""
         super().__init__(name, **ranks)
-        self.form, self.words = form, sorted(words, key=len, reverse=True)
+        self.form: Form | None = form
+        self.words = sorted(words, key=len, reverse=True)
         spelled = "|".join(map(re.escape, self.words))  # the longest is tried first
         self._word = re.compile(f"({spelled})") if words else None
 

@@ -3,6 +3,7 @@
 Each process reads of each tensor the rows and columns that its own devices hold.
 """
 
+import inspect
 import math
 from collections.abc import Container, Sequence
 from contextlib import ExitStack
@@ -52,7 +53,7 @@ def _drawn(program: Program, names: Container[str]) -> TrainState:
         )
 
     def start() -> TrainState:
-        return some(program.init.__wrapped__())
+        return some(inspect.unwrap(program.init)())
 
     return jax.jit(start, out_shardings=some(program.shardings))()
 
