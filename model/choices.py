@@ -167,6 +167,18 @@ class ContextAttention(StrEnum):
     all_gather = "all_gather"
 
 
+class ExpertExchange(StrEnum):
+    """How tokens reach experts on other devices (model/experts/experts.py).
+
+    `all_gather`: each device gathers the tokens of all. `ragged`: only rows travel that
+    an expert is to have. `auto` takes what sends less on the platform.
+    """
+
+    auto = "auto"
+    all_gather = "all_gather"
+    ragged = "ragged"
+
+
 class Grouped(StrEnum):
     """Body of products of rows grouped by expert; each platform has its own.
 

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from model.axes import ANYWHERE, AxisRules
-from model.choices import Attention, ComputeDtype, ContextAttention, Grouped
+from model.choices import (
+    Attention,
+    ComputeDtype,
+    ContextAttention,
+    ExpertExchange,
+    Grouped,
+)
 from model.config import OffloadName
 from model.eight_bits.quantization import Quantization
 from model.remat import Policy
@@ -30,6 +36,7 @@ class Execution(NamedTuple):
         each backward pass; else that is left to the caller.
     attention: the kernel.
     context_attention: what it attends across devices with that share a row.
+    expert_exchange: how tokens reach experts on other devices; never auto.
     grouped: body of products of rows grouped by expert.
     remat: what the backward pass recomputes, or names of what it keeps.
     offload: names of what is kept for it in host memory.
@@ -52,6 +59,7 @@ class Execution(NamedTuple):
     reduces_copies: bool = False
     attention: Attention = Attention.xla
     context_attention: ContextAttention = ContextAttention.ring
+    expert_exchange: ExpertExchange = ExpertExchange.all_gather
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     offload: tuple[OffloadName, ...] = ()

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from data.config import DataConfig
-from model.choices import ContextAttention, Dtype
+from model.choices import ContextAttention, Dtype, ExpertExchange
 from model.config import Intermediate, ModelConfig, OffloadName
 from train.watching import (
     Count,
@@ -169,6 +169,8 @@ class MeshConfig:
     tensor: AxisSize = 1  # parts of each layer; -1: what is left
     # How devices that share rows attend to each other's keys; auto: ring where it can.
     context_attention: ContextAttention = ContextAttention.auto
+    # How tokens reach experts on other devices; auto: the way that sends less.
+    expert_exchange: ExpertExchange = ExpertExchange.auto
     # Groups of layers on a stage: more make the bubble shorter, and exchange weights.
     pipeline_repeats: Count = 1
     planned: bool = False  # take sizes, remat and microbatches from a search

@@ -6,6 +6,7 @@ from data.batches import Order
 from model.params import ParamInfo, named
 from train.console import print_table
 from train.hardware.chips import peak_flops
+from train.mesh_sizes import num_shards
 from train.program import Program, shards_of
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
@@ -47,6 +48,9 @@ def describe(program: Program) -> None:
     if (sharing := shards_of(how.rules, program.mesh.shape)[1]) > 1:
         across = f", {how.context_attention} over {sharing} devices that share rows"
     print(f"attention   {how.attention}{across}, products in {how.compute_dtype}")
+    groups = num_shards(program.mesh.shape, dict(how.rules.params)["experts"])
+    if program.config.model.expert_layers and groups > 1:
+        print(f"experts     of a layer on {groups} devices: {how.expert_exchange}")
     if how.quantization is not None:
         dtype, emulated = how.quantization
         machine = "rounded to it but multiplied in float32, slowly: a CPU has no other"

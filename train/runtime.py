@@ -19,6 +19,7 @@ from model.choices import (
     ComputeDtype,
     ContextAttention,
     Dtype,
+    ExpertExchange,
     Grouped,
 )
 from model.eight_bits.quantization import Quantization
@@ -137,6 +138,7 @@ def execution(
         on_tpu=platform == "tpu",
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),
+        expert_exchange=_expert_exchange(config, platform, rules, sizes),
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
@@ -165,6 +167,23 @@ def _context_attention(
     except ValueError as error:
         rule = f"cannot serve: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
+
+
+def _expert_exchange(
+    config: Config, platform: str, rules: AxisRules, sizes: Mapping[str, int]
+) -> ExpertExchange:
+    """Choose how tokens reach experts on other devices; no matter where none do.
+
+    Of n tokens of a device, k rows each, among S devices, a gather and a scatter send
+    2 n (S - 1) rows; rows there and back are 2 n k (S - 1) / S, and pass through main
+    memory once instead of once a chunk.
+    """
+    asked = config.mesh.expert_exchange
+    if asked is not ExpertExchange.auto:
+        return asked
+    devices = num_shards(sizes, dict(rules.params)["experts"])
+    ragged = devices >= config.model.experts_per_token and platform != "cpu"
+    return ExpertExchange.ragged if ragged else ExpertExchange.all_gather
 
 
 def _kernel(config: Config, device: Device) -> Attention:

@@ -1,5 +1,7 @@
 """Experts on a mesh, whatever they get; other meshes are in test_meshes.py."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,10 @@ import pytest
 
 from data.batches import Order
 from tests.train.test_meshes import distance
+from train.config import MESH_AXES
 from train.errors import ConfigError
+from train.runtime import execution
+from train.sharding import axis_rules
 from train.step import balanced
 
 MOE = (
@@ -17,6 +22,7 @@ MOE = (
     *("model.router_aux_weight=0.1", "model.router_z_weight=0.01"),
     *("model.bias=true", "model.activation=clamped_swiglu"),
 )
+SENT = "mesh.expert_exchange=ragged"
 FORCED = {
     "choice": None,
     "one device's": [9.0] * 3 + [0.0] * 5,
@@ -33,6 +39,13 @@ FORCED = {
             marks=pytest.mark.slow,
         ),
         ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "train.remat=dots"),
+        ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", SENT),
+        pytest.param(("mesh.expert=2", "mesh.data=4", SENT), marks=pytest.mark.slow),
+        pytest.param(
+            ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full", SENT),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("mesh.expert=8", SENT), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -50,6 +63,24 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
         np.testing.assert_array_equal(found[2], load)
         assert found[0] == pytest.approx(loss, rel=1e-5)
         assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("platform", "devices", "asked", "found"),
+    [
+        ("tpu", 2, "auto", "all_gather"),  # of three experts a token
+        ("tpu", 4, "auto", "ragged"),
+        ("cpu", 4, "auto", "all_gather"),
+        ("cpu", 2, "ragged", "ragged"),
+        ("tpu", 4, "all_gather", "all_gather"),
+    ],
+)
+def test_tokens_go_the_way_that_sends_less(configure, platform, devices, asked, found):
+    config = configure(*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}")
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
+    device = SimpleNamespace(platform=platform, device_kind="")
+    how = execution(config, device, axis_rules(config.mesh), sizes)
+    assert how.expert_exchange == found
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,8 @@ def _made(
     (start, end), order = span, executed.instruction.within.order
     factor = group.size if kind == "all-gather" else 1
     payload = factor * sum(operand.num_bytes for operand in operands)
+    if kind == "ragged-all-to-all":  # the smaller of operand and result is full
+        payload = min(operand.num_bytes for operand in operands[:2])
     return Collective(
         name=inner.name,
         kind=kind,

@@ -3,7 +3,7 @@
 Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says that it is taken (model/parts.py), but at least once; or
+often as a scope in it says that it is taken (model/parts.py), at least once if ever; or
 else always. GPUs run a first iteration outside of its loop: its branches all count.
 """
 
@@ -77,7 +77,8 @@ def _run(
                 scopes = (i.op_name for i in called.order)
                 conditional, own = instruction.opcode != "call", instruction.op_name
                 part = taken_part(scopes, own) if conditional else None
-                often = times if part is None else max(1, round(times * part))
+                least = 1 if part else 0
+                often = times if part is None else max(least, round(times * part))
                 _run(called, often, loops, lambda number, element: None)
 
 

@@ -16,6 +16,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import Sending
 
+_LANES = 128  # of a TPU's vectors
 Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 
@@ -60,6 +61,14 @@ class Layouts:
                 (array,) = operands
                 axes, kind = params["axis_name"], "collective-permute"
                 self._sending.add(axes, kind, array.bytes, place, array.label)
+            case "ragged_all_to_all":
+                array, room, *_ = operands
+                axes, kind = params["axis_name"], "ragged-all-to-all"
+                size = min(array.bytes, room.bytes)
+                if len(before[0]) == 1 and self._sending.platform == "tpu":
+                    size *= _LANES  # it sends whole vectors
+                self._sending.add(axes, kind, size, place, array.label)
+                return [(room.dims, ())]
             case "all_gather" | "reduce_scatter" | "all_to_all" as name:
                 return [(self._manual(name, params, operands[0], place), ())]
             case "pad" | "slice":

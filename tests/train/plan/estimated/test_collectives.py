@@ -66,3 +66,20 @@ def test_a_ring_sends_keys_on_and_weights_are_gathered_as_along_fsdp(composed):
     wanted = L * (2 * forward + home)  # documents are the same in all layers
     assert ring["collective-permute"] == pytest.approx(wanted, rel=2e-3)
     assert "collective-permute" not in sharded
+
+
+def test_rows_travel_to_their_experts_and_back(composed):
+    """Forward both ways, there once more for the backward pass, then both gradients.
+
+    So does the compiled step (docs/log.md); TPUs send a weight as a whole vector.
+    """
+    shape = ("model=moe_nano", "model.num_layers=3", "model.vocab_size=256")
+    mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
+    data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
+    config = composed(*shape, *mesh, *data)
+    with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
+        chips = devices.fake_devices(parse_target("v5e-8"))
+    found = local_step(make_program(config, chips)).exchanges
+    sent = sum(e.payload for e in found if e.kind == "ragged-all-to-all")
+    rows, width = 2 * 128 * 3, 128
+    assert sent == 2 * rows * (5 * 2 * width + 3 * 4 * 128)
