@@ -171,7 +171,7 @@ class ExpertExchange(StrEnum):
     """How tokens reach experts on other devices (model/experts/experts.py).
 
     `all_gather`: each device gathers the tokens of all. `ragged`: only rows travel that
-    an expert is to have. `auto` takes what sends less on the platform.
+    an expert is to have. `auto`: on TPUs what sends less, else all_gather.
     """
 
     auto = "auto"

@@ -169,7 +169,7 @@ class MeshConfig:
     tensor: AxisSize = 1  # parts of each layer; -1: what is left
     # How devices that share rows attend to each other's keys; auto: ring where it can.
     context_attention: ContextAttention = ContextAttention.auto
-    # How tokens reach experts on other devices; auto: the way that sends less.
+    # How tokens reach experts on other devices; auto: on TPUs what sends less.
     expert_exchange: ExpertExchange = ExpertExchange.auto
     # Groups of layers on a stage: more make the bubble shorter, and exchange weights.
     pipeline_repeats: Count = 1

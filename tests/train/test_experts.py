@@ -71,6 +71,7 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
         ("tpu", 2, "auto", "all_gather"),  # of three experts a token
         ("tpu", 4, "auto", "ragged"),
         ("cpu", 4, "auto", "all_gather"),
+        ("gpu", 4, "auto", "all_gather"),
         ("cpu", 2, "ragged", "ragged"),
         ("tpu", 4, "all_gather", "all_gather"),
     ],
