@@ -35,11 +35,6 @@ def group_of(instruction: Instruction, mesh: Mesh) -> Group:
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
     """Read between which slices the hosts transfer, and along which axes those lie."""
-    target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
-    wanted = set[int]()
-    for part in target.split(","):
-        first, _, last = part.partition(":")
-        wanted |= {*range(int(first) - 1, int(last or first))}  # they count from 1
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes = tuple(
         name
@@ -47,6 +42,13 @@ def slices_group(send: Instruction, mesh: Mesh) -> Group:
         if np.any(slices != np.take(slices, [0], axis))
     )
     whole = len(np.unique(slices))
+    target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
+    if not target:  # pairs of devices: each slice sends to one
+        return Group(axes, whole, "DCN")
+    wanted = set[int]()
+    for part in target.split(","):
+        first, _, last = part.partition(":")
+        wanted |= {*range(int(first) - 1, int(last or first))}  # they count from 1
     return Group(axes, len(wanted), "DCN", len(wanted) == whole)
 
 
