@@ -67,8 +67,11 @@ def scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Score
     ]
     for answer in _read(run_dir / "evaluations"):
         step, asked = answer.pop("step"), answer.pop("asked")
-        keys = [f"{key}={value}" for key, value in asked.items() if key not in _WHAT]
-        how = " ".join(key for key in keys if not key.endswith("=None"))
+        how = " ".join(
+            f"{key}={value:g}"
+            for key, value in asked.items()
+            if key not in _WHAT and value is not None
+        )
         found += (each._replace(step=step, how=how) for each in scored(answer))
     return found
 

@@ -94,7 +94,9 @@ def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
 
 
 def test_processes_that_are_asked_other_things_say_so(run, folder):
-    other = write_tasks(folder / "other", **{"what is": "what was"})
+    other = write_tasks(folder / "other")
+    examples = folder / "other" / "toy_choices.jsonl"
+    examples.write_text(examples.read_text().replace("what is", "what was"))
     words = (f"run.dir={run}", "tasks=[toy_choices]", "runtime.cpu_devices=4")
     paths = f"{folder}/tasks", other
     own = {"own": lambda process: [f"task_path={paths[process]}"]}

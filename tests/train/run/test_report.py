@@ -86,7 +86,7 @@ def test_each_metric_of_tasks_has_a_chart_without_its_error(tmp_path):
 
 def test_scores_stand_there_with_their_errors(tmp_path):
     judged = {"tasks/a/acc": 0.5, "tasks/a/acc_stderr": 0.125}
-    asked = {"tasks": ["a"], "limit": None, "num_fewshot": 5}
+    asked = {"tasks": ["a"], "limit": 7.0, "num_fewshot": 5}
     folder = epath.Path(tmp_path)
     file = write_evaluation(folder, 8, asked, judged)
     again = write_evaluation(folder, 8, asked, judged | {"tasks/a/acc": 0.75})
@@ -100,12 +100,12 @@ def test_scores_stand_there_with_their_errors(tmp_path):
         "Scores",
         [
             ["a", "acc", "0.0900", "9", "while training"],
-            ["a", "acc", "0.7500 ± 0.1250", "8", "num_fewshot=5"],
+            ["a", "acc", "0.7500 ± 0.1250", "8", "limit=7 num_fewshot=5"],
             ["validation", "loss", "2.0000", "10", ""],
             ["web", "loss", "3.0000", "10", ""],
         ],
     )
-    assert "\na\nacc\n0.7500 ± 0.1250\n8\nnum_fewshot=5\n" in drawn(html).text
+    assert "\na\nacc\n0.7500 ± 0.1250\n8\nlimit=7 num_fewshot=5\n" in drawn(html).text
 
 
 def test_where_the_time_went_adds_up(tmp_path):
