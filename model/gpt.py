@@ -100,8 +100,8 @@ class GPT(nnx.Module):
                 x_BTD, routing = self._run_stages(*loop, x_BTD, rows, own)
         else:
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            for i, (stacks, *kinds) in enumerate(self._loops):
-                own, rest = None, (*kinds, unroll)
+            for i, (stacks, local, precise) in enumerate(self._loops):
+                own, rest = None, (local, precise, unroll)
                 if cache is not None:
                     own = cache[len(caches) :][: sum(groups_of(stacks)[1])]
                 x_BTD, own, routing = run_stacks(

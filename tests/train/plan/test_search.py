@@ -264,6 +264,7 @@ def test_changes_go_with_each_other_but_two_of_one_key_do_not(composed):
     assert len(found[0]) == 1
     for changes in found:
         assert len({CHANGES[change].key for change in changes}) == len(changes)
+    for changes in found[:6]:
         assert changed(config, changes) == composed(*MODEL, "optimizer=adamw", *changes)
     settled = composed(*MODEL, "optimizer.moment_dtype=bfloat16")
     assert not any(
