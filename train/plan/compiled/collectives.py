@@ -28,8 +28,6 @@ _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
 _CHAIN = r'chain_id="(\d+)"'  # of the fusions that a collective is cut over
-# Of a permute between slices that is cut by pairs of them: a slice sends in one part.
-_LATER_PAIRS = r'rendezvous="[^"]*(_[1-9]\d*)".*="ONE_TO_ONE"'
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -70,8 +68,7 @@ def started(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
     for inner in executed.instruction.parts:
         kind = inner.opcode.removesuffix("-start")
         if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
-            if not inner.find(_LATER_PAIRS):
-                yield _transfer(executed, mesh)
+            yield _transfer(executed, mesh)
         elif kind in KINDS and not _goes_on(inner):
             yield _collective(executed, inner, kind, mesh)
 
