@@ -139,10 +139,9 @@ def gradients(kernel, documents, window):
         for heads in (N, K, K)
     ]
 
-    def loss(*operands):
+    def loss(q, k, v):
         out = attention(
-            *operands,
-            documents,
+            *(q, k, v, documents),
             implementation=kernel,
             compute=jnp.float32,
             window=window,
@@ -186,10 +185,11 @@ def lowered(kernel):
         how = {"implementation": kernel, "compute": jnp.bfloat16}
         return attention(*operands, **how).astype(jnp.float32).sum()
 
-    shapes = [((rows, length, heads, H), jnp.bfloat16) for heads in (N, K, K)]
-    shapes.append(((rows, length), jnp.int32))
-    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+    q, k = (
+        jax.ShapeDtypeStruct((rows, length, heads, H), jnp.bfloat16) for heads in (N, K)
+    )
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, ids)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -99,7 +99,8 @@ def layouts(
         if wrong:
             continue
         for fsdp in _divisors(rest):
-            data, own = rest // fsdp, {"expert": expert, "context": context}
+            data = rest // fsdp
+            own: dict[str, Any] = {"expert": expert, "context": context}
             found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut, **own))
             if parts > 1:
                 found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut, **own))
@@ -134,7 +135,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
     if config.mesh.planned:
         return None
     try:
-        sizes = axis_sizes(config.mesh, num_devices)
+        sizes: dict[str, Any] = {**axis_sizes(config.mesh, num_devices)}
     except ConfigError:
         return None
     return Layout(
