@@ -105,7 +105,8 @@ def mlps(
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
     if biases:
         ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(x_RD.shape[0])[:, None]
-        is_own_RE = (row_R1 >= ends_E - sizes_E) & (row_R1 < ends_E)
+        ends_1E, sizes_1E = ends_E[None], sizes_E[None]
+        is_own_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
         shares_RE = is_own_RE.astype(x_RD.dtype)
         added = (_shared_out(shares_RE, bias, how) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, added, strict=True)]
