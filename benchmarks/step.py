@@ -120,8 +120,8 @@ def check(contenders: list[Contender]) -> None:
         if not losses[1] < 0.95 * losses[0]:
             raise SystemExit(f"{contender.name}: the loss does not fall")
         reference = reference or losses
-        # The weights are Longhaul's own, so its losses agree less closely.
-        tolerance = 0.01 if contender.name in TORCH_VARIANTS else 0.05
+        # 40 steps in bfloat16 part by a percent; Longhaul's weights are its own, too.
+        tolerance = 0.02 if contender.name in TORCH_VARIANTS else 0.05
         if not np.allclose(losses, reference, rtol=tolerance, atol=0):
             raise SystemExit(f"{contender.name}: losses differ from {reference}")
 
