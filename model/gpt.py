@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
-from model.block import Block, depth_of, groups_of, make_stack, run_stacks
+from model.block import Block
 from model.choices import Init, Position
 from model.config import ModelConfig
 from model.dropout import drop
@@ -29,6 +29,7 @@ from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.pipeline import run_pipeline
 from model.rope import Rotations, rotations
+from model.stacks import depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
 Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of layers that one loop runs alike

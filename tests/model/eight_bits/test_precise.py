@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.block import make_stack, run_stacks
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
 from model.execution import Execution
+from model.stacks import make_stack, run_stacks
 from model.taps import Taps
 
 CONFIG = ModelConfig(
