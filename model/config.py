@@ -1,6 +1,7 @@
 """What a GPT is: its shape and its choices, nothing about how it is run."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Annotated, Literal, get_args
@@ -198,94 +199,97 @@ class ModelConfig:
 
     def mistakes(self) -> list[tuple[str, object, str]]:
         """List what does not go together as (field, value, rule and remedy)."""
-        found: list[tuple[str, object, str]] = []
+        rules = *self._shape_rules(), *self._choice_rules(), *self._expert_rules()
+        return [(f, attrgetter(f)(self), rule) for ok, f, rule in rules if not ok]
 
-        def check(ok: bool, field: str, rule: str) -> None:
-            if not ok:
-                found.append((field, attrgetter(field)(self), rule))
-
-        check(
+    def _shape_rules(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield (whether it holds, field, rule and remedy)."""
+        yield (
             self.head_dim is not None or self.embed_dim % self.num_heads == 0,
             "embed_dim",
             f"must be divisible by model.num_heads={self.num_heads}; "
             "change one of them or set model.head_dim",
         )
-        check(
+        yield (
             self.num_heads % self.kv_heads == 0,
             "num_kv_heads",
             f"must divide model.num_heads={self.num_heads}; "
             "each key/value head serves the same number of query heads",
         )
-        check(
+        yield (
             self.position is not Position.rotary or self.rotary_dim >= 2,
             "rotary_fraction",
             f"leaves {self.rotary_dim} of {self.head_size} head dims to rotate; "
             "raise it, or choose model.position=learned",
         )
-        check(
+
+    def _choice_rules(self) -> Iterator[tuple[bool, str, str]]:
+        yield (
             self.rope_theta_local is None or self.window is not None,
             "rope_theta_local",
             "is of local layers, of which there are none; set model.window",
         )
         scaling = self.rope_scaling
         turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
-        check(
+        yield (
             not turns or scaling.original_length is not None,
             "rope_scaling.original_length",
             f"must be set with model.rope_scaling.kind={scaling.kind}: how long rows "
             "were when the model was trained without it",
         )
-        check(
+        yield (
             not turns or scaling.slow_turns < scaling.most_turns,
             "rope_scaling.slow_turns",
             f"must be below model.rope_scaling.fast_turns={scaling.most_turns:g}",
         )
-        check(
+        yield (
             self.layer_pattern is None or self.window is not None,
             "window",
             "must be set with model.layer_pattern: it says how many keys a query of a "
             "local layer sees",
         )
-        check(
+        yield (
             self.layer_pattern is None or {*self.layer_pattern} == {"local", "global"},
             "layer_pattern",
             "must have local and global layers; null, with model.window, makes all "
             "local, null without it all global",
         )
-        check(
+        yield (
             self.param_dtype is not Dtype.auto,
             "param_dtype",
             "must be float32 or bfloat16",
         )
         kept, dtype = self.high_precision_layers, self.compute_dtype
-        check(
+        yield (
             not kept or dtype in ("float8", "int8"),
             "high_precision_layers",
             f"must be [] with model.compute_dtype={dtype}; float8 and int8 have others",
         )
         numbers = [layer for layer in kept if isinstance(layer, int)]
-        check(
+        yield (
             {*numbers} <= {*range(self.num_layers)} and not all(self.precise),
             "high_precision_layers",
             f"must be first, last, or numbers below model.num_layers={self.num_layers},"
             " and leave other layers; with none take model.compute_dtype=auto",
         )
-        if self.mlp is Mlp.moe:
-            check(
-                self.experts_per_token <= self.num_experts,
-                "experts_per_token",
-                f"must be at most model.num_experts={self.num_experts}",
-            )
-            check(
-                self.dense_layers < self.num_layers,
-                "dense_layers",
-                f"must be below model.num_layers={self.num_layers}, or no layer has "
-                "experts; lower it, or choose model.mlp=dense",
-            )
-            check(
-                (self.num_layers - self.dense_layers) % self.experts_every == 0,
-                "experts_every",
-                f"must divide the {self.num_layers - self.dense_layers} layers behind "
-                "model.dense_layers: the last of each group of as many has experts",
-            )
-        return found
+
+    def _expert_rules(self) -> Iterator[tuple[bool, str, str]]:
+        if self.mlp is not Mlp.moe:
+            return
+        yield (
+            self.experts_per_token <= self.num_experts,
+            "experts_per_token",
+            f"must be at most model.num_experts={self.num_experts}",
+        )
+        yield (
+            self.dense_layers < self.num_layers,
+            "dense_layers",
+            f"must be below model.num_layers={self.num_layers}, or no layer has "
+            "experts; lower it, or choose model.mlp=dense",
+        )
+        yield (
+            (self.num_layers - self.dense_layers) % self.experts_every == 0,
+            "experts_every",
+            f"must divide the {self.num_layers - self.dense_layers} layers behind "
+            "model.dense_layers: the last of each group of as many has experts",
+        )

@@ -19,7 +19,8 @@ Shapes: B batch, T time, D embed, S stages, M microbatches, R repeats, L layers.
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,18 +71,7 @@ def run_pipeline(
         rows_keys = jax.tree.map(of_all, (rows, keys))
         params = dealt(params, axis, R) if R > 1 else params
 
-    def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
-        # Also of a single group: what does not depend on the iteration (each layer's
-        # gathered weights) jax would compute, and keep, before the loop.
-        group = jax.tree.map(lambda own: _group(own, repeat, R), params)
-        rows, keys = rows_keys
-        keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
-        taps = None if how.taps is None else Taps()
-        own = inside._replace(keys_BT=keys_BT, taps=taps)
-        y, routing = run(group, x, rows, repeat * S + stage, own)
-        return y, routing, taps and taps.of_stacks()
-
-    run_stage = rematerialized_stage(run_stage, how.remat)
+    run_stage = _make_stage(run, inside, stage, S, R)
 
     def iterate(carry, t: jax.Array):
         stream, arrived, waiting = carry
@@ -110,27 +100,67 @@ def run_pipeline(
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
         (stream, _, _), done = jax.lax.scan(iterate, start, iterations)
-    routing, noted = cast("tuple[Routing | None, Noted | None]", done)
     # The last stage began S - 1 iterations late, and with it its place in the stream.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
+    of_own = partial(_of_own_layers, stage=stage, sizes=(R, S, M))
+    return x_BTD, _of_all_stages(*done, of_own, how.taps, axis)
 
-    def of_own(each: jax.Array, over: Callable = jnp.sum) -> jax.Array:
-        """Bring [iterations, L/(R S), ...] to [L, ...]; zero where layers lie apart."""
-        each = jax.lax.dynamic_slice_in_dim(each, stage, R * M)
-        own = over(each.reshape(R, M, *each.shape[1:]), axis=1)
-        whole = jnp.zeros((R, S, *own.shape[1:]), own.dtype).at[:, stage].set(own)
-        return whole.reshape(-1, *own.shape[2:])
 
-    if how.taps is not None and noted is not None:
+def _make_stage(
+    run: Run, how: Execution, stage: jax.Array, stages: int, repeats: int
+) -> Callable[..., Any]:
+    """Return what runs a stage's layers of one repeat on one microbatch."""
+
+    def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
+        # Also of a single group: what does not depend on the iteration (each layer's
+        # gathered weights) jax would compute, and keep, before the loop.
+        group = jax.tree.map(lambda own: _group(own, repeat, repeats), params)
+        rows, keys = rows_keys
+        keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
+        taps = None if how.taps is None else Taps()
+        own = how._replace(keys_BT=keys_BT, taps=taps)
+        y, routing = run(group, x, rows, repeat * stages + stage, own)
+        return y, routing, taps and taps.of_stacks()
+
+    return rematerialized_stage(run_stage, how.remat)
+
+
+def _of_all_stages(
+    routing: Routing | None,
+    noted: Noted | None,
+    of_own: Callable[..., Any],
+    taps: Taps | None,
+    axis: str,
+) -> Routing | None:
+    """Note what all layers noted; return the load of all, and the loss of the own."""
+    if taps is not None and noted is not None:
         noted = noted.reduced(
             lambda each: jax.lax.pmax(of_own(each, jnp.max), axis),
             lambda each: jax.lax.psum(of_own(each, jnp.mean), axis),
         )
-        how.taps.put(noted)
+        taps.put(noted)
     if routing is None:
-        return x_BTD, None
+        return None
     load, loss = jax.tree.map(of_own, routing)
-    return x_BTD, Routing(jax.lax.psum(load, axis), loss)
+    return Routing(jax.lax.psum(load, axis), loss)
+
+
+def _of_own_layers(
+    each: jax.Array,
+    over: Callable[..., jax.Array] = jnp.sum,
+    *,
+    stage: jax.Array,
+    sizes: tuple[int, int, int],
+) -> jax.Array:
+    """Bring [iterations, L/(R S), ...] to [L, ...]; zero where layers lie apart.
+
+    over: what makes one of all microbatches; sizes: R, S, M.
+    """
+    R, S, M = sizes
+    each = jax.lax.dynamic_slice_in_dim(each, stage, R * M)
+    own = over(each.reshape(R, M, *each.shape[1:]), axis=1)
+    whole = jnp.zeros((R, S, *own.shape[1:]), own.dtype).at[:, stage].set(own)
+    return whole.reshape(-1, *own.shape[2:])
 
 
 def dealt(params: Any, axis: str, repeats: int) -> Any:

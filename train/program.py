@@ -164,13 +164,10 @@ class Program:
             for name, param in named(self.state.params)
             if infos[name].kind is Kind.matrix or name == head
         )
-        length, width = (
-            self.config.data.sequence_length,
-            model.num_heads * model.head_size,
-        )
+        length = self.config.data.sequence_length
         multiplying //= model.num_experts
         keys = sum(min(length, window or length) for window in model.windows)
-        per_token = 6 * multiplying + 12 * width * keys
+        per_token = 6 * multiplying + 12 * model.num_heads * model.head_size * keys
         return per_token * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":
@@ -282,11 +279,8 @@ def make_program(
     state = abstract_state(config.model, optimizer, train)
     offload = config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, config.mesh.params, offload)
-    rows = jax.ShapeDtypeStruct(
-        (data.batch_size, length),
-        jnp.int32,
-        sharding=batch_sharding(mesh, rules),
-    )
+    placed = batch_sharding(mesh, rules)
+    rows = jax.ShapeDtypeStruct((data.batch_size, length), jnp.int32, sharding=placed)
     return Program(
         config=config,
         mesh=mesh,

@@ -104,18 +104,7 @@ def attention(
             own = partial(kernel.attend, window=window, soft_cap=soft_cap)
         else:
             own = across.attend(context, kernel, rules.sequence, window, soft_cap)
-        if not rules.activations:
-            return own
-        # XLA cannot partition a kernel by itself.
-        q_spec = rules.spec("batch", None, "heads", None)
-        kv_spec = rules.spec("batch", None, "kv_heads", None)
-        ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
-        return jax.shard_map(
-            own,
-            in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
-            out_specs=q_spec,
-            check_vma=False,
-        )
+        return _on_shards(own, rules)
 
     arguments = q, k, v, segment_ids_BT, sinks_N
     if window is None or local is None:
@@ -127,3 +116,18 @@ def attention(
         in_branch(attend(None), local.of - local.times, local.of),
     )
     return jax.lax.cond(local.flag, *kinds, *arguments).astype(dtype)
+
+
+def _on_shards(own: Callable[..., Array], rules: AxisRules) -> Callable[..., Array]:
+    """Run a kernel shard by shard: XLA cannot partition it by itself."""
+    if not rules.activations:
+        return own
+    q_spec = rules.spec("batch", None, "heads", None)
+    kv_spec = rules.spec("batch", None, "kv_heads", None)
+    ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
+    return jax.shard_map(
+        own,
+        in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
+        out_specs=q_spec,
+        check_vma=False,
+    )
