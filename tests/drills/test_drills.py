@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,6 +46,8 @@ def breaks_a_promise(ground: Ground) -> str:
 def leaves_an_orphan(ground: Ground) -> str:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     subprocess.Popen(command, env=ground.environment)
+    while not ground.survivors():  # just started it has no environment yet
+        time.sleep(0.01)
     return "held"
 
 

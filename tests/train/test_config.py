@@ -113,7 +113,6 @@ def test_the_defaults_are_right():
             Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
             "mesh.params.experts",
         ),
-        (Config(model=replace(MOE, bias=True)), "model.bias"),
         (Config(model=replace(MOE, dense_layers=4)), "model.dense_layers"),
         (Config(model=replace(MOE, experts_every=3)), "model.experts_every"),
         (Config(model=replace(MOE, experts_per_token=9)), "model.experts_per_token"),
