@@ -54,8 +54,10 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
     alone = () if more == CONTEXT else more
     found, _ = losses(programs, store, dtype, *alone)
     apart, _ = losses(programs, store, dtype, *MESH, *more, devices=8)
-    np.testing.assert_allclose(apart[0], found[0], rtol=1e-4)
-    # Then sums of another order were rounded, some the other way, by an eighth.
+    # A ring adds up in another order, and what is rounded behind it goes another way.
+    rtol = 5e-4 if more == CONTEXT else 1e-4
+    np.testing.assert_allclose(apart[0], found[0], rtol=rtol)
+    # Then all sums of another order were rounded, some the other way, by an eighth.
     np.testing.assert_allclose(apart, found, rtol=3e-3)
     plain, _ = losses(programs, store, *alone)
     assert plain != found
