@@ -263,7 +263,8 @@ class ModelConfig:
         yield (
             not kept or dtype in ("float8", "int8"),
             "high_precision_layers",
-            f"must be [] with model.compute_dtype={dtype}; float8 and int8 have others",
+            f"must be [] with model.compute_dtype={dtype}: layers are left out of "
+            "float8 or int8 alone",
         )
         numbers = [layer for layer in kept if isinstance(layer, int)]
         yield (

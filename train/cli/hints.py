@@ -208,5 +208,8 @@ def _comments(section: type) -> dict[str, str]:
             beside = lines[node.end_lineno - 1][node.end_col_offset :]  # type: ignore
             texts.append(beside.strip(" #"))
             text = " ".join(filter(None, texts)).removesuffix(".")
-            comments[node.target.id] = text[:1].upper() + text[1:]
+            first = text.split(" ")[0].strip(",:;")
+            if first.isalpha():  # v5e-256 stays as it is typed
+                text = text[:1].upper() + text[1:]
+            comments[node.target.id] = text
     return comments

@@ -82,7 +82,8 @@ def _across(config: Config) -> Iterator[Mistake]:
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if schedule.name is Schedule.wsd and decay and warmup + decay > num_steps:
         rule = f"must leave room for schedule.warmup_steps={warmup} within "
-        rule += f"train.num_steps={num_steps}; lower it, or null for 30 %"
+        rule += f"train.num_steps={num_steps}; lower schedule.warmup_steps or this one "
+        rule += "(null: 30 % of the steps)"
         yield Mistake("schedule.decay_steps", decay, rule)
 
 
