@@ -19,6 +19,11 @@ from jaxtyping import Array, Float
 STACKED = ("dense_layers", "layers_between", "layers")
 
 
+def is_of_layers(name: str) -> bool:
+    """Tell whether an array of the state is stacked, a slice of it for each layer."""
+    return any(part in STACKED for part in name.split("."))
+
+
 class Kind(StrEnum):
     """How optimizers see a parameter.
 

@@ -25,7 +25,7 @@ from model.choices import (
 from model.eight_bits.quantization import Quantization
 from model.execution import Execution
 from model.experts.grouped import choose_grouped
-from train.config import Config, Platform, RuntimeConfig
+from train.config import Config, MomentDtype, Platform, RuntimeConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.mesh import Device
@@ -111,12 +111,15 @@ def execution(
 
     Raises:
         ConfigError: if the platform cannot run the attention kernel or the products
-            asked for, or devices cannot share a row as asked for.
+            asked for or hold moments where asked for, or devices cannot share a row as
+            asked for.
     """
     model, train = config.model, config.train
     platform, chip = device.platform, chip_of(device.device_kind)
-    kernel, quantization = check_all(
-        lambda: _kernel(config, device), lambda: _quantization(config, device)
+    kernel, quantization, _ = check_all(
+        lambda: _kernel(config, device),
+        lambda: _quantization(config, device),
+        lambda: _check_host_memory(config, platform),
     )
     compute = Dtype.auto if quantization else Dtype(model.compute_dtype)
     if compute is Dtype.auto:
@@ -227,6 +230,16 @@ def _quantization(config: Config, device: Device) -> Quantization | None:
         rule += f" or {other}" if chip and chip.gains_by(other) else ""
         raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
     return Quantization(dtype)
+
+
+def _check_host_memory(config: Config, platform: str) -> None:
+    """Refuse what jax 0.10's libtpu (0.0.42) cannot compile; 0.11's (0.0.44) can."""
+    optimizer, old = config.optimizer, jax.__version_info__ < (0, 11)
+    in_eight = optimizer.moment_dtype is MomentDtype.int8
+    if old and platform == "tpu" and optimizer.offload and in_eight:
+        rule = f"cannot be in a TPU's host memory with jax {jax.__version__}; install "
+        rule += "jax 0.11 or later (Python 3.12), or take bfloat16"
+        raise ConfigError([Mistake("optimizer.moment_dtype", "int8", rule)])
 
 
 def compiler_options(platform: str) -> dict[str, bool]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.axes import AxisRules, MeshAxes, partition_spec
-from model.params import ParamInfo, named
+from model.params import ParamInfo, is_of_layers, named
 from train.config import MeshConfig
 from train.errors import ConfigError, Mistake
 from train.mesh_sizes import num_shards
@@ -134,9 +134,16 @@ def state_shardings(
 
 
 def moments_of(state: Any) -> list[tuple[str, Any]]:
-    """List the optimizer's own arrays by name: no weights, averages or counts."""
+    """List matrices' and tables' moments by name, the optimizer's arrays of two dims.
+
+    What is kept of vectors, such as a norm's scales, is too little to be moved.
+    """
     start = "optimizer.transform."
-    return [(k, v) for k, v in named(state) if k.startswith(start) and v.ndim]
+    return [
+        (name, leaf)
+        for name, leaf in named(state)
+        if name.startswith(start) and leaf.ndim > 1 + is_of_layers(name)
+    ]
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,5 +1,7 @@
 """Host memory: what waits there changes no bit of the training."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,15 @@ import pytest
 from etils import epath
 
 from data.batches import Order
-from train.config import CheckpointConfig
+from model.params import named
+from train.config import MESH_AXES, CheckpointConfig
 from train.distributed.replicas import compare, flip, make_checksums
+from train.errors import ConfigError
 from train.plan.estimated.local_step import local_step
 from train.plan.estimated.temporaries import saved_bytes
 from train.run.checkpoint import Checkpoints
-from train.sharding import moments_of
+from train.runtime import execution
+from train.sharding import axis_rules, moments_of
 
 LAYERS = ("model.num_layers=2", "train.remat=full")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -71,7 +76,34 @@ def test_moments_in_host_memory_change_no_bit(programs, store, devices, mesh):
     same(state, other)
     kinds = {leaf.sharding.memory_kind for _, leaf in moments_of(other)}
     assert kinds == {"pinned_host"}
-    assert other.step.sharding.memory_kind == "device"
+    for name, leaf in named(other):
+        if name.endswith("norm.scale") or name == "step":
+            assert leaf.sharding.memory_kind == "device"
+    assert "optimizer.transform.0.nu.layers.mlp.up.weight" in dict(moments_of(other))
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "dtype", "refused"),
+    [
+        ("tpu", (0, 10, 2), "int8", True),
+        ("tpu", (0, 11, 0), "int8", False),
+        ("tpu", (0, 10, 2), "bfloat16", False),
+        ("cpu", (0, 10, 2), "int8", False),
+    ],
+)
+def test_what_no_compiler_can_place_is_refused(
+    configure, monkeypatch, platform, version, dtype, refused
+):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    moments = "optimizer.offload=true", f"optimizer.moment_dtype={dtype}"
+    config = configure(*LAYERS, *moments, "model.attention=xla")
+    device = SimpleNamespace(platform=platform, device_kind="")
+    given = config, device, axis_rules(config.mesh), dict.fromkeys(MESH_AXES, 1)
+    if refused:
+        with pytest.raises(ConfigError, match=r"jax 0\.11 or later"):
+            execution(*given)
+    else:
+        execution(*given)
 
 
 @pytest.mark.slow

@@ -2,9 +2,10 @@
 
 Arrays W[L, ...] are updated in a loop over their layers: a layer's moments come to the
 device, and go back once they are updated, so that those of two layers at most are
-there. What belongs to no layer (tables, the last norm) moves whole. The result is that
-of one update of everything, bit by bit: of other parameters an update needs the norm of
-all gradients, no more.
+there. Tables move whole. Moments of vectors stay on the device: they are few, and
+XLA:TPU cannot take one layer's from a host's [L, D] of eight bits (libtpu 0.0.50). The
+result is that of one update of everything, bit by bit: of other parameters an update
+needs the norm of all gradients, no more.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def layer_by_layer(
     Args:
         update: of trees in which some leaves are left out (`optax.MaskedNode`).
         grads: tree of arrays.
-        moments: of an optax transformation, in host memory but for scalars.
+        moments: of an optax transformation, in host memory but for vectors' and counts.
         params: tree of arrays.
         in_place: whether new moments take the old ones' place in each iteration; else
             they are stacked anew, and the host holds both until the loop's end.
@@ -39,8 +40,8 @@ def layer_by_layer(
     for stack in (None, *STACKED):
         own, kept, rest = (_only(stack, tree) for tree in (grads, moments, params))
         if stack is None:
-            rest, kept = update(own, _on_device(kept), rest, 0)
-            parts.append((rest, _on_host(kept)))
+            rest, kept = update(own, _on_device(kept, 2), rest, 0)
+            parts.append((rest, _on_host(kept, 2)))
         elif jax.tree.leaves(own):
             parts.append(_in_loop(update, own, kept, rest, in_place))
     return jax.tree.map(_given, *parts, is_leaf=_is_whole)
@@ -54,14 +55,13 @@ def _in_loop(
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
         params, kept = carry
-        own = _on_device(_at(kept if in_place else moments, i))
+        own = _on_device(_at(kept if in_place else moments, i), 3)
         new_params, new = update(_at(grads, i), own, _at(params, i), i)
         params = _put(params, new_params, i)
         if in_place:
-            return (params, _put(kept, _on_host(new), i)), ()
-        return (params, ()), _on_host(
-            jax.tree.map(lambda x: x[0] if x.ndim else x, new)
-        )
+            return (params, _put(kept, _on_host(new, 3), i)), ()
+        new = jax.tree.map(lambda x: x[0] if x.ndim else x, new)
+        return (params, ()), _on_host(new, 2)
 
     start = params, moments if in_place else ()
     (params, kept), stacked = jax.lax.scan(iterate, start, jnp.arange(depth))
@@ -93,16 +93,19 @@ def _is_whole(leaf: object) -> bool:
     return _is_left_out(leaf) or is_eight_bits(leaf)
 
 
-def _on_device(tree: Any) -> Any:
-    return _moved(tree, jax.memory.Space.Device)
+def _on_device(tree: Any, dims: int) -> Any:
+    return _moved(tree, dims, jax.memory.Space.Device)
 
 
-def _on_host(tree: Any) -> Any:
-    return _moved(tree, jax.memory.Space.Host)
+def _on_host(tree: Any, dims: int) -> Any:
+    return _moved(tree, dims, jax.memory.Space.Host)
 
 
-def _moved(tree: Any, space: Any) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
+def _moved(tree: Any, dims: int, space: Any) -> Any:
+    """Move arrays of so many dims at least."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, space) if x.ndim >= dims else x, tree
+    )
 
 
 def _at(tree: Any, i: jax.Array) -> Any:

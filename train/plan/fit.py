@@ -6,6 +6,7 @@ More chips, or cutting layers over `tensor`, is left to the search.
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -112,8 +113,9 @@ def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Change]:
     for change in changes:
         config = change.applied(program.config)
         if change.is_open(program.config) and not validate(config):
-            changed = make_program(config, devices)
-            found.append(_Change(f"have {change.words}", change.override, changed))
+            with suppress(ConfigError):  # these devices cannot
+                changed = make_program(config, devices)
+                found.append(_Change(f"have {change.words}", change.override, changed))
     return found
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import jax
 
+from model.params import is_of_layers
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import group_along
 from train.plan.cost import (
@@ -24,7 +25,7 @@ from train.plan.cost import (
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.temporaries import is_of_layers, saved_bytes, temporaries
+from train.plan.estimated.temporaries import saved_bytes, temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 
 from model.choices import Attention
-from model.params import STACKED
+from model.params import is_of_layers
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation
@@ -144,11 +144,6 @@ def _update(step: LocalStep) -> dict[str, int]:
         "optimizer's products": max(products, default=0),
         "moments on the way": _moved_moments(step.program),
     }
-
-
-def is_of_layers(name: str) -> bool:
-    """Tell whether an array of the state is stacked, a slice of it for each layer."""
-    return any(part in STACKED for part in name.split("."))
 
 
 def _moved_moments(program: Program) -> int:
