@@ -26,10 +26,10 @@ from model.choices import ExpertExchange, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.experts.local_experts import (
+    HeldExperts,
     Made,
     local_experts,
     mlps,
-    of_own,
     sorted_rows,
     with_bias,
 )
@@ -71,27 +71,18 @@ def on_device(
     n = math.prod(x_BTD.shape[:-1])
     arrays = x_BTD, experts_BTk, weights_BTk
     x_nD, experts_nk, weights_nk = (a.reshape(n, a.shape[-1]) for a in arrays)
-    given = matrices, biases, config, how, apart, shared
-    if apart and how.expert_exchange is ExpertExchange.ragged:
-        y_nD, counts = _by_sending(x_nD, experts_nk, weights_nk, *given)
-    else:
-        y_nD, counts = _by_gathering(x_nD, experts_nk, weights_nk, *given)
+    held = HeldExperts(matrices, biases, config, how, apart, shared)
+    ragged = apart and how.expert_exchange is ExpertExchange.ragged
+    run = _by_sending if ragged else _by_gathering
+    y_nD, counts = run(x_nD, experts_nk, weights_nk, held)
     return y_nD.reshape(x_BTD.shape), counts
 
 
 def _by_gathering(
-    x_nD: jax.Array,
-    experts_nk: jax.Array,
-    weights_nk: jax.Array,
-    matrices: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    config: ModelConfig,
-    how: Execution,
-    apart: tuple[str, ...],
-    shared: tuple[str, ...],
+    x_nD: jax.Array, experts_nk: jax.Array, weights_nk: jax.Array, held: HeldExperts
 ) -> Made:
     """Gather the tokens of all, in chunks, and scatter the results."""
-    (n, k), E = experts_nk.shape, matrices[0].shape[0]
+    (n, k), E, apart = experts_nk.shape, held.number, held.apart
     worst = jax.lax.psum(1, apart) * min(k, E)
     chunks = next(c for c in range(-(-worst // k), n + 1) if n % c == 0)
 
@@ -101,13 +92,12 @@ def _by_gathering(
 
         first = E * jax.lax.axis_index(apart) if apart else 0
         x_nD, experts_nk, weights_nk = map(of_all, own)
-        choice, own_biases = (experts_nk - first, weights_nk), of_own(biases, apart, E)
-        params = matrices, own_biases[:-1]
-        y_nD, counts = local_experts(x_nD, *choice, *params, config, how)
-        y_nD = jax.lax.psum(y_nD, shared) if shared else y_nD
-        y_nD = with_bias(y_nD, *choice, own_biases[-1:], how)
+        choice = experts_nk - first, weights_nk
+        y_nD, counts = local_experts(x_nD, *choice, held)
+        y_nD, counts = held.added_up(y_nD, counts)
+        y_nD = with_bias(y_nD, *choice, held.own_biases[-1:], held.how)
         y_nD = jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
-        return y_nD, _of_devices(counts, (*apart, *shared))
+        return y_nD, counts
 
     flat = x_nD, experts_nk, weights_nk
     if chunks == 1:
@@ -119,18 +109,10 @@ def _by_gathering(
 
 
 def _by_sending(
-    x_nD: jax.Array,
-    experts_nk: jax.Array,
-    weights_nk: jax.Array,
-    matrices: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    config: ModelConfig,
-    how: Execution,
-    apart: tuple[str, ...],
-    shared: tuple[str, ...],
+    x_nD: jax.Array, experts_nk: jax.Array, weights_nk: jax.Array, held: HeldExperts
 ) -> Made:
     """Send rows to their experts' devices and back, if there is room on all."""
-    (n, k), E = experts_nk.shape, matrices[0].shape[0]
+    (n, k), E, apart, how = experts_nk.shape, held.number, held.apart, held.how
     devices = jax.lax.psum(1, apart)
     row_nk, order, rows_E = sorted_rows(experts_nk, devices * E)
     rows_SE = jax.lax.all_gather(rows_E[None], apart, tiled=True)
@@ -146,17 +128,14 @@ def _by_sending(
             travel(x, out, back, (n * k, room), *way) for x in (x_RD, weights_R1[:, 0])
         )
         sizes_E = jnp.sum(out.received.reshape(devices, E), axis=0)
-        own = matrices, of_own(biases, apart, E)[:-1], config, how
-        y_RD, counts = mlps(x_RD, weights_R[:, None], sizes_E, n * k, *own)
+        y_RD, counts = mlps(x_RD, weights_R[:, None], sizes_E, n * k, held)
         y_RD = travel(y_RD, back, out, (room, n * k), *way)
         y_nD = from_rows(y_RD, order // k, row_nk)
-        y_nD = jax.lax.psum(y_nD, shared) if shared else y_nD
-        y_nD = with_bias(y_nD, experts_nk, weights_nk, biases[-1:], how)
-        return y_nD, _of_devices(counts, (*apart, *shared))
+        y_nD, counts = held.added_up(y_nD, counts)
+        return with_bias(y_nD, experts_nk, weights_nk, held.biases[-1:], how), counts
 
     def gather(x_nD: jax.Array, weights_nk: jax.Array) -> Made:
-        given = matrices, biases, config, how, apart, shared
-        return _by_gathering(x_nD, experts_nk, weights_nk, *given)
+        return _by_gathering(x_nD, experts_nk, weights_nk, held)
 
     if room == worst:
         return send(x_nD, weights_nk)
@@ -164,7 +143,3 @@ def _by_sending(
     most = jax.lax.pmax(most, wide(how.rules.by_hand))  # all do the same
     branches = in_branch(send, 1, 1), in_branch(gather, 0, 1)
     return jax.lax.cond(most <= room, *branches, x_nD, weights_nk)
-
-
-def _of_devices(counts: jax.Array | None, axes: tuple[str, ...]) -> jax.Array | None:
-    return jax.tree.map(lambda c: jax.lax.psum(c, axes), counts)

@@ -5,6 +5,7 @@ experts of the device.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,44 @@ from model.taps import count_rounding
 
 # What is made, and what float8 loses of the rows' operands if somebody watches.
 Made = tuple[jax.Array, jax.Array | None]
+
+
+class HeldExperts(NamedTuple):
+    """A device's own experts, and whom it shares them with.
+
+    matrices: of its own experts: up, gate if there is one, down.
+    biases: of all experts, likewise; or none.
+    config: of the model.
+    how: execution.
+    apart: mesh axes along which devices have other tokens and other experts.
+    shared: mesh axes along which devices share each expert.
+    """
+
+    matrices: Sequence[jax.Array]
+    biases: Sequence[jax.Array]
+    config: ModelConfig
+    how: Execution
+    apart: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """How many are its own."""
+        return self.matrices[0].shape[0]
+
+    @property
+    def own_biases(self) -> list[jax.Array]:
+        """Biases of its own experts."""
+        if not self.apart:
+            return list(self.biases)
+        first, cut = self.number * jax.lax.axis_index(self.apart), self.number
+        return [jax.lax.dynamic_slice_in_dim(b, first, cut) for b in self.biases]
+
+    def added_up(self, y_nD: jax.Array, counts: jax.Array | None) -> Made:
+        """Add up what the devices that share each expert made, and all counted."""
+        y_nD = jax.lax.psum(y_nD, self.shared) if self.shared else y_nD
+        axes = *self.apart, *self.shared
+        return y_nD, None if counts is None else jax.lax.psum(counts, axes)
 
 
 def sorted_rows(
@@ -42,26 +81,22 @@ def local_experts(
     x_nD: jax.Array,
     experts_nk: jax.Array,
     weights_nk: jax.Array,
-    matrices: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    config: ModelConfig,
-    how: Execution,
+    held: HeldExperts,
 ) -> Made:
     """Add up what a device's own experts, 0 to E, make of tokens.
 
     Their last biases are left to the caller: devices may share an expert, and what each
     of them makes is added up.
     """
-    (n, k), E = experts_nk.shape, matrices[0].shape[0]
+    (n, k), E = experts_nk.shape, held.number
     own = jnp.where((experts_nk >= 0) & (experts_nk < E), experts_nk, E)
     row_nk, order, sizes_E = sorted_rows(own, E)
     R = n * min(k, E)
     assigned_R = order[:R]
     x_RD = to_rows(x_nD, assigned_R // k, row_nk)
     weights_R1 = to_rows(weights_nk.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1))
-    usual = n * k * E // config.num_experts
-    given = matrices, biases, config, how
-    y_RD, counts = mlps(x_RD, weights_R1, sizes_E, usual, *given)
+    usual = n * k * E // held.config.num_experts
+    y_RD, counts = mlps(x_RD, weights_R1, sizes_E, usual, held)
     return from_rows(y_RD, assigned_R // k, row_nk), counts
 
 
@@ -70,24 +105,18 @@ def mlps(
     weights_R1: jax.Array,
     sizes_E: jax.Array,
     usual: int,
-    matrices: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    config: ModelConfig,
-    how: Execution,
+    held: HeldExperts,
 ) -> Made:
-    """Make of each row what its expert makes of it, by its weight.
+    """Make of rows what their experts do, by their weights, but for the last bias.
 
     Args:
         x_RD: rows, sorted by expert.
         weights_R1: of each.
         sizes_E: rows of each expert.
         usual: how many rows there are where all experts get as many.
-        matrices: of the experts.
-        biases: of the experts, likewise but the last; or none.
-        config: of the model.
-        how: execution.
+        held: the experts.
     """
-    up, *gate, down = matrices
+    (up, *gate, down), biases, how = held.matrices, held.own_biases[:-1], held.how
     watched = how.taps is not None and how.expert_quantization is not None
     counts = list[jax.Array]()
 
@@ -110,20 +139,10 @@ def mlps(
         shares_RE = is_own_RE.astype(x_RD.dtype)
         added = (_shared_out(shares_RE, bias, how) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, added, strict=True)]
-    h_RF = activate(config, inner[0], inner[1] if gate else None)
+    h_RF = activate(held.config, inner[0], inner[1] if gate else None)
     # Weighted here: the gradient of a weight needs no result of the last product.
     y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
     return y_RD, jnp.sum(jnp.stack(counts), axis=0) if watched else None
-
-
-def of_own(
-    biases: Sequence[jax.Array], apart: tuple[str, ...], num_experts: int
-) -> list[jax.Array]:
-    """Take the biases of a device's own experts out of all experts'."""
-    if not apart:
-        return list(biases)
-    first = num_experts * jax.lax.axis_index(apart)
-    return [jax.lax.dynamic_slice_in_dim(b, first, num_experts) for b in biases]
 
 
 def with_bias(
