@@ -53,7 +53,7 @@ def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     except ImportError as error:
         raise DataError(
             f"Training a tokenizer needs the package tokenizers ({error}). Install it "
-            f'with pip install "longhaul[data]"'
+            f'with pip install -e ".[data]"'
         ) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

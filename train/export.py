@@ -49,7 +49,7 @@ def main(asked: ExportConfig) -> int:
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
-        rule = f'needs the package {error.name}; pip install "longhaul[export]"'
+        rule = f'needs the package {error.name}; pip install -e ".[export]"'
         raise ConfigError([Mistake("output", asked.output, rule)]) from None
     import jax
 

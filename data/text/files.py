@@ -111,5 +111,5 @@ def missing(package: str, error: ImportError) -> DataError:
     """Return the error of an optional library that is not installed."""
     return DataError(
         f"{package} is needed to read this and is not installed ({error}): "
-        f'pip install "longhaul[data]"'
+        f'pip install -e ".[data]"'
     )

@@ -100,7 +100,7 @@ def test_too_little_text_says_what_it_is_enough_for(tmp_path):
 
 def test_without_the_package_its_installation_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r'pip install "longhaul\[data\]"'):
+    with pytest.raises(DataError, match=r'pip install -e "\.\[data\]"'):
         bpe.train(["abc"], 300)
 
 

@@ -54,7 +54,7 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         ConfigError: if the harness is not installed, or a task cannot be loaded.
     """
     if find_spec("lm_eval") is None:
-        rule = 'needs lm-evaluation-harness; pip install "longhaul[eval]"'
+        rule = 'needs lm-evaluation-harness; pip install -e ".[eval]"'
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)])
     # Read when it is imported: no bars, and no forks, which would copy JAX's threads.
     os.environ.setdefault("TQDM_DISABLE", "1")

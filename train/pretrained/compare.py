@@ -45,7 +45,7 @@ class Folder:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            rule = 'needs the package safetensors; pip install "longhaul[export]"'
+            rule = 'needs the package safetensors; pip install -e ".[export]"'
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
         try:

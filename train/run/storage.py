@@ -44,7 +44,7 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
     try:
         fsspec.filesystem(scheme)
     except ImportError as error:
-        rule = f"{error}: pip install 'longhaul[{_SCHEMES[scheme]}]'"
+        rule = f"{error}: pip install -e '.[{_SCHEMES[scheme]}]'"
         raise ConfigError([Mistake(key, directory, rule)]) from None
     return epath.Path(directory.rstrip("/"))
 

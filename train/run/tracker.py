@@ -172,7 +172,7 @@ class _Thread:
                 upload(folder, run_dir / name)
                 shutil.rmtree(root, ignore_errors=True)
         except ModuleNotFoundError as error:
-            self._off(f"{error}; pip install 'longhaul[{name}]'")
+            self._off(f"{error}; pip install -e '.[{name}]'")
         # wandb may even raise SystemExit or its own KeyboardInterrupt.
         except BaseException as error:
             self._off((str(error).strip() or repr(error)).splitlines()[0])

@@ -134,5 +134,5 @@ def test_without_the_extra_a_run_says_so_and_leaves_nothing(folder):
         text=True,
     )
     assert said.returncode == 78
-    assert 'pip install "longhaul[eval]"' in said.stderr
+    assert 'pip install -e ".[eval]"' in said.stderr
     assert not (folder / "none").exists()

@@ -201,7 +201,7 @@ def test_what_is_not_there_is_said_when_tasks_are_loaded(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert "Without a network" in rule_of(["toy_texts"], lost, None, None)
     monkeypatch.setattr(tasks_module, "find_spec", lambda name: None)
-    assert "longhaul[eval]" in rule_of(NAMES, asked.path, None, None)
+    assert ".[eval]" in rule_of(NAMES, asked.path, None, None)
     monkeypatch.undo()
     long = write_tasks(tmp_path / "long", **{"max_gen_toks: 12": "max_gen_toks: 64"})
     wanted = Asked(NAMES, long, None, None)

@@ -172,7 +172,7 @@ def test_what_holds_no_run_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match="s3:// or gs://"):
             run_folder(directory)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ConfigError, match=r"longhaul\[gcs\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e .\.\[gcs\]"):
         run_folder("gs://bucket/run")
 
 

@@ -97,7 +97,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, "wandb", None)
     begin(CONFIG, tmp_path, 1, 0, 1).finish()
     (warning,) = _warnings(caplog)
-    assert warning.endswith("pip install 'longhaul[wandb]'")
+    assert warning.endswith("pip install -e '.[wandb]'")
 
 
 @pytest.mark.parametrize("hangs", ["open", "write"])
