@@ -1,7 +1,8 @@
 """The stores that a run reads: one, or a mixture of several by name."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -90,10 +91,13 @@ def open_sources(config: DataConfig) -> Sources:
         DataError: something is missing or damaged, or tokenizers differ, or there is
             no text to evaluate on.
     """
-    if config.source in (Source.python, Source.text):
+    if config.source is Source.python:
         stores = {config.name: cached_store(config)}
+    elif config.source is Source.text:
+        with _said_of("data.path", config.path or ""):
+            stores = {config.name: cached_store(config)}
     else:
-        stores = {name: open_store(path) for name, path in _paths(config).items()}
+        stores = {name: _open(config, name) for name in _names(config)}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(
@@ -123,11 +127,12 @@ def open_sets(
     sets = {}
     for name, path in paths.items():
         stored = is_remote(path) or (Path(path) / MANIFEST).exists()
-        if config.source in (Source.python, Source.text) and not stored:
-            whole = replace(config, name=name, source=Source.text, path=path)
-            store = cached_store(replace(whole, validation=0.0))
-        else:
-            store = open_store(path)
+        with _said_of(f"eval.sets.{name}.path", path):
+            if config.source in (Source.python, Source.text) and not stored:
+                whole = replace(config, name=name, source=Source.text, path=path)
+                store = cached_store(replace(whole, validation=0.0))
+            else:
+                store = open_store(path)
         own = next(iter(sources.stores.values())).manifest
         if store.manifest["tokenizer_fingerprint"] != own["tokenizer_fingerprint"]:
             raise DataError(
@@ -150,10 +155,27 @@ def encoding_of(config: DataConfig) -> tiktoken.Encoding:
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    return open_store(next(iter(_paths(config).values()))).encoding
+    return _open(config, _names(config)[0]).encoding
 
 
-def _paths(config: DataConfig) -> dict[str, str]:
-    if config.source is Source.tokens:
-        return {config.name: config.path or ""}
-    return {name: source.path for name, source in config.sources.items()}
+def _names(config: DataConfig) -> list[str]:
+    return [config.name] if config.source is Source.tokens else [*config.sources]
+
+
+def _open(config: DataConfig, name: str) -> Store:
+    """Open one of the stores that a config names."""
+    key, path = "data.path", config.path or ""
+    if config.source is Source.mixture:
+        key, path = f"data.sources.{name}.path", config.sources[name].path
+    with _said_of(key, path):
+        return open_store(path)
+
+
+@contextmanager
+def _said_of(key: str, path: str) -> Iterator[None]:
+    """Put the key that names the data before what is wrong with it."""
+    try:
+        yield
+    except DataError as error:
+        wrong = str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{key} = {path}\n    {wrong}") from error

@@ -117,8 +117,8 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
         raise DataError(
-            f"{error}: is not there, so {storage} is no whole token store. Is it a "
-            f"folder of text? Then data=text. {again}"
+            f"{error}: is not there, so {storage} is no whole token store. Is it "
+            f"text? Then data=text. {again}"
         ) from error
 
     def check(name: str, content: bytes, digest: str) -> None:

@@ -278,3 +278,19 @@ def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
     file.write_bytes(content)
     assert data.verify.main(VerifyConfig(f"{tmp_path}/damaged")) == WRONG_DATA
     assert "train/ids/c/0: values 0 to" in capsys.readouterr().out
+
+
+def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
+    gone = f"{tmp_path}/gone"
+    of_text = DataConfig(source=Source.text, path=gone, cache_dir=f"{tmp_path}/c")
+    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    there is no such"):
+        open_sources(of_text)
+    of_tokens = dataclasses.replace(of_text, source=Source.tokens)
+    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    .*data\.prepare"):
+        encoding_of(of_tokens)
+    config = mixture(stores)
+    with pytest.raises(DataError, match=rf"^eval\.sets\.own\.path = {gone}\n"):
+        open_sets(open_sources(config), config, {"own": gone})
+    config.sources["other"] = MixtureSource(gone)
+    with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {gone}\n"):
+        open_sources(config)
