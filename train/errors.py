@@ -67,10 +67,20 @@ class ConfigError(Exception):
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
         for key, value, rule in self.mistakes:
-            shown = "null" if value is None else value
-            lines += ["", f"  {key} = {shown}" if shown != "" else f"  {key}"]
+            lines += ["", f"  {key} = {as_typed(value)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
         return "\n".join(lines)
+
+
+def as_typed(value: object) -> str:
+    """Return a value as a command line has it: null, true, [1,2], {key: value}."""
+    if isinstance(value, dict):
+        inside = (f"{as_typed(key)}: {as_typed(own)}" for key, own in value.items())
+        return f"{{{', '.join(inside)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def check_all(*checks: Callable[[], Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from train.config import Config
+from train.errors import as_typed
 
 
 class ChangeKind(StrEnum):
@@ -55,7 +56,8 @@ class Difference(NamedTuple):
     kind: ChangeKind
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)} ({self.kind})"
+        old, new = as_typed(self.old), as_typed(self.new)
+        return f"{self.key}: {old} -> {new} ({self.kind})"
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
@@ -128,9 +130,3 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 def covered(key: str, prefixes: Iterable[str]) -> bool:
     """Return whether a key is one of these, or of a section of them."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else value

@@ -151,23 +151,24 @@ def check_batch(
 
 
 def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
-    """List what does not fit the number of devices, if that is known without JAX.
+    """List what the mesh does not divide, as far as that is known without JAX.
 
     Args:
         config: right in itself.
-        num_devices: default: `runtime.cpu_devices`, where nothing else can be meant.
+        num_devices: default: `runtime.cpu_devices`, where nothing else can be meant;
+            else the number is left out of it.
     """
     count = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")
     known = {*([batch] if isinstance(batch, str) else batch or ())} <= {*MESH_AXES}
-    if count is None or config.mesh.planned or not known:
+    if config.mesh.planned or not known:
         return []
-    sizes = least_sizes(config.mesh, count)
+    sizes = least_sizes(config.mesh, count or 1)
     passes = pipeline_of(config, sizes["pipeline"]).own
     rows, parts = config.data.batch_size, config.train.accumulation_steps
     try:
         check_all(
-            lambda: axis_sizes(config.mesh, count),
+            lambda: count and axis_sizes(config.mesh, count),
             lambda: check_pipeline(config, sizes),
             lambda: check_batch(rows, parts, num_shards(sizes, batch), passes),
         )

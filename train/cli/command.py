@@ -70,7 +70,9 @@ def run_command(
 
             code = run_sweep(arguments, flags, config_name, schema, outcome)
         elif flags.cfg == "job" and not flags.package:
-            print(to_yaml(config), end="")
+            print(to_yaml(config), end="", flush=True)
+            if mistakes := validate(config):
+                raise ConfigError(mistakes)
         elif shows or flags.shell_completion:
             import hydra
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train import mesh_sizes
-from train.cli.flags import flag_mistakes, is_sweep, parse_flags
+from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
 from train.cli.hints import did_you_mean, keys_of, type_of, unknown_key, value_rule
 from train.cli.presets import Presets, node_of, search_path, why
 from train.cli.quoting import quote_text
@@ -74,8 +74,9 @@ def check_command_line(
         ConfigError: with every mistake there is, in the order of the arguments, then
             of the config.
     """
+    argv, mistakes = without_spaced(argv)
     flags = parse_flags(argv)
-    mistakes = flag_mistakes(flags)
+    mistakes += flag_mistakes(flags)
     helps = flags.help or flags.hydra_help or flags.info
     if flags.shell_completion or (helps and not flags.overrides and not mistakes):
         return None
@@ -107,7 +108,8 @@ class _Check:
     ) -> None:
         self.presets, self.schema, self.validate = presets, schema, validate
         self.mistakes = mistakes
-        self.rejected: set[str] = set()  # groups whose choice cannot be used
+        # Groups whose choice cannot be used.
+        self.rejected = {m.key for m in mistakes} & presets.choices.keys()
         self.parser = OverridesParser.create(config_loader=presets.loader)
 
     def read(self, text: str, sweep: bool) -> list[Override]:

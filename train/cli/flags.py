@@ -1,5 +1,7 @@
 """Hydra's flags (`--multirun`, `--cfg job`, ...) and the mistakes in them."""
 
+import re
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,28 @@ from hydra._internal.utils import get_args_parser
 from train.cli.hints import did_you_mean, keys_of
 from train.config import Config
 from train.errors import ConfigError, Mistake
+
+_KEY = r"[\w.+~]+"
+
+
+def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
+    """Return the arguments without overrides that have spaces around =, and these."""
+    words, rest, mistakes = list(argv), list[str](), list[Mistake]()
+    while words:
+        first = word = words.pop(0)
+        if words and words[0].startswith("=") and re.fullmatch(_KEY, word):
+            word += f" {words.pop(0)}"
+        follows = words and not re.match(f"-+[a-z]|~|{_KEY}=", words[0])
+        if follows and re.fullmatch(f"{_KEY} *=", word):
+            word += f" {words.pop(0)}"
+        if word != first or re.match(f"{_KEY} +=", word):
+            key, value = (part.strip() for part in word.split("=", 1))
+            rule = "must be one word, without spaces around =; type "
+            rule += shlex.quote(f"{key}={value}")
+            mistakes.append(Mistake(key.lstrip("+~"), value, rule))
+        else:
+            rest.append(first)
+    return rest, mistakes
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:

@@ -20,7 +20,7 @@ from model.choices import (
     Scores,
 )
 from model.config import ModelConfig
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained import names, settings
 
 SOME = object()  # anything but null
@@ -107,7 +107,7 @@ class Family(NamedTuple):
             need = need(model) if callable(need) else need
             if have == need or (need is SOME and have is not None):
                 continue
-            said = {None: "null", SOME: "set"}.get(need, need)
+            said = "set" if need is SOME else as_typed(need)
             rule = (
                 f"must be {said} for transformers' {self.name}, the family that fits "
             )

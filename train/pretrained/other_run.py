@@ -9,7 +9,7 @@ import jax
 
 from model.params import ParamInfo, is_info
 from train.config import Config
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, as_typed
 from train.identity import covered, differences
 from train.program import Program, make_program
 from train.run.digests import SEAL
@@ -106,7 +106,8 @@ def _other_model(other: Config, own: Config) -> Iterator[str]:
     """Yield in what the other run's model is another one."""
     for change in differences(Config(model=other.model), Config(model=own.model)):
         if not covered(change.key, _FREE):
-            yield f"has {change.key}={change.old}, this run {change.new}"
+            old, new = as_typed(change.old), as_typed(change.new)
+            yield f"has {change.key}={old}, this run {new}"
     there, here = other.model.vocab_size or 0, own.model.vocab_size or 0
     if there > here:
         yield f"has {there} tokens, model.vocab_size is {here}; set it to {there}"

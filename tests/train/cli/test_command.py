@@ -129,7 +129,7 @@ def test_all_mistakes_at_once(run):
     assert "no such key" in entry(result, "mesh.params.bar")
     assert "is no logical axis" in entry(result, "mesh.params.foo = fsdp")
     assert "section" in entry(result, "train = 3")
-    assert "one of none, dots, full" in entry(result, "train.remat = {'a': 1}")
+    assert "one of none, dots, full" in entry(result, "train.remat = {a: 1}")
     assert "quote" in entry(result, "eval.interval_steps = [1")
     assert "is not key=value" in entry(result, "eval")
     assert "--multirun" in entry(result, "data.batch_size = 1,2")
@@ -138,6 +138,29 @@ def test_all_mistakes_at_once(run):
     assert "did you mean --cfg?" in entry(result, "--cfgg=job")
     assert "at least 1" in entry(result, "checkpoint.keep_latest = 0")
     assert "at least 1" in entry(result, "runtime.cpu_devices = -2")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("data.batch_size = 3",),
+        ("data.batch_size =3",),
+        ("data.batch_size", "=", "3"),
+        ("data.batch_size", "=3"),
+        ("data.batch_size=", "3"),
+    ],
+)
+def test_spaces_around_the_sign_are_named(run, typed: tuple[str, ...]):
+    result = run("--cfg", "job", *typed, "seed=x")
+    assert "type data.batch_size=3" in entry(result, "data.batch_size = 3")
+    assert "must be a whole number" in entry(result, "seed = x")
+    assert result.stderr.startswith("2 mistakes")
+
+
+def test_values_are_shown_as_they_are_typed(run):
+    result = run("profile.steps=[9]", "optimizer=lion", "optimizer.offload=true")
+    assert "ascending" in entry(result, "profile.steps = [9]")
+    assert "must be false" in entry(result, "optimizer.offload = true")
 
 
 def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(run):
@@ -216,6 +239,11 @@ def test_cfg_shows_every_key_and_runs_nothing(run):
     for line in ("accumulation_steps: 1", "tokenizer_sha256: null", "num_steps: 7"):
         assert f"  {line}\n" in result.stdout
     assert run("--cfg", "job", "train.num_step=7").returncode == 78
+    result = run("--cfg", "job", "train.accumulation_steps=3")
+    assert "divisible by train.accumulation_steps" in entry(
+        result, "data.batch_size = 8"
+    )
+    assert "accumulation_steps: 3\n" in result.stdout
     result = run("--cfg", "jobb", "train.num_step=7")
     assert "must be one of job, hydra, all" in entry(result, "--cfg = jobb")
     assert "no such key" in entry(result, "train.num_step = 7")
@@ -308,7 +336,7 @@ def test_help_mistakes_and_status_are_cheap(tmp_path, module, argument, heavy):
     assert loaded & heavy == set()
 
 
-def test_what_does_not_fit_the_devices_comes_with_all_else(run):
+def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     sizes = ("mesh.fsdp=3", "data.batch_size=7", "runtime.cpu_devices=8")
     result = run(*sizes, "model.num_hedas=3")
     assert result.stderr.startswith("3 mistakes")
@@ -319,22 +347,26 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run):
     ]
     assert starts == ["mesh", "model.num_hedas"]
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
+    result = run(*sizes, "model.num_hedas=3")
+    assert result.stderr.startswith("2 mistakes")
+    assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
 
 
 def test_habits_of_other_programs_are_answered(run):
     result = run("--num_steps=30", "resume=true", "data.tokenizer=gpt3")
     assert "train.num_steps=30?" in entry(result, "--num_steps=30")
-    assert "the same command continues a run" in entry(result, "resume = True")
+    assert "the same command continues a run" in entry(result, "resume = true")
     assert "did you mean gpt2?" in entry(result, "data.tokenizer = gpt3")
 
 
 def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
     result = run("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=[mlp_upp]")
     assert "or a list of query, key, value, " in entry(
-        result, "train.remat = ['mlp_upp']"
+        result, "train.remat = [mlp_upp]"
     )
     assert "(Updates of the whole run" in entry(result, "train.num_steps = 0")
-    assert "must be pairs" in entry(result, "data.skip_batches = [3, 1]")
+    assert "must be pairs" in entry(result, "data.skip_batches = [3,1]")
     shown = run("data.skip_steps=[1,3]", "--cfg", "job")
     assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]
 
@@ -357,12 +389,11 @@ def test_several_trackers_are_chosen_at_once(run):
 
 def test_a_tracker_that_is_none_is_named(run):
     result = run("tracker=[wandb,tensorbord]", "tracker.mode=on")
-    assert "did you mean tensorboard?" in entry(
-        result, "tracker = ['wandb', 'tensorbord']"
-    )
+    listed = entry(result, "tracker = [wandb,tensorbord]")
+    assert "did you mean tensorboard?" in listed
     assert "must be offline or online" in entry(result, "tracker.wandb.mode = on")
     result = run("tracker=[none,wandb]")
-    assert "none stands alone" in entry(result, "tracker = ['none', 'wandb']")
+    assert "none stands alone" in entry(result, "tracker = [none,wandb]")
 
 
 def test_mistakes_in_a_table_of_sections_hide_no_others(run):
