@@ -52,13 +52,17 @@ class Group:
     is_whole: bool = True  # a group goes over all of its axes
 
 
-def group_along(axes: Sequence[str], mesh: Mesh) -> Group:
-    """Return the group of devices that differ only in their place along some axes."""
+def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
+    """Return the group of devices that differ only in their place along some axes.
+
+    members: of these places those of one group; none: all.
+    """
     dims = [mesh.axis_names.index(axis) for axis in axes]
     places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     places = np.moveaxis(places, dims, range(-len(dims), 0))
     size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-    return group_at(places.reshape(-1, size), mesh)
+    places = places.reshape(-1, size)
+    return group_at(places[:, members] if members else places, mesh)
 
 
 def group_at(places: np.ndarray, mesh: Mesh) -> Group:
@@ -112,9 +116,14 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
     return min(fast, part.network * here * _stated(chip, "dcn_bandwidth"))
 
 
-def num_parts(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Count the slices, or nodes, that a group along mesh axes goes through."""
-    return len({tuple(_domain(device)) for device in _members(mesh, axes)})
+def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
+    """Count the slices, or nodes, that a group along mesh axes goes through.
+
+    members: as `group_along`.
+    """
+    devices = _members(mesh, axes)
+    group = [devices[place] for place in members] or devices
+    return len({tuple(_domain(device)) for device in group})
 
 
 def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:

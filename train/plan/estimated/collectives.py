@@ -19,6 +19,7 @@ class Exchange(NamedTuple):
 
     once: however many microbatches the step has (train/rows.py's scope).
     body: of the loop that it stands in.
+    members: places along `axes` of the devices of one of its groups; (): all.
     """
 
     axes: Axes
@@ -29,6 +30,7 @@ class Exchange(NamedTuple):
     in_layers: bool
     once: bool
     body: int
+    members: tuple[int, ...] = ()
 
 
 class Sending:
@@ -41,14 +43,20 @@ class Sending:
         self._gathered = set[tuple[int, Array, Axes, bool]]()
 
     def add(
-        self, axes: Axes, kind: str, payload: float, place: Place, label: str = ""
+        self,
+        axes: Axes,
+        kind: str,
+        payload: float,
+        place: Place,
+        label: str = "",
+        members: tuple[int, ...] = (),
     ) -> None:
         """Count a collective as often as its place runs."""
         axes, times = self.wide(axes), place.times
         if axes and payload and times:
             label = label or place.scope.strip("/").split("/")[-1]
             where = place.in_layers, "copies" in place.scope, place.body
-            found = Exchange(axes, kind, times, times * payload, label, *where)
+            found = Exchange(axes, kind, times, times * payload, label, *where, members)
             self.exchanges.append(found)
 
     def wide(self, axes: Axes) -> Axes:

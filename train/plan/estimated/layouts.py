@@ -122,8 +122,8 @@ class Layouts:
         """Gather, scatter or exchange, as a device's own program says."""
         axes = mesh_axes(params["axis_name"])
         groups, dims = params["axis_index_groups"], list(array.dims)
-        devices = ways(self._sending.sizes, axes)
-        parts = len(groups[0]) if groups else devices
+        members = tuple(groups[0]) if groups else ()
+        parts = len(members) or ways(self._sending.sizes, axes)
         grows = params.get("all_gather_dimension", params.get("concat_axis"))
         shrinks = params.get("scatter_dimension", params.get("split_axis"))
         if grows is not None:
@@ -131,7 +131,6 @@ class Layouts:
         if shrinks is not None:
             dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
         payload = array.bytes * (parts if name == "all_gather" else 1)
-        if groups:  # fewer devices send a smaller part of it
-            payload *= (1 - 1 / parts) / (1 - 1 / devices)
-        self._sending.add(axes, name.replace("_", "-"), payload, place, array.label)
+        kind = name.replace("_", "-")
+        self._sending.add(axes, kind, payload, place, array.label, members)
         return tuple(dims)

@@ -14,7 +14,6 @@ import jax
 
 from model.params import is_of_layers
 from train.hardware.chips import chip_of
-from train.hardware.interconnect import group_along
 from train.plan.cost import (
     ACTIVATION_AXES,
     ESTIMATED,
@@ -25,6 +24,7 @@ from train.plan.cost import (
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.hbm_bytes import count_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
+from train.plan.estimated.phases import Phase, phases
 from train.plan.estimated.temporaries import saved_bytes, temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
@@ -108,27 +108,30 @@ def estimate_items(
 def _totals(
     found: Iterable[Exchange], program: Program, by_use: bool
 ) -> list[CollectiveTotal]:
-    def key(exchange: Exchange) -> tuple[tuple[str, ...], str, str]:
-        return exchange.axes, exchange.kind, exchange.serves if by_use else ""
+    def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str]:
+        e = phase.exchange
+        return e.axes, phase.network, e.kind, e.serves if by_use else ""
 
     rows, platform = [], program.mesh.devices.flat[0].platform
-    for (axes, kind, use), group in groupby(sorted(found, key=key), key):
-        of, place = list(group), group_along(axes, program.mesh)
+    every = (phase for exchange in found for phase in phases(exchange, program.mesh))
+    for (axes, network, kind, use), group in groupby(sorted(every, key=key), key):
+        parts = list(group)
+        of = [part.exchange for part in parts]
         payload = sum(e.payload for e in of)
         beside = _BESIDE.get(platform, {}).get(kind, 0.0)
         if program.how.gather_by_rows:
             beside = 0.0
-        if place.network == "DCN":
+        if network == "DCN":
             beside = 1.0
         inside = sum(e.payload for e in of if e.in_layers) / payload
         rows.append(
             CollectiveTotal(
                 axes=axes,
-                network=place.network,
+                network=network,
                 kind=kind,
                 count=_starts(of, platform),
                 payload=round(payload),
-                sent=sent_bytes(kind, payload, place.size),
+                sent=sum(sent_bytes(kind, p.exchange.payload, p.size) for p in parts),
                 overlapped=beside * inside,
                 serves=use,
             )

@@ -21,6 +21,7 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
+from train.hardware.interconnect import num_parts
 from train.optimizer.update import Optimizer
 from train.program import Program, shards_of
 from train.step import make_gradients
@@ -39,7 +40,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     # XLA's own product for what is grouped: it reads and writes what the kernels do.
     how = how._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if how.attention is Attention.splash else 1
-    sharing = shards_of(how.rules, program.mesh.shape)[1]
+    sizes, far = program.mesh.shape, _cut_across_slices(program)
+    sharing = shards_of(how.rules, sizes)[1]
     if sharing > 1 and how.context_attention is ContextAttention.ring:
         tile *= 2 * sharing
     return _gradients(
@@ -50,7 +52,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         length=-(-config.data.sequence_length // tile) * tile,
         documents=program.batch.segment_ids is not None,
         rows=_rows(program),
-        mesh=tuple((axis, _least(axis, program)) for axis in program.mesh.shape),
+        mesh=tuple((a, sizes[a] if far else _least(a, program)) for a in sizes),
     )
 
 
@@ -105,6 +107,20 @@ def _rows(program: Program) -> int:
     shards, _ = shards_of(program.how.rules, program.mesh.shape)
     data, train = program.config.data, program.config.train
     return data.batch_size // (shards * train.accumulation_steps)
+
+
+def _cut_across_slices(program: Program) -> bool:
+    """Return whether TPUs of several slices hold a part each of a parameter's dim.
+
+    On all sizes then depends which of them gather and scatter it together.
+    """
+    params = dict(program.how.rules.params)
+    across = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
+    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
+    cut = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
+    return program.how.on_tpu and any(
+        num_parts(program.mesh, [axis]) > 1 for axis in cut - across
+    )
 
 
 def _least(axis: str, program: Program) -> int:

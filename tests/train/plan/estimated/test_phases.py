@@ -1,0 +1,61 @@
+"""Which networks a collective uses, by hand."""
+
+import pytest
+
+from tests.train.machines import machine
+from train.plan.estimated.collectives import Exchange
+from train.plan.estimated.phases import phases
+
+EIGHT = ("mesh=fsdp", "data.batch_size=16")
+
+
+def exchange(kind, members=(), axis="fsdp"):
+    return Exchange((axis,), kind, 1, 800.0, "", True, False, 0, members)
+
+
+def seen(mesh, *sent):
+    return {
+        (phase.network, phase.exchange.kind, phase.exchange.payload, phase.size)
+        for phase in phases(exchange(*sent), mesh)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        # Four chips a slice: each brings what it has of the other, a quarter of all.
+        (
+            ("all-gather",),
+            {("DCN", "all-gather", 200, 2), ("ICI", "all-gather", 800, 4)},
+        ),
+        # XLA does not scatter in the slice what it scatters between slices.
+        (
+            ("reduce-scatter",),
+            {("DCN", "reduce-scatter", 200, 2), ("ICI", "all-reduce", 800, 4)},
+        ),
+        (
+            ("all-reduce",),
+            {("DCN", "all-reduce", 200, 2), ("ICI", "all-reduce", 800, 4)},
+        ),
+        (("all-to-all",), {("DCN", "all-to-all", 800, 2)}),
+        # Two of each slice; one of each; those of one alone.
+        (
+            ("all-gather", (0, 2, 4, 6)),
+            {("DCN", "all-gather", 400, 2), ("ICI", "all-gather", 800, 2)},
+        ),
+        (("reduce-scatter", (0, 4)), {("DCN", "reduce-scatter", 800, 2)}),
+        (("reduce-scatter", (0, 1)), {("ICI", "reduce-scatter", 800, 2)}),
+    ],
+)
+def test_between_slices_a_chip_sends_its_share_of_what_its_slice_has(
+    composed, sent, wanted
+):
+    mesh = machine(composed, "v5e-4x2", *EIGHT, "mesh.dcn.fsdp=2").mesh
+    assert seen(mesh, *sent) == wanted
+
+
+def test_one_network_is_one_phase_and_rings_of_gpus_go_through_all_nodes(composed):
+    mesh = machine(composed, "v5e-8", *EIGHT).mesh
+    assert seen(mesh, "reduce-scatter") == {("ICI", "reduce-scatter", 800, 8)}
+    mesh = machine(composed, "h100-4x2", *EIGHT).mesh
+    assert seen(mesh, "all-gather") == {("network", "all-gather", 800, 8)}
