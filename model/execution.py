@@ -29,7 +29,7 @@ class Execution(NamedTuple):
     keys_BT: of each position, by which int8 rounds at random and dropout leaves out;
         None: it rounds to the nearest, and nothing is left out.
     reduce_dtype: in which weights' gradients travel between devices.
-    on_tpu: whether XLA:TPU compiles it.
+    platform: for which XLA compiles it: cpu, gpu, or tpu.
     gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
         devices.
     reduces_copies: whether gradients of matrices are added up over copies of these in
@@ -54,7 +54,7 @@ class Execution(NamedTuple):
     expert_quantization: Quantization | None = None
     keys_BT: jax.Array | None = None
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
-    on_tpu: bool = False
+    platform: str = "cpu"
     gather_by_rows: bool = False
     reduces_copies: bool = False
     attention: Attention = Attention.xla

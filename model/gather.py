@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -33,7 +34,8 @@ class Parts(NamedTuple):
     reduce: dtype of the gradient between devices.
     place: of the weight along the mesh axes that XLA takes care of.
     gather_again: in the backward pass, instead of keeping what was gathered.
-    on_tpu: whether XLA:TPU compiles it: scatters go by rows and columns of devices.
+    platform: for which XLA compiles it; on a TPU scatters go by rows and columns of
+        devices.
     gather_by_rows: whether gathers do, too; else only small ones.
     """
 
@@ -42,13 +44,18 @@ class Parts(NamedTuple):
     reduce: DTypeLike = jnp.float32
     place: PartitionSpec = PartitionSpec()
     gather_again: bool = False
-    on_tpu: bool = False
+    platform: str = "cpu"
     gather_by_rows: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which it is cut."""
         return tuple(axis for _, axes in self.cut for axis in axes)
+
+    @property
+    def on_tpu(self) -> bool:
+        """Whether XLA:TPU compiles it."""
+        return self.platform == "tpu"
 
     def gather(self, part: jax.Array) -> jax.Array:
         """Bring a weight together."""
@@ -61,7 +68,7 @@ class Parts(NamedTuple):
             # A TPU had better not cut its lanes, the last dim; XLA's CPU cannot
             # multiply what was moved.
             to = 0 if self.on_tpu else dim
-            part = jnp.moveaxis(part, dim, to)
+            part = jnp.moveaxis(self._in_order(part, dim), dim, to)
             part = jax.lax.all_gather(
                 part, axis, axis=to, tiled=True, axis_index_groups=groups
             )
@@ -87,10 +94,20 @@ class Parts(NamedTuple):
                 sums, axis, scatter_dimension=to, tiled=True, axis_index_groups=groups
             )
             sums = sums[..., :size] if self.on_tpu else sums
-            sums = jnp.moveaxis(sums, to, dim)
+            sums = self._in_order(jnp.moveaxis(sums, to, dim), dim)
         if self.copies:
             sums = jax.lax.psum(sums, self.copies)
         return sums
+
+    def _in_order(self, part: jax.Array, dim: int) -> jax.Array:
+        """Hold a part in the order of its dims, on GPUs.
+
+        NCCL gathers and scatters along the outermost dim. To have another one there
+        XLA:GPU turns round all layers' parts at once, before and behind their loop.
+        """
+        if self.platform != "gpu" or dim == 0:
+            return part
+        return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
     def _steps(self, by_rows: bool) -> Iterator[tuple[int, str, list | None]]:
         """Give (dim, mesh axis, groups along it; None: all), as a scatter goes."""
@@ -107,7 +124,7 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     """Return how a weight with these logical axes lies."""
     cut = how.rules.cut(axes)
     copies = how.rules.copies(axes) if how.reduces_copies else ()
-    again, by_rows = how.remat == "none", (how.on_tpu, how.gather_by_rows)
+    again, by_rows = how.remat == "none", (how.platform, how.gather_by_rows)
     place = how.rules.param_spec(axes)
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()

@@ -34,7 +34,13 @@ def numbers(*shape):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"on_tpu": True}, {"on_tpu": True, "gather_by_rows": True}]
+    "how",
+    [
+        {},
+        {"platform": "gpu"},
+        {"platform": "tpu"},
+        {"platform": "tpu", "gather_by_rows": True},
+    ],
 )
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
 def test_parts_make_the_whole_and_gradients_add_up_to_parts(
