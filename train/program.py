@@ -273,8 +273,7 @@ def make_program(
         mesh,
         specs,
         config.seed,
-        # Ahead of time XLA:GPU is not told where arguments lie.
-        in_place=devices[0].platform != "gpu",
+        platform=devices[0].platform,
     )
     state = abstract_state(config.model, optimizer, train)
     offload = config.optimizer.offload

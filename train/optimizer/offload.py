@@ -1,11 +1,11 @@
-"""An update layer by layer, of moments that lie in host memory.
+"""An update layer by layer, of moments that lie in host memory, or in eight bits.
 
 Arrays W[L, ...] are updated in a loop over their layers: a layer's moments come to the
 device, and go back once they are updated, so that those of two layers at most are
-there. Tables move whole. Moments of vectors stay on the device: they are few, and
-XLA:TPU cannot take one layer's from a host's [L, D] of eight bits (libtpu 0.0.50). The
-result is that of one update of everything, bit by bit: of other parameters an update
-needs the norm of all gradients, no more.
+there, and in float32. Tables move whole. Moments of vectors stay on the device: they
+are few, and XLA:TPU cannot take one layer's from a host's [L, D] of eight bits (libtpu
+0.0.50). The result is that of one update of everything, bit by bit: of other parameters
+an update needs the norm of all gradients, no more.
 """
 
 from collections.abc import Callable
@@ -24,44 +24,46 @@ Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def layer_by_layer(
-    update: Update, grads: Any, moments: Any, params: Any, in_place: bool
+    update: Update, grads: Any, moments: Any, params: Any, on_host: bool, in_place: bool
 ) -> tuple[Any, Any]:
     """Return parameters and moments after an update.
 
     Args:
         update: of trees in which some leaves are left out (`optax.MaskedNode`).
         grads: tree of arrays.
-        moments: of an optax transformation, in host memory but for vectors' and counts.
+        moments: of an optax transformation.
         params: tree of arrays.
+        on_host: whether moments lie in host memory, but for vectors' and counts.
         in_place: whether new moments take the old ones' place in each iteration; else
             they are stacked anew, and the host holds both until the loop's end.
     """
+    home = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts = []
     for stack in (None, *STACKED):
         own, kept, rest = (_only(stack, tree) for tree in (grads, moments, params))
         if stack is None:
-            rest, kept = update(own, _on_device(kept, 2), rest, 0)
-            parts.append((rest, _on_host(kept, 2)))
+            rest, kept = update(own, _to_device(kept, 2), rest, 0)
+            parts.append((rest, _moved(kept, 2, home)))
         elif jax.tree.leaves(own):
-            parts.append(_in_loop(update, own, kept, rest, in_place))
+            parts.append(_in_loop(update, own, kept, rest, home, in_place))
     return jax.tree.map(_given, *parts, is_leaf=_is_whole)
 
 
 def _in_loop(
-    update: Update, grads: Any, moments: Any, params: Any, in_place: bool
+    update: Update, grads: Any, moments: Any, params: Any, home: Any, in_place: bool
 ) -> tuple[Any, Any]:
     """Update stacked layers one by one."""
     depth = len(jax.tree.leaves(params)[0])
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
         params, kept = carry
-        own = _on_device(_at(kept if in_place else moments, i), 3)
+        own = _to_device(_at(kept if in_place else moments, i), 3)
         new_params, new = update(_at(grads, i), own, _at(params, i), i)
         params = _put(params, new_params, i)
         if in_place:
-            return (params, _put(kept, _on_host(new, 3), i)), ()
+            return (params, _put(kept, _moved(new, 3, home), i)), ()
         new = jax.tree.map(lambda x: x[0] if x.ndim else x, new)
-        return (params, ()), _on_host(new, 2)
+        return (params, ()), _moved(new, 2, home)
 
     start = params, moments if in_place else ()
     (params, kept), stacked = jax.lax.scan(iterate, start, jnp.arange(depth))
@@ -93,12 +95,8 @@ def _is_whole(leaf: object) -> bool:
     return _is_left_out(leaf) or is_eight_bits(leaf)
 
 
-def _on_device(tree: Any, dims: int) -> Any:
+def _to_device(tree: Any, dims: int) -> Any:
     return _moved(tree, dims, jax.memory.Space.Device)
-
-
-def _on_host(tree: Any, dims: int) -> Any:
-    return _moved(tree, dims, jax.memory.Space.Host)
 
 
 def _moved(tree: Any, dims: int, space: Any) -> Any:

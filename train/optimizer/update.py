@@ -40,7 +40,25 @@ class Optimizer:
     transform: optax.GradientTransformation
     factor: Callable[[jax.Array], jax.Array]  # of the step
     storage: Storage  # of weights and moments
-    in_place: bool = True  # as `layer_by_layer` has it
+    platform: str = "cpu"  # that it runs on
+
+    @property
+    def in_place(self) -> bool:
+        """Whether new moments take the old ones' place, one layer's after another.
+
+        Ahead of time XLA:GPU is not told which arguments lie in host memory.
+        """
+        return not (self.config.offload and self.platform == "gpu")
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers are updated one by one.
+
+        Moments of eight bits, since XLA:GPU holds all layers' at once in float32.
+        """
+        eight = self.config.moment_dtype is MomentDtype.int8
+        alike = self.config.name is not OptimizerName.muon
+        return self.config.offload or (eight and alike and self.platform == "gpu")
 
     def init(self, params: Any) -> OptimizerState:
         """Start: moments at zero, the average at the weights."""
@@ -87,9 +105,10 @@ class Optimizer:
             moments = self.storage.packed(moments, step, layer)
             return guarded(new, params), guarded(moments, before)
 
-        if self.config.offload:
+        if self.by_layer:
+            how = self.config.offload, self.in_place
             trees = grads, state.transform, params
-            params, moments = layer_by_layer(update, *trees, self.in_place)
+            params, moments = layer_by_layer(update, *trees, *how)
         else:
             params, moments = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
@@ -122,7 +141,7 @@ def make_optimizer(
     mesh: Mesh | None = None,
     specs: Any = None,
     seed: int = 0,
-    in_place: bool = True,
+    platform: str = "cpu",
 ) -> Optimizer:
     """Build the optimizer.
 
@@ -135,7 +154,7 @@ def make_optimizer(
         mesh: whose devices share Muon's work.
         specs: tree of the parameters' PartitionSpecs on it.
         seed: of random rounding.
-        in_place: how moments in host memory are updated (train/optimizer/offload.py).
+        platform: that it runs on.
     """
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
@@ -161,5 +180,5 @@ def make_optimizer(
         matrices = muon(config, infos, compute, mesh, specs)
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    made = factor(schedule, num_steps), storage, in_place
+    made = factor(schedule, num_steps), storage, platform
     return Optimizer(config, transform, *made)

@@ -1,6 +1,7 @@
 """Moments in bfloat16 and eight bits: near float64, without bias, harmless."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,18 @@ import optax
 import pytest
 
 from model.params import Kind, ParamInfo
-from tests.train.optimizer.test_update import ADAMW, INFOS, MUON, draw, take_steps
-from train.config import MomentDtype
+from tests.train.optimizer.test_update import (
+    ADAMW,
+    INFOS,
+    LEVEL,
+    MUON,
+    draw,
+    take_steps,
+)
+from train.config import MomentDtype, OptimizerName
 from train.optimizer.moments import from_eight_bits, is_eight_bits, to_eight_bits
 from train.optimizer.rounding import key_of_step, random_bits
+from train.optimizer.update import make_optimizer
 
 MATRIX = ParamInfo(("layers", "embed", "heads", "head_dim"), Kind.matrix, 1)
 VECTOR = ParamInfo(("layers", "embed"), Kind.vector)
@@ -137,3 +146,32 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
         assert float(jnp.mean(average)) == pytest.approx(1 - 19e-4, abs=3e-4)
     moments = optax.tree_utils.tree_get(state.transform, "mu")
     assert {m.dtype for m in moments.values()} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", [OptimizerName.adamw, OptimizerName.lion])
+def test_an_update_by_layers_is_that_of_all_at_once(name):
+    """As GPUs update moments of eight bits."""
+    infos = {
+        "layers": {
+            "matrix": ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1),
+            "vector": ParamInfo(("layers", "embed"), Kind.vector),
+        },
+        "table": ParamInfo(("vocab", "embed"), Kind.table),
+    }
+    layers = {"matrix": (3, 8, 12), "vector": (3, 8)}
+
+    def drawn(seed: int) -> dict:
+        return {"layers": draw(seed, layers), **draw(seed, {"table": (10, 8)})}
+
+    config = replace(ADAMW, name=name, moment_dtype=MomentDtype.int8)
+    results = []
+    for platform in ("cpu", "gpu"):
+        optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
+        assert optimizer.by_layer == (platform == "gpu")
+        params = drawn(0)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for step in range(3):
+            params, state = update(drawn(step + 1), 1.0, state, params, step)
+        results.append(params)
+    close = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, *results)
