@@ -118,7 +118,7 @@ def _cut_across_slices(program: Program) -> bool:
     across = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
     cut = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
-    return program.how.on_tpu and any(
+    return program.how.platform == "tpu" and any(
         num_parts(program.mesh, [axis]) > 1 for axis in cut - across
     )
 
