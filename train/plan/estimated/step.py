@@ -35,7 +35,7 @@ from train.sharding import bytes_per_device
 # benchmarks/estimates.py. Of TPUs whose gathers go by rows and columns none does (v5p).
 # What TPU's hosts send between slices runs beside the layer.
 _BESIDE = {
-    "tpu": {"all-gather": 1.0, "reduce-scatter": 1.0},
+    "tpu": {"all-gather": 1.0},
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
 _JOINED = 30 * 2**20  # bytes that XLA's GPU compiler gathers at once, as it was seen to

@@ -79,6 +79,8 @@ def test_slices_reduce_over_the_slow_network(laid_out):
     assert between.kind == "all-reduce"
     assert between.sent == between.payload  # 2 (n - 1) / n of it
     assert 0 < between.overlapped < 1
+    near = {row.kind: row.overlapped for row in found.sent if row.axes == ("fsdp",)}
+    assert near["reduce-scatter"] == 0 < near["all-gather"], "as compiled for TPUs"
 
 
 def test_what_is_cut_across_slices_is_sent_in_their_network_and_then_between(laid_out):
