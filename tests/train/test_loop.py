@@ -362,7 +362,9 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
 def test_evaluate_scores_the_newest_checkpoint(door, straight):
     result = door(straight, "runtime.cpu_devices=2", module="train.evaluate", config=())
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = json.loads(result.stdout.splitlines()[-1])
+    said = f"validation  {found['loss']:.4f} nats a token, "
+    assert said in result.stdout.partition("evaluated   step 20, on ")[2]
     expected = json.loads((straight / "results.json").read_text())
     assert found["step"] == 20
     assert found["loss"] == pytest.approx(expected["eval/loss"], rel=1e-6)
@@ -383,7 +385,7 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     words = ("runtime.cpu_devices=2", "step=best", "num_batches=1")
     again = door(run, *words, module="train.evaluate", config=())
     assert again.returncode == 0, again.stderr
-    score = json.loads(again.stdout)
+    score = json.loads(again.stdout.splitlines()[-1])
     assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
     assert {*score["sets"]} == {"more"}
 

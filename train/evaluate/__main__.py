@@ -80,7 +80,7 @@ class Found(NamedTuple):
 
     asked: what makes it another question.
     metrics: by the names of metrics.jsonl.
-    printed: the same as JSON.
+    printed: the same as JSON, for programs: the last line.
     """
 
     step: int
@@ -108,16 +108,18 @@ def _by_tasks(asked: EvaluateConfig, cluster: "Cluster") -> Found:
     with jax.set_mesh(program.mesh):
         metrics = tasks.scores(params)
     rows = [row[:3] for row in scored(metrics)]
-    print_table(rows, ["task", "metric", "value"], f"tasks at step {step:,}")
+    title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
+    print_table(rows, ["task", "metric", "value"], title)
     question = {key: getattr(asked, key) for key in ("tasks", *_OF_TASKS)}
     return Found(step, question, metrics, metrics)
 
 
 def _on_sets(asked: EvaluateConfig) -> Found:
-    """Score the validation split, and sets by name."""
+    """Score the validation split, and sets by name; print lines for people."""
     import jax
 
     from data.sources import open_sets
+    from train.evaluate.results import score_lines
     from train.evaluate.validation import as_metrics, evaluate_all
     from train.load_run import load_run
 
@@ -130,7 +132,9 @@ def _on_sets(asked: EvaluateConfig) -> Found:
     sources = open_sets(sources, config.data, paths)
     with jax.set_mesh(program.mesh):
         scores = evaluate_all(program, params, sources, asked.num_batches)
-    metrics = as_metrics(scores)
+    metrics, targets = as_metrics(scores), scores[""].num_targets
+    print(f"evaluated   step {step:,}, on {targets:,} tokens")
+    print("\n".join(score_lines(metrics)))
     printed: dict[str, Any] = scores.pop("")._asdict()
     if scores:
         printed["sets"] = {name: score._asdict() for name, score in scores.items()}

@@ -75,14 +75,8 @@ def print_results(
         ]
     print()
     print(f"finished    {step:,} steps")
-    print(f"validation  {values['eval/loss']:.4f} nats a token, ", end="")
-    print(f"{values['eval/bits_per_byte']:.3f} bits per byte")
-    print(f"            {_compared(values)}")
-    for key, loss in values.items():
-        name = key.removeprefix("eval/").removesuffix("/loss")
-        if key == f"eval/{name}/loss":
-            bits = values[f"eval/{name}/bits_per_byte"]
-            print(f"  {name:<10}{loss:.4f} nats a token, {bits:.3f} bits per byte")
+    validation, *sets = score_lines(values)
+    print("\n".join([validation, f"            {_compared(values)}", *sets]))
     judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
     for task, metric, value, *_ in scored(judged):
         print(f"task        {task} {metric} {value}")
@@ -91,6 +85,19 @@ def print_results(
     print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
     print(f"to go on    {_changed(command, more)}", flush=True)
+
+
+def score_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """Return losses for people: of the validation split, then of each set."""
+    lines = []
+    for key, loss in metrics.items():
+        of, _, metric = key.rpartition("/")
+        if of.startswith("eval") and metric == "loss":
+            name = of.removeprefix("eval").strip("/")
+            bits = metrics[f"{of}/bits_per_byte"]
+            title = f"  {name:<10}" if name else "validation  "
+            lines.append(f"{title}{loss:.4f} nats a token, {bits:.3f} bits per byte")
+    return lines
 
 
 def _compared(values: dict[str, Any]) -> str:

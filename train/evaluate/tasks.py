@@ -132,15 +132,23 @@ class Tasks:
     @property
     def fingerprint(self) -> str:
         """The hash of what all processes must ask: the examples, and the harness."""
-        from lm_eval.evaluator_utils import get_sample_size
-
         digest = hashlib.sha256(version("lm_eval").encode())
         for name, task in self._loaded["tasks"].items():
             digest.update(f"{name} {task.config.num_fewshot}".encode())
-            count = get_sample_size(task, self._limit)
-            for example in itertools.islice(task.eval_docs, count):
+            for example in itertools.islice(task.eval_docs, self._count(task)):
                 digest.update(repr(example).encode())
         return digest.hexdigest()
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples all tasks ask."""
+        return sum(map(self._count, self._loaded["tasks"].values()))
+
+    def _count(self, task: Any) -> int:
+        from lm_eval.evaluator_utils import get_sample_size
+
+        there = len(task.eval_docs)
+        return min(there, get_sample_size(task, self._limit) or there)
 
     def scores(
         self, params: Any, beat: Callable[[], None] = lambda: None

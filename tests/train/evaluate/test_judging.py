@@ -63,6 +63,7 @@ def evaluated(run: Path, said: Path, devices: int, count: int) -> dict[str, floa
     assert fleet.wait() == [0] * count, fleet.said() + fleet.said(count - 1)
     lines = [line for line in fleet.said().splitlines() if line.startswith("{")]
     assert "toy_choices  acc_norm" in fleet.said()
+    assert "tasks at step 6, 21 examples" in fleet.said()
     assert "WARNING" not in fleet.said()
     if count > 1:
         assert "toy" not in fleet.said(1)

@@ -9,7 +9,7 @@ from etils import epath
 
 import train.evaluate.results
 from train.cli.command import compose
-from train.evaluate.results import print_results, results
+from train.evaluate.results import print_results, results, score_lines
 from train.evaluate.validation import Score
 from train.identity import run_dir
 
@@ -68,6 +68,15 @@ def shown(values: dict[str, Any], monkeypatch, capsys) -> str:
     monkeypatch.setattr(train.evaluate.results, "account", lambda events: "")
     print_results(values, "python -m train", compose([]), epath.Path("runs/x"))
     return capsys.readouterr().out
+
+
+def test_people_read_the_split_and_then_each_set():
+    metrics = {"step": 3, "eval/loss": 1.0, "eval/bits_per_byte": 1.5}
+    metrics |= {"eval/web/loss": 2.0, "eval/web/bits_per_byte": 3.0, "tasks/a/loss": 9}
+    assert score_lines(metrics) == [
+        "validation  1.0000 nats a token, 1.500 bits per byte",
+        "  web       2.0000 nats a token, 3.000 bits per byte",
+    ]
 
 
 def test_compressors_get_no_more_text_than_was_scored(monkeypatch, capsys):
