@@ -249,8 +249,8 @@ def _set(tree: DictConfig, override: Override, schema: type) -> str:
     if hydras or not isinstance(section, DictConfig | None):
         return unknown_key(schema, key)
     kind = {DictConfig: dict, ListConfig: list}.get(type(node), object)
-    # What is a list in one table may be a name or null in another.
-    kind = object if in_table and kind is list else kind
+    # What is a list in one table may be a name in another; null may stand for a list.
+    kind = object if kind is list and (in_table or value is None) else kind
     if not isinstance(value, kind):
         return value_rule(schema, key, type_of(schema, key)[0])
     try:

@@ -163,6 +163,13 @@ def test_values_are_shown_as_they_are_typed(run):
     assert "must be false" in entry(result, "optimizer.offload = true")
 
 
+def test_null_takes_the_place_of_a_presets_list_where_it_may(run):
+    typed = ("model=gemma2_nano", "model.layer_pattern=null", "profile.steps=null")
+    result = run(*typed)
+    assert "must be a list" in entry(result, "profile.steps = null")
+    assert result.stderr.startswith("1 mistake ")
+
+
 def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(run):
     result = run("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
     assert result.stderr.startswith("2 mistakes")
