@@ -5,6 +5,7 @@ Settings, names and shapes are compared with the model's before anything is read
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
-from model.choices import Position
+from model.choices import Mlp, Position
+from model.config import ModelConfig
 from model.params import named
-from train.errors import ConfigError, Mistake
-from train.pretrained.families import Family, family_of
-from train.pretrained.settings import RATES, rope_of
+from train.errors import ConfigError, Mistake, as_typed
+from train.pretrained.families import FAMILIES, SOME, Family
+from train.pretrained.settings import KEYS, RATES, ROPE_KEYS, pattern_of, rope_of
 from train.pretrained.tensors import Parts
 from train.program import Program
 
@@ -48,14 +50,7 @@ class Folder:
             rule = 'needs the package safetensors; pip install -e ".[export]"'
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
-        try:
-            self.settings: dict[str, Any] = json.loads(
-                (folder / "config.json").read_text()
-            )
-        except (OSError, ValueError) as error:
-            rule = "must be a folder with config.json and weights, or a run's "
-            rule += f"({error})"
-            raise ConfigError([Mistake(_KEY, path, rule)]) from None
+        self.settings = _settings_in(path)
         listed, files = _listed(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
         there = set[str]()
@@ -127,13 +122,11 @@ def check_folder(path: str, program: Program) -> dict[str, str]:
         ConfigError: with all that differs.
         DataError: naming a file that is missing or damaged.
     """
-    family = family_of(program.config.model)
+    family = _family_in(path, program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
-        rules = [*_other_settings(folder, family, program)]
-        rules = rules or [*_other_tensors(folder, parts, program)]
-        if rules:
+        if rules := [*_other_tensors(folder, parts, program)]:
             raise ConfigError([Mistake(_KEY, path, rule) for rule in rules])
         return {"weights to start from": folder.digest}
 
@@ -145,40 +138,97 @@ def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
     return Parts(family, program.config.model, program.infos, rows)
 
 
-def _other_settings(folder: Folder, family: Family, program: Program) -> Iterator[str]:
-    """Yield what the folder's config.json says otherwise, where it says it."""
-    theirs, model = folder.settings, program.config.model
-    if kept := theirs.get("quantization_config"):
-        yield (
-            f"holds quantized weights ({kept.get('quant_method')}), which are not "
-            "read; let transformers load it with dequantize=True in its "
-            "quantization_config, and start from what save_pretrained writes then"
-        )
-        return
-    if theirs.get("model_type") not in (family.name, *family.also):
-        yield (
-            f"holds a model of type {theirs.get('model_type')}; model.* makes one of "
-            f"family {family.name}"
-        )
-        return
+def _settings_in(path: str) -> dict[str, Any]:
+    """Return what is in a folder's config.json."""
+    try:
+        return json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        rule = f"must be a folder with config.json and weights, or a run's ({error})"
+        raise ConfigError([Mistake(_KEY, path, rule)]) from None
+
+
+def _family_in(path: str, model: ModelConfig) -> Family:
+    """Return the family of a folder's model, if by its settings it is this model.
+
+    Raises:
+        ConfigError: if not, with what to type to take its settings.
+    """
+    theirs = _settings_in(path)
+    kind, kept = theirs.get("model_type"), theirs.get("quantization_config")
+    named = [f for f in FAMILIES if kind in (f.name, *f.also)]
+    if kept:
+        rule = f"holds quantized weights ({kept.get('quant_method')}), which are not "
+        rule += "read; let transformers load it with dequantize=True in its "
+        rule += "quantization_config, and start from what save_pretrained writes then"
+    elif not named:
+        rule = f"holds a model of type {kind}, which is none of "
+        rule += ", ".join(family.name for family in FAMILIES)
+    else:
+        family = min(named, key=lambda family: len(family.unmet(model)))
+        differing = {
+            f"model.{key}": (have, None if callable(family.needs[key]) else need)
+            for key, (have, need) in family.unmet(model).items()
+        }
+        differing |= _other_settings(theirs, family, model)
+        if theirs.get("vocab_size", 0) > (model.vocab_size or 0):
+            differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
+        if not differing:
+            return family
+        for name, key in _keys(family).items():  # what follows from keys that change
+            if name in theirs and getattr(model, key) is None:
+                differing.setdefault(f"model.{key}", (None, theirs[name]))
+        rule = f"holds a model of type {kind}, and model.* makes another:"
+        for key, (here, there) in differing.items():
+            there = "set" if there is SOME else as_typed(there)
+            rule += f"\n  {key} is {as_typed(here)}, there {there}"
+        typed = [
+            f"{key}={as_typed(there)}"
+            for key, (_, there) in differing.items()
+            if key.startswith("model.") and there is not SOME
+        ]
+        rule += f"\nto take its settings type {shlex.join(typed)}" if typed else ""
+    raise ConfigError([Mistake(_KEY, path, rule)])
+
+
+def _other_settings(
+    theirs: dict[str, Any], family: Family, model: ModelConfig
+) -> dict[str, tuple[Any, Any]]:
+    """Return the model's value and that of config.json, where it has another one.
+
+    By our key, where one makes that setting, else by the setting's name.
+    """
     ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
     ours |= family.settings(model)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
-    for key, value in ours.items():
-        there = theirs.get(key)
-        if key.startswith("rope_") or key in RATES:
-            continue
-        if there is not None and there != value:
-            yield f"has {key}={there} in its config.json, model.* makes it {value}"
-    if model.position is not Position.rotary:
-        return
-    turned = rope_of(theirs)
-    for kind, own in rope_of(ours).items():
-        for key, value in own.items():
-            there = turned.get(kind, {}).get(key)
+    kept = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}
+    pairs = [(kept, theirs, _keys(family))]
+    if family.needs["position"] is Position.rotary:
+        there, here = rope_of(theirs), rope_of(ours)
+        for layers, keys in ROPE_KEYS.items():
+            own, their = here.get(layers, {}), there.get(layers, {})
+            if own.get("rope_type") != their.get("rope_type"):
+                own = dict.fromkeys(keys.keys() & their.keys()) | own
+            pairs.append((own, their, keys))
+    found = dict[str, tuple[Any, Any]]()
+    for own, their, keys in pairs:
+        for name, value in own.items():
+            there = their.get(name)
             if there is not None and there != value:
-                yield f"has {key}={there} in its config.json, model.* makes it {value}"
+                key = f"model.{keys[name]}" if name in keys else name
+                said = {"rope_type": _kind, "layer_types": pattern_of}.get(name)
+                found[key] = (said(value), said(there)) if said else (value, there)
+    return found
+
+
+def _kind(rope_type: str) -> str:
+    return "none" if rope_type == "default" else rope_type
+
+
+def _keys(family: Family) -> dict[str, str]:
+    """Return the key of `model.*` that makes a setting of this family."""
+    experts = family.needs.get("mlp") is Mlp.moe
+    return KEYS | {"intermediate_size": "expert_dim"} if experts else KEYS
 
 
 def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:

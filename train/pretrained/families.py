@@ -98,24 +98,25 @@ class Family(NamedTuple):
     zeros: bool = False
     length: str = "max_position_embeddings"
 
-    def mistakes(self, model: ModelConfig) -> list[Mistake]:
-        """List what a model of this family cannot be."""
-        found = list[Mistake]()
+    def unmet(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Return what a model has, and what this family needs, where these differ."""
+        found = dict[str, tuple[Any, Any]]()
         sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
         for field, need in self.needs.items():
             have = sizes.get(field, attrgetter(field)(model))
             need = need(model) if callable(need) else need
-            if have == need or (need is SOME and have is not None):
-                continue
-            said = "set" if need is SOME else as_typed(need)
-            rule = (
-                f"must be {said} for transformers' {self.name}, the family that fits "
-            )
-            rule += (
-                "best; a model that no family can hold stays in the run's checkpoints"
-            )
-            found.append(Mistake(f"model.{field}", have, rule))
+            if have != need and (need is not SOME or have is None):
+                found[field] = have, need
         return found
+
+    def mistakes(self, model: ModelConfig) -> list[Mistake]:
+        """List what a model of this family cannot be."""
+        best = f"for transformers' {self.name}, the family that fits best; a model "
+        best += "that no family can hold stays in the run's checkpoints"
+        return [
+            Mistake(f"model.{field}", have, f"must be {_said(need)} {best}")
+            for field, (have, need) in self.unmet(model).items()
+        ]
 
     def tensors(self) -> dict[str, list[str]]:
         """Return the parameters that lie side by side in each tensor, by its name."""
@@ -125,6 +126,10 @@ class Family(NamedTuple):
                 own = [param.replace("*", end) for param in params]
                 names[name.replace("*", end)] = own
         return names
+
+
+def _said(need: Any) -> str:
+    return "set" if need is SOME else as_typed(need)
 
 
 _SCALED = "rope_scaling.kind"

@@ -1,5 +1,6 @@
 """What config.json says of a model of each family."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from model.choices import Scaling
@@ -7,6 +8,39 @@ from model.config import ModelConfig
 
 # Keys of dropout: others' rates do not bind a training of ours.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
+
+# Keys of `model.*` that make a setting what it is.
+KEYS = {
+    **{"hidden_size": "embed_dim", "n_embd": "embed_dim"},
+    **{"num_hidden_layers": "num_layers", "n_layer": "num_layers"},
+    **{"num_attention_heads": "num_heads", "n_head": "num_heads"},
+    **{"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"},
+    **{"intermediate_size": "mlp_dim", "n_inner": "mlp_dim"},
+    **{"num_local_experts": "num_experts", "num_experts": "num_experts"},
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_dim",
+    "norm_topk_prob": "router_normalized",
+    **{"rms_norm_eps": "norm_epsilon", "layer_norm_epsilon": "norm_epsilon"},
+    **{"attention_bias": "bias", "tie_word_embeddings": "tied_head"},
+    **{"sliding_window": "window", "query_pre_attn_scalar": "query_scale_dim"},
+    "attn_logit_softcapping": "attention_soft_cap",
+    "final_logit_softcapping": "logit_soft_cap",
+    **{"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+    "layer_types": "layer_pattern",
+}
+_SCALING = {
+    **{"rope_theta": "rope_theta", "rope_type": "rope_scaling.kind"},
+    **{"factor": "rope_scaling.factor", "truncate": "rope_scaling.truncate"},
+    "original_max_position_embeddings": "rope_scaling.original_length",
+    **{"low_freq_factor": "rope_scaling.slow_turns"},
+    **{"high_freq_factor": "rope_scaling.fast_turns"},
+    **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
+}
+# The same of rotary positions, by kind of layer.
+ROPE_KEYS = {
+    "full_attention": _SCALING,
+    "sliding_attention": {"rope_theta": "rope_theta_local"},
+}
 
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
@@ -112,6 +146,14 @@ def gpt_oss(model: ModelConfig) -> dict[str, Any]:
 def _layer_types(model: ModelConfig) -> list[str]:
     kinds = {True: "full_attention", False: "sliding_attention"}
     return [kinds[window is None] for window in model.windows]
+
+
+def pattern_of(layer_types: Sequence[str]) -> list[str]:
+    """Return the shortest pattern that is repeated over layers, as the model has it."""
+    reach = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
+    lengths = range(1, len(reach) + 1)
+    repeated = (n for n in lengths if reach[n:] == reach[: len(reach) - n])
+    return reach[: next(repeated, 0)]
 
 
 def gemma2(model: ModelConfig) -> dict[str, Any]:
