@@ -5,8 +5,9 @@ from enum import StrEnum
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import DistributedConfig, RunConfig, RuntimeConfig, Step
+from train.config import Config, DistributedConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
+from train.identity import run_dir
 
 
 class ExportDtype(StrEnum):
@@ -46,17 +47,20 @@ def main(asked: ExportConfig) -> int:
             `tokenizers` is not installed.
         DataError: if the tokenizer cannot be written so that it gives the same ids.
     """
+    import jax
+
+    from train.distributed.processes import join
+    from train.load_run import load_run
+    from train.pretrained.families import family_of
+    from train.pretrained.folder import empty_folder, write_folder
+    from train.run.starts import read_run
+
+    family_of(read_run(run_dir(Config(run=asked.run))).model)
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
         rule = f'needs the package {error.name}; pip install -e ".[export]"'
         raise ConfigError([Mistake("output", asked.output, rule)]) from None
-    import jax
-
-    from train.distributed.processes import join
-    from train.load_run import load_run
-    from train.pretrained.folder import empty_folder, write_folder
-
     folder = empty_folder(asked.output or "")
     leads = join(asked.distributed, lambda: None).is_leader
     program, sources, step, params = load_run(asked.run, asked.runtime, asked.step)

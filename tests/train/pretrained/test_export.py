@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import tracemalloc
 
 import jax
@@ -16,8 +17,10 @@ from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 from model.axes import ANYWHERE
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
-from train.cli.command import compose
+from train.cli.command import compose, to_yaml
+from train.config import RunConfig
 from train.errors import ConfigError
+from train.export import ExportConfig, main
 from train.pretrained import weights
 from train.pretrained.families import family_of
 from train.pretrained.folder import empty_folder, settings_of
@@ -207,6 +210,20 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
     assert keys == {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}
     rules = {mistake.key: mistake.rule for mistake in error.value.mistakes}
     assert rules["model.logit_soft_cap"].startswith("must be null for transformers'")
+
+
+@pytest.mark.parametrize(
+    ("preset", "said"), [("gpt_nano", "the family that fits"), ("llama_nano", "pip")]
+)
+def test_the_family_is_asked_for_before_any_package(
+    composed, tmp_path, monkeypatch, preset, said
+):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    config = composed(f"model={preset}")
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    asked = ExportConfig(RunConfig(dir=str(tmp_path)), output=f"{tmp_path}/out")
+    with pytest.raises(ConfigError, match=said):
+        main(asked)
 
 
 @pytest.mark.parametrize(
