@@ -29,9 +29,9 @@ INTRODUCTION = """\
 # Every key
 
 Made from the dataclasses; what a preset sets instead of a default stands in
-`configs/`, and `python -m train --cfg job` shows the outcome. `null` is nothing given.
-Commands on a run (`train.evaluate` and the like) take `run.*` too, some also
-`runtime.*`."""
+`configs/`, and `python -m train --cfg job` shows the outcome and what is wrong with
+it. `null` is nothing given. Commands on a run (`train.evaluate` and the like) take
+`run.*` too, some also `runtime.*`."""
 
 
 def page() -> str:
