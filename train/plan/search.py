@@ -25,7 +25,7 @@ from rich.progress import track
 from data.machine import cache_folder
 from train.cli.rules import validate
 from train.config import MESH_AXES, Config
-from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake
+from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake, as_typed
 from train.hardware.chips import chip_of
 from train.identity import HARMLESS, covered, flatten
 from train.mesh import Device
@@ -239,7 +239,7 @@ def _shown(items: list[Any], what: str) -> Iterable[Any]:
 
 
 def _why(mistake: Mistake) -> str:
-    return f"{mistake.key}={mistake.value} {mistake.rule.partition(';')[0]}"
+    return f"{mistake.key}={as_typed(mistake.value)} {mistake.rule.partition(';')[0]}"
 
 
 def _rank(one: Candidate) -> tuple[bool, float, int]:

@@ -96,13 +96,15 @@ def print_result(result: SearchResult) -> None:
     )
     for one in result.excluded.values():
         meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
-        print(f"excluded    {meshes}, the first since {one.why}")
+        print(f"impossible  {meshes}; the first of them: {one.why}")
     known = {w.layout for w in result.compiled}
     fitting = (w for w in result.weighed if w.fits)
     kept = [w for w in frontier(fitting) if w.layout not in known]
     rows = [*result.compiled, *kept[:_SHOWN]]
-    if result.best is None and result.closest not in rows:
-        rows.append(result.closest)
+    own = [w for w in result.weighed if w.layout == result.given]
+    own = [] if result.given in known else own
+    for one in [*own, *([] if result.best else [result.closest])]:
+        rows += [one] if one not in rows else []
     print_table(
         [
             [
@@ -112,7 +114,7 @@ def print_result(result: SearchResult) -> None:
                 format_bytes(w.needed),
                 format_bytes(w.spare) if w.fits else f"-{format_bytes(-w.spare)}",
                 w.how,
-                w.layout.overrides + " (as given)" * (w.layout == result.given),
+                w.layout.overrides + " (this config's)" * (w.layout == result.given),
             ]
             for w in rows
         ],
@@ -154,7 +156,8 @@ def _print_changes(weighed: Sequence[Candidate]) -> None:
         )
     if rows:
         headers = ["change", "needed", "time a step", "tokens/s", "fastest that fits"]
-        print_table(rows, headers, f"alone, first to {plain.layout.overrides}")
+        against = f"needed and time against {plain.layout.overrides}"
+        print_table(rows, headers, f"each change by itself; {against}")
 
 
 def none_fits(result: SearchResult) -> str:

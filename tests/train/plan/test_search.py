@@ -147,11 +147,13 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     room = MemoryBudget(2**20, 2**20, 2**20)
     found = search(config, devices, room)
     assert found.best is None
+    assert found.given is not None
     print_result(found)
     printed = capsys.readouterr().out
     assert "none fits" in printed
     least = min(found.weighed, key=lambda one: one.needed)
-    (row,) = [line for line in printed.splitlines() if line.startswith("no ")]
+    own, row = (line for line in printed.splitlines() if line.startswith("no "))
+    assert own.endswith(f"{found.given.overrides} (this config's)")
     assert row.endswith(least.layout.overrides)
     for size in (least.needed, room.available, least.needed - room.available):
         assert format_bytes(size) in printed.partition("best ")[2]
@@ -191,7 +193,11 @@ def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices
 def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     found = search(config, devices, room)
     print_result(found)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "yes" in line]
+    printed = capsys.readouterr().out
+    assert "impossible  3 meshes; the first of them: mesh.params.heads=" in printed
+    assert found.given is not None
+    assert f"{found.given.overrides} (this config's)" in printed
+    lines = [line for line in printed.splitlines() if "yes" in line]
     assert lines
     assert found.best is not None
     assert found.best.layout.overrides in lines[0]
@@ -254,7 +260,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     assert needed.bytes == found.best.needed
     print_result(found)
     printed = capsys.readouterr().out
-    assert some[0] in printed.partition("alone, first to")[2]
+    assert some[0] in printed.partition("each change by itself; needed")[2]
     assert search(config, devices, room, precision=True) == found
     assert search(config, devices, room) == plain
 
