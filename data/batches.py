@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import tokenizer
 from data.config import DataConfig, Mistakes, Source
+from data.encoding import decode
 from data.errors import DataError
 from data.mixture import Mixture
 from data.rows import Batch, Rows, open_rows, read_rows
@@ -136,9 +136,7 @@ class Order:
             tokens = store.split("train")
             for column, start, length in self.rows[name].pieces(int(number)):
                 document, begin, _ = tokens.document_at(start)
-                text = tokenizer.decode(
-                    store.encoding, tokens.read(start, start + length)
-                )
+                text = decode(store.encoding, tokens.read(start, start + length))
                 key, first = tokens.document_id(document), start - begin
                 yield Excerpt(row, column, name, key, document, first, text)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data import tokenizer
 from data.batches import Excerpt
+from data.encoding import decode
 from data.text.files import SPLITS, Split
 from data.token_store.store import Store
 from data.token_store.writer import SKIPPED
@@ -65,7 +65,7 @@ def samples(store: Store, split: Split, count: int, seed: int, width: int) -> st
     for number in sorted(numbers.tolist()):
         start, stop = tokens.array("offsets", number, number + 2).tolist()
         ids = tokens.read(start, min(stop, start + width))
-        text = tokenizer.decode(store.encoding, ids)[:width]
+        text = decode(store.encoding, ids)[:width]
         lines.append(f"{tokens.document_id(number)} ({stop - start:,} tokens)")
         lines += [f"  | {line}" for line in text.splitlines()]
     return "\n".join(lines)

@@ -1,30 +1,19 @@
-"""Bytes to token ids and back, losslessly, with tiktoken.
+"""Tokenizers by name: bytes, tiktoken's, a rank file's, a folder's.
 
-Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
-holds the 256 single bytes, as all of tiktoken's do, also bytes that are not UTF-8. Only
-a folder's tokenizer may say that text is normalized first: that comes back then.
-Text that contains the name of a special token is text, never control. Nothing is
-downloaded for "bytes" or a local rank file.
+Nothing is downloaded for "bytes", a local rank file or a folder.
 """
 
 import base64
 import hashlib
 import json
-import re
-import unicodedata
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import tiktoken
 
 from data.config import PUBLISHED
+from data.encoding import BYTES, END_OF_TEXT, FolderEncoding
 from data.errors import DataError
-
-END_OF_TEXT = "<|endoftext|>"
-BYTES = "bytes"
+from data.tokenizer_folder import load_folder
 
 # A rank file holds no pattern; this is cl100k_base's, which Llama 3's file expects too.
 # Source: tiktoken 0.14, tiktoken_ext/openai_public.py.
@@ -32,67 +21,6 @@ RANK_FILE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
     r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# Longer text is encoded in pieces, each ending before white space where there is some:
-# tiktoken holds dozens of bytes for each byte of a run without a break.
-# Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has this very limit.
-_PIECE_CHARS = 400_000
-# What "surrogateescape" makes of the bytes that are not UTF-8.
-_NOT_UTF8 = re.compile("([\udc80-\udcff])")
-
-
-Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # of Unicode
-
-
-class FolderEncoding(tiktoken.Encoding):
-    """A folder's tokenizer, which may have rules for text before it is cut.
-
-    form: that text is brought into; None: it stays as it is.
-    words: tokens outside of the vocabulary that a text may spell.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        form: Form | None = None,
-        words: Sequence[str] = (),
-        **ranks: Any,
-    ):
-        """Make it of what `tiktoken.Encoding` takes besides."""
-        super().__init__(name, **ranks)
-        self.form: Form | None = form
-        self.words = sorted(words, key=len, reverse=True)
-        spelled = "|".join(map(re.escape, self.words))  # the longest is tried first
-        self._word = re.compile(f"({spelled})") if words else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what it is made of, for other processes."""
-        return {
-            "name": self.name,
-            "pat_str": self._pat_str,
-            "mergeable_ranks": self._mergeable_ranks,
-            "special_tokens": self._special_tokens,
-            **self.rules,
-        }
-
-    @property
-    def rules(self) -> dict[str, Any]:
-        """The rules for text that there are."""
-        rules = {"form": self.form, "words": self.words}
-        return {name: rule for name, rule in rules.items() if rule}
-
-    def encode_to_numpy(self, text: str, **how: Any) -> npt.NDArray[np.uint32]:
-        """Encode text as its rules say."""
-        parts = list[npt.NDArray[np.uint32]]()
-        cut = [text] if self._word is None else self._word.split(text)
-        for index, part in enumerate(cut):
-            if index % 2:
-                parts.append(np.array([self._special_tokens[part]], np.uint32))
-                continue
-            if self.form is not None:
-                part = unicodedata.normalize(self.form, part)
-            parts.append(super().encode_to_numpy(part, **how))
-        return np.concatenate(parts)
 
 
 def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
@@ -114,8 +42,6 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
         )
     if is_folder(name):
-        from data.tokenizer_folder import load_folder  # which needs this module
-
         return load_folder(name, sha256)
     if name not in PUBLISHED:
         return _load_rank_file(name, sha256)
@@ -198,74 +124,3 @@ def rank_file(name: str) -> bytes | None:
 def is_folder(name: str) -> bool:
     """Return whether a tokenizer's name means a folder."""
     return name not in (BYTES, *PUBLISHED) and Path(name).expanduser().is_dir()
-
-
-def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Hash what decides the ids; the name does not."""
-    digest = hashlib.sha256()
-    # Source: tiktoken's README, "Extending tiktoken", documents these three.
-    for token, rank in sorted(encoding._mergeable_ranks.items()):
-        digest.update(b"%d:%d:%s;" % (rank, len(token), token))
-    for special, rank in sorted(encoding._special_tokens.items()):
-        digest.update(f"special {rank}:{len(special)}:{special};".encode())
-    digest.update(encoding._pat_str.encode())
-    if isinstance(encoding, FolderEncoding) and encoding.rules:
-        digest.update(json.dumps(encoding.rules).encode())
-    return digest.hexdigest()
-
-
-def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
-    """Round the number of ids up to a multiple of 128, which any mesh can shard."""
-    return -(-encoding.n_vocab // 128) * 128
-
-
-def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
-    """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
-
-    The end-of-text token is never among them, whatever the text says.
-    """
-    if encoding.name == BYTES:
-        return np.frombuffer(text, np.uint8)
-    pieces = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
-    parts = [np.zeros(0, np.uint32)]
-    for index, piece in enumerate(pieces):
-        if index % 2:
-            byte = piece.encode("utf-8", "surrogateescape")
-            parts.append(np.array([encoding.encode_single_token(byte)], np.uint32))
-            continue
-        for short in _short_pieces(piece):
-            parts.append(encoding.encode_to_numpy(short, disallowed_special=()))
-    return np.concatenate(parts)
-
-
-def _short_pieces(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > _PIECE_CHARS:
-        stop = start + _PIECE_CHARS
-        last = max(text.rfind(space, start + 1, stop) for space in " \n")
-        stop = stop if last < 0 else last
-        yield text[start:stop]
-        start = stop
-    if start < len(text):
-        yield text[start:]
-
-
-def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> bytes:
-    """Decode ids of any integer dtype; those without a token stand for nothing."""
-    ids = np.asarray(ids, np.int64).reshape(-1)
-    ids = ids[(ids >= 0) & (ids < encoding.n_vocab)]
-    if encoding.name == BYTES and not (ids == encoding.eot_token).any():
-        return ids.astype(np.uint8).tobytes()
-    try:
-        return encoding.decode_bytes(ids.tolist())
-    except KeyError:  # some vocabularies leave gaps between their special tokens
-        values = {*encoding._mergeable_ranks.values()}
-        values |= {*encoding._special_tokens.values()}
-        return encoding.decode_bytes(
-            [token for token in ids.tolist() if token in values]
-        )
-
-
-def decode(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> str:
-    """Decode any ids, never raising: what is not UTF-8 becomes U+FFFD."""
-    return decode_bytes(encoding, ids).decode("utf-8", "replace")

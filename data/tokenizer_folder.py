@@ -20,8 +20,8 @@ from typing import Any, get_args
 
 import tiktoken
 
+from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
-from data.tokenizer import END_OF_TEXT, FolderEncoding, Form
 from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"

@@ -11,8 +11,8 @@ from typing import Any
 
 import tiktoken
 
+from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode
 from data.errors import DataError
-from data.tokenizer import BYTES, END_OF_TEXT, FolderEncoding, encode
 
 COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive count of a pattern
 # In as many scripts as fit in a few lines: what an export must encode as we do.

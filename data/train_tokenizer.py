@@ -14,10 +14,11 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
+from data.encoding import encode
 from data.errors import DataError
 from data.text.records import Reading
 from data.token_store.storage import written_whole
-from data.tokenizer import encode, load_tokenizer
+from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.config import Count
 from train.errors import Mistake

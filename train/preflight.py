@@ -15,8 +15,8 @@ from functools import partial
 import jax
 
 from data.batches import Order
+from data.encoding import padded_vocab_size
 from data.sources import Sources, encoding_of, open_sets, open_sources
-from data.tokenizer import padded_vocab_size
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all

@@ -13,9 +13,9 @@ import jax
 from etils import epath
 
 from data.batches import Order, batch_number
+from data.encoding import padded_vocab_size
 from data.errors import DataError
 from data.sources import encoding_of
-from data.tokenizer import padded_vocab_size
 from train.config import Config
 from train.describe import describe, describe_data
 from train.distributed.preemption import Crash, Preemption

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import tiktoken
 
-from data import tokenizer
 from data.config import DataConfig, OnError, PrepareConfig
+from data.encoding import fingerprint
 from data.errors import DataError
 from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_corpus, find_files
@@ -33,6 +33,7 @@ from data.token_store.progress import Meter
 from data.token_store.storage import Storage, written_whole
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
+from data.tokenizer import load_tokenizer, rank_file
 from data.tokenizer_folder import digest_of
 
 _ABANDONED_AFTER_S = 24 * 3600
@@ -51,7 +52,7 @@ def cached_store(config: DataConfig) -> Store:
     Raises:
         DataError: the text or the tokenizer is missing, or the store is damaged.
     """
-    encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
     settings = EncodingSettings(
         config.tokenizer,
@@ -60,7 +61,7 @@ def cached_store(config: DataConfig) -> Store:
         config.validation,
         skip_bad=False,
     )
-    identity = f"{SCHEMA} {corpus.identity()} {tokenizer.fingerprint(encoding)}"
+    identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
@@ -91,7 +92,7 @@ def prepare_store(config: PrepareConfig) -> Store:
             belongs to something else, or is being prepared by another process.
     """
     assert config.output, "checked by the command"
-    encoding = tokenizer.load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     reading = Reading(
         config.text_field,
         config.id_field,
@@ -155,14 +156,14 @@ def build_store(
     about = {
         "tokenizer": settings.tokenizer,
         "tokenizer_sha256": settings.tokenizer_sha256,
-        "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
+        "tokenizer_fingerprint": fingerprint(encoding),
         "source": {"path": corpus.root, "validation": corpus.validation},
         "made_of": made_of(corpus, settings),
     }
     paths = [part_path(parts, task, settings) for task in tasks]
     segments = _segments(paths, corpus, settings.skip_bad)
     try:
-        ranks = tokenizer.rank_file(settings.tokenizer)
+        ranks = rank_file(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), about, ranks)
     except (OSError, ValueError) as error:
         raise DataError(

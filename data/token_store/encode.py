@@ -19,7 +19,6 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from data import tokenizer
 from data.errors import DataError
 from data.text.documents import read
 from data.text.files import Format, Unit
@@ -27,6 +26,7 @@ from data.text.records import Bad, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
 from data.token_store.storage import written_whole
+from data.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +127,7 @@ class _Encoder:
     ):
         self._folder, self._settings = folder, settings
         self._num_bytes, self._num_tokens = counts
-        self._encoding = tokenizer.load_tokenizer(
-            settings.tokenizer, settings.tokenizer_sha256
-        )
+        self._encoding = load_tokenizer(settings.tokenizer, settings.tokenizer_sha256)
 
     def encode(self, task: Task) -> None:
         """Make a task's part."""

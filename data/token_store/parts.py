@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import tiktoken
 
-from data import tokenizer
+from data.encoding import encode
 from data.text.files import SPLITS, Split, Unit
 from data.text.records import Bad, Reading, Record
 
@@ -77,7 +77,7 @@ class SegmentBuilder:
             self._notes["empty"] += 1
             return 0
         split = unit.split or split_of(record.id, self._validation)
-        tokens = tokenizer.encode(self._encoding, record.text).astype(self._dtype)
+        tokens = encode(self._encoding, record.text).astype(self._dtype)
         if record.ends and unit.marks_end:
             tokens = np.append(tokens, self._dtype.type(self._encoding.eot_token))
         self._tokens[split].append(tokens)

@@ -15,12 +15,13 @@ from typing import Any
 
 import tiktoken
 
-from data import tokenizer
+from data.encoding import decode_bytes, fingerprint
 from data.errors import DataError
 from data.text.files import SPLITS, Split
 from data.token_store.reader import TokenArray
 from data.token_store.storage import Storage
 from data.token_store.writer import MANIFEST, MANIFEST_DIGEST, RANKS, SCHEMA
+from data.tokenizer import load_tokenizer, parse_ranks
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Store:
                 break
             ids = tokens.read(start, min(start + 2**20, len(tokens)))
             ids = ids[ids != self.encoding.eot_token]
-            parts.append(tokenizer.decode_bytes(self.encoding, ids))
+            parts.append(decode_bytes(self.encoding, ids))
             size += len(parts[-1])
         return b"".join(parts)[:limit]
 
@@ -140,10 +141,10 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     except FileNotFoundError as error:
         raise DataError(f"{error}: is not there. {again}") from error
     if encoding is None and RANKS in manifest["files"]:
-        encoding = tokenizer.parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
+        encoding = parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
     elif encoding is None:
-        encoding = tokenizer.load_tokenizer(manifest["tokenizer"])
-    if tokenizer.fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
+        encoding = load_tokenizer(manifest["tokenizer"])
+    if fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
         raise DataError(
             f"{file}: its tokens were made with another tokenizer of the name "
             f"{manifest['tokenizer']}. Name that one, or delete {storage} to build it "

@@ -13,10 +13,11 @@ import pytest
 import tiktoken
 
 from data import bpe
+from data.encoding import encode
 from data.errors import DataError
 from data.text import files, streams
 from data.text.records import Reading
-from data.tokenizer import encode, load_tokenizer
+from data.tokenizer import load_tokenizer
 from data.train_tokenizer import TrainTokenizerConfig, main, validate, write
 from tests.fleet import REPOSITORY
 

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import tiktoken
 
+from data.encoding import decode, decode_bytes, encode, fingerprint, padded_vocab_size
 from data.errors import DataError
-from data.tokenizer import (
-    decode,
-    decode_bytes,
-    encode,
-    fingerprint,
-    load_tokenizer,
-    padded_vocab_size,
-)
+from data.tokenizer import load_tokenizer
 
 TEXT = "naïve 猫 <|endoftext|>\r\n  x".encode()
 EVERYTHING = bytes(range(256)) * 2 + TEXT + b"\xed\xa0"

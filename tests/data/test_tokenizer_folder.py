@@ -11,17 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from data.encoding import FolderEncoding, decode, encode, fingerprint
 from data.errors import DataError
-from data.tokenizer import (
-    RANK_FILE_PATTERN,
-    FolderEncoding,
-    decode,
-    encode,
-    fingerprint,
-    load_tokenizer,
-    parse_ranks,
-    rank_file,
-)
+from data.tokenizer import RANK_FILE_PATTERN, load_tokenizer, parse_ranks, rank_file
 from data.tokenizer_folder import FILE
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 

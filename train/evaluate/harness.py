@@ -18,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tiktoken import Encoding
 
 from data.batches import Batch
-from data.tokenizer import END_OF_TEXT, encode
+from data.encoding import END_OF_TEXT, encode
 from train.feed import local_rows, place
 from train.program import Program, shards_of
 from train.sample.generate import Sampling

@@ -90,8 +90,8 @@ def _prepare(
     """
     import jax
 
+    from data.encoding import padded_vocab_size
     from data.sources import encoding_of
-    from data.tokenizer import padded_vocab_size
     from train.hardware.devices import fake_devices, prepare
     from train.program import settle
     from train.runtime import set_up

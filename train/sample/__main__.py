@@ -83,7 +83,7 @@ def main(asked: SampleConfig) -> int:
         check_output(asked.output)
     import jax
 
-    from data.tokenizer import encode
+    from data.encoding import encode
     from train.console import printable
     from train.load_run import load_run
     from train.sample.generate import Sampling

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tiktoken import Encoding
 
+from data.encoding import decode, encode
 from data.sources import Sources
-from data.tokenizer import decode, encode
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake

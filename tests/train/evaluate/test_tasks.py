@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data.tokenizer import encode, load_tokenizer
+from data.encoding import encode
+from data.tokenizer import load_tokenizer
 from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
 from tests.train.evaluate.task_files import NAMES, write_tasks

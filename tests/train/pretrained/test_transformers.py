@@ -10,7 +10,8 @@ from flax import nnx
 
 from data import bpe
 from data.batches import Batch
-from data.tokenizer import RANK_FILE_PATTERN, decode, encode, parse_ranks
+from data.encoding import decode, encode
+from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
 from model.axes import ANYWHERE
