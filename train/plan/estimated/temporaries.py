@@ -7,8 +7,9 @@ Three moments are weighed; the one that needs most gives the items.
 - The layers: the gradients of all layers, and the backward pass of one layer: what its
   passes make (plan/estimated/schedule.py), gathered weights among it, and the gradient
   of the largest before it is scattered; of two on GPUs, where one travels meanwhile.
-- The update: the gradients, the largest product of the update, and of moments that lie
-  in host memory those that are on their way.
+- The update: the gradients, the largest product of the update, what its loops take and
+  give (matrices that travel to be orthogonalised), and of moments that lie in host
+  memory those that are on their way.
 
 At the first two lives what the layers kept for their backward pass, the features, and
 the sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all
@@ -139,9 +140,15 @@ def _update(step: LocalStep) -> dict[str, int]:
         for op in step.update.each()
         if op.flops
     ]
+    loops = sum(
+        op.trips * sum(array.bytes for array in (*op.slices, *op.stacked))
+        for op in step.update.each()
+        if any(inner.flops for inner in op.body)
+    )
     return {
         "gradients": _bytes(step, step.params),
         "optimizer's products": max(products, default=0),
+        "matrices on the way": loops,
         "moments on the way": _moved_moments(step.program),
     }
 

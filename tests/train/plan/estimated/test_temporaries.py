@@ -2,10 +2,11 @@
 
 import math
 
+import jax
 import pytest
 
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.temporaries import saved_bytes, tiled
+from train.plan.estimated.temporaries import saved_bytes, temporaries, tiled
 
 F32 = 4
 
@@ -32,3 +33,18 @@ def test_full_recomputation_keeps_the_inputs_of_the_layers(programs):
     inputs = model.num_layers * rows * length * model.embed_dim
     width = program.how.activation_dtype.itemsize
     assert saved_bytes(local_step(program)) * program.mesh.size == inputs * width
+
+
+def test_matrices_that_travel_are_there_twice_beside_the_gradients(
+    programs, monkeypatch
+):
+    """Parts of all layers' that are packed, and what became of them."""
+    monkeypatch.setattr("train.optimizer.packing._AT_ONCE", 1)  # one a round
+    small = "data.batch_size=2", "data.sequence_length=16", "model.num_layers=8"
+    muon = "optimizer=muon", "mesh.fsdp=2", "train.remat=full"
+    program = programs(*small, *muon, devices=2)
+    layers = jax.tree.leaves(program.state.params["layers"])
+    packed = sum(leaf.size for leaf in layers if leaf.ndim > 2) // 2
+    width = program.how.compute_dtype.itemsize
+    found = temporaries(local_step(program))
+    assert found["matrices on the way"] == 2 * packed * width
