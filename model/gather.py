@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 from model.execution import Execution
 
 _LANES = 128  # of a TPU's vectors, along the last dim
-_FEW = 8  # devices that XLA:TPU scatters over at once in every slice
+# Devices that XLA:TPU scatters over at once in every slice, and in every 3D torus.
+_FEW, _FEW_IN_3D = 8, 4
 _SMALL = 2**25  # bytes of what it gathers by an all-reduce (docs/log.md)
 
 
@@ -36,7 +37,7 @@ class Parts(NamedTuple):
     gather_again: in the backward pass, instead of keeping what was gathered.
     platform: for which XLA compiles it; on a TPU scatters go by rows and columns of
         devices.
-    gather_by_rows: whether gathers do, too; else only small ones.
+    gather_by_rows: whether gathers do, too, as in a 3D torus; else only small ones.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -113,7 +114,9 @@ class Parts(NamedTuple):
         """Give (dim, mesh axis, groups along it; None: all), as a scatter goes."""
         for dim, axes in self.cut:
             for axis in axes:
-                for groups in rows_and_columns(jax.lax.psum(1, axis), by_rows):
+                size = jax.lax.psum(1, axis)
+                few = _FEW_IN_3D if self.gather_by_rows else _FEW
+                for groups in rows_and_columns(size, few if by_rows else size):
                     yield dim, axis, groups
 
 
@@ -148,8 +151,8 @@ def on_shards(
     return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)
 
 
-def rows_and_columns(size: int, by_rows: bool) -> list[list[list[int]] | None]:
-    """Group the devices along an axis for a scatter over all of them.
+def rows_and_columns(size: int, few: int) -> list[list[list[int]] | None]:
+    """Group the devices along an axis for a scatter over all, if they are not few.
 
     XLA:TPU turns a scatter over all chips of a slice into an all-reduce of the whole,
     twice the bytes, and on a 3D torus so it does with gathers; not one over rows of
@@ -160,7 +163,7 @@ def rows_and_columns(size: int, by_rows: bool) -> list[list[list[int]] | None]:
         The groups of each step; None: of all devices.
     """
     rows = max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)
-    if not by_rows or size <= _FEW or rows == 1:
+    if size <= few or rows == 1:
         return [None]
     devices = np.arange(size).reshape(rows, size // rows)
     return [devices.T.tolist(), devices.tolist()]

@@ -47,6 +47,7 @@ def test_parts_make_the_whole_and_gradients_add_up_to_parts(
     run, monkeypatch, dim, axes, how
 ):
     monkeypatch.setattr("model.gather._FEW", 2)
+    monkeypatch.setattr("model.gather._FEW_IN_3D", 2)
     rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
     parts = Parts(((dim, axes),), rest, **how)
     spec = [None] * len(SHAPE)
@@ -73,7 +74,7 @@ def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
 @pytest.mark.parametrize("size", [12, 16, 64, 200, 256])
 def test_rows_and_then_columns_give_each_device_its_part(size):
     holds = {device: set(range(size)) for device in range(size)}
-    for groups in rows_and_columns(size, by_rows=True):
+    for groups in rows_and_columns(size, few=8):
         assert groups is not None
         assert sorted(itertools.chain(*groups)) == list(range(size))
         for group in groups:
@@ -86,8 +87,8 @@ def test_rows_and_then_columns_give_each_device_its_part(size):
 
 def test_few_devices_and_primes_go_in_one_step():
     for size in (1, 8, 13):
-        assert rows_and_columns(size, by_rows=True) == [None]
-    assert rows_and_columns(256, by_rows=False) == [None]
+        assert rows_and_columns(size, few=8) == [None]
+    assert rows_and_columns(256, few=256) == [None]
 
 
 @pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])
