@@ -40,25 +40,8 @@ class Optimizer:
     transform: optax.GradientTransformation
     factor: Callable[[jax.Array], jax.Array]  # of the step
     storage: Storage  # of weights and moments
-    platform: str = "cpu"  # that it runs on
-
-    @property
-    def in_place(self) -> bool:
-        """Whether new moments take the old ones' place, one layer's after another.
-
-        Ahead of time XLA:GPU is not told which arguments lie in host memory.
-        """
-        return not (self.config.offload and self.platform == "gpu")
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether layers are updated one by one.
-
-        Moments of eight bits, since XLA:GPU holds all layers' at once in float32.
-        """
-        eight = self.config.moment_dtype is MomentDtype.int8
-        alike = self.config.name is not OptimizerName.muon
-        return self.config.offload or (eight and alike and self.platform == "gpu")
+    by_layer: bool = False  # whether layers are updated one by one
+    in_place: bool = True  # as `layer_by_layer` has it
 
     def init(self, params: Any) -> OptimizerState:
         """Start: moments at zero, the average at the weights."""
@@ -180,5 +163,19 @@ def make_optimizer(
         matrices = muon(config, infos, compute, mesh, specs)
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    made = factor(schedule, num_steps), storage, platform
-    return Optimizer(config, transform, *made)
+    made = transform, factor(schedule, num_steps), storage
+    # Ahead of time XLA:GPU is not told which arguments lie in host memory.
+    in_place = not (config.offload and platform == "gpu")
+    return Optimizer(config, *made, _by_layer(config, platform, mesh), in_place)
+
+
+def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
+    """Choose whether layers are updated one by one.
+
+    XLA:GPU holds moments of eight bits of all layers at once in float32. Muon's
+    matrices travel together, and stages of a pipeline have other layers each.
+    """
+    staged = mesh is not None and mesh.shape["pipeline"] > 1
+    in_eight = config.moment_dtype is MomentDtype.int8
+    alike = config.name is not OptimizerName.muon and not staged
+    return config.offload or (platform == "gpu" and in_eight and alike)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -173,5 +174,8 @@ def test_an_update_by_layers_is_that_of_all_at_once(name):
         for step in range(3):
             params, state = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)
+    staged = SimpleNamespace(shape={"pipeline": 2})
+    apart = make_optimizer(config, LEVEL, 3, infos, mesh=staged, platform="gpu")
+    assert not apart.by_layer
     close = partial(np.testing.assert_allclose, rtol=1e-6)
     jax.tree.map(close, *results)
