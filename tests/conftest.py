@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,21 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget compiled programs behind a slow test once they are many.
+
+    XLA:CPU maps about a thousand regions of memory for each large one, and Linux allows
+    a process 65,530 (vm.max_map_count): a compilation dies of one more.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if not request.node.get_closest_marker("slow") or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
+from train.optimizer.by_layer import layer_by_layer
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
-from train.optimizer.offload import layer_by_layer
 from train.optimizer.schedule import factor
 
 
