@@ -32,6 +32,8 @@ class Execution(NamedTuple):
     platform: for which XLA compiles it: cpu, gpu, or tpu.
     gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
         devices.
+    slices: pairs of a mesh axis and the number of a TPU's slices that it lies in, with
+        neighbours in different ones (train/mesh.py).
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
@@ -56,6 +58,7 @@ class Execution(NamedTuple):
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     platform: str = "cpu"
     gather_by_rows: bool = False
+    slices: tuple[tuple[str, int], ...] = ()
     reduces_copies: bool = False
     attention: Attention = Attention.xla
     context_attention: ContextAttention = ContextAttention.ring

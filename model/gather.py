@@ -38,6 +38,8 @@ class Parts(NamedTuple):
     platform: for which XLA compiles it; on a TPU scatters go by rows and columns of
         devices.
     gather_by_rows: whether gathers do, too, as in a 3D torus; else only small ones.
+    slices: pairs of a mesh axis and the number of a TPU's slices that it lies in, with
+        neighbours in different ones.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -47,6 +49,7 @@ class Parts(NamedTuple):
     gather_again: bool = False
     platform: str = "cpu"
     gather_by_rows: bool = False
+    slices: tuple[tuple[str, int], ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -116,7 +119,8 @@ class Parts(NamedTuple):
             for axis in axes:
                 size = jax.lax.psum(1, axis)
                 few = _FEW_IN_3D if self.gather_by_rows else _FEW
-                for groups in rows_and_columns(size, few if by_rows else size):
+                slices = dict(self.slices).get(axis, 1)
+                for groups in nested(size, few if by_rows else size, slices):
                     yield dim, axis, groups
 
 
@@ -127,11 +131,11 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     """Return how a weight with these logical axes lies."""
     cut = how.rules.cut(axes)
     copies = how.rules.copies(axes) if how.reduces_copies else ()
-    again, by_rows = how.remat == "none", (how.platform, how.gather_by_rows)
+    again, travel = how.remat == "none", (how.platform, how.gather_by_rows, how.slices)
     place = how.rules.param_spec(axes)
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()
-    return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *by_rows)
+    return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *travel)
 
 
 def on_shards(
@@ -151,22 +155,33 @@ def on_shards(
     return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)
 
 
-def rows_and_columns(size: int, few: int) -> list[list[list[int]] | None]:
-    """Group the devices along an axis for a scatter over all, if they are not few.
+def nested(size: int, few: int, slices: int = 1) -> list[list[list[int]] | None]:
+    """Group the devices along an axis for the steps of a scatter over all.
 
     XLA:TPU turns a scatter over all chips of a slice into an all-reduce of the whole,
     twice the bytes, and on a 3D torus so it does with gathers; not one over rows of
     them and then over columns (docs/log.md). First devices far apart share what there
-    is, then those close by, so that device i ends with part i.
+    is, then those close by, so that device i ends with part i. Last come the slices,
+    when each chip is left with the least.
+
+    Args:
+        size: how many devices.
+        few: those of a slice that go in one step.
+        slices: that they lie in, neighbours in different ones.
 
     Returns:
         The groups of each step; None: of all devices.
     """
-    rows = max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)
-    if size <= few or rows == 1:
+    near = size // slices
+    rows = max(n for n in range(1, math.isqrt(near) + 1) if near % n == 0)
+    steps = (near,) if near <= few else (rows, near // rows)
+    steps = [n for n in (*steps, slices) if n > 1]
+    if len(steps) < 2:
         return [None]
-    devices = np.arange(size).reshape(rows, size // rows)
-    return [devices.T.tolist(), devices.tolist()]
+    devices = np.arange(size).reshape(steps)
+    return [
+        np.moveaxis(devices, i, -1).reshape(-1, n).tolist() for i, n in enumerate(steps)
+    ]
 
 
 def multiple(size: int) -> int:

@@ -21,7 +21,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     """Return the mesh, laid out so that the fast network carries the axes it can.
 
     With `mesh.dcn` factors the axes cross slices (or, where there are none, processes;
-    or else equal blocks of devices, to try a layout on one machine).
+    or else equal blocks of devices, to try a layout on one machine), one behind the
+    other. Along fsdp on TPUs neighbours are in different slices instead: of gradients
+    scattered over each slice first, least is left to pass between (model/gather.py).
 
     Raises:
         ConfigError: if sizes and devices do not fit together, with all that do not.
@@ -35,8 +37,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     blocks = [_lay(inner, granule) for granule in granules]
     grid = np.array(blocks).reshape(*dcn, *inner)
     rank = len(MESH_AXES)
-    order = [i for axis in range(rank) for i in (axis, axis + rank)]
-    grid = grid.transpose(order).reshape(*sizes.values())
+    order = np.arange(2 * rank).reshape(2, rank).T  # of each axis: between, within
+    if devices[0].platform == "tpu":
+        fsdp = MESH_AXES.index("fsdp")
+        order[fsdp] = order[fsdp, ::-1]
+    grid = grid.transpose(order.ravel()).reshape(*sizes.values())
     # Auto: shardings are hints to XLA's partitioner, not part of every array's type.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
 

@@ -138,6 +138,7 @@ def execution(
         expert_quantization=float8,
         reduce_dtype=jnp.dtype(reduce),
         gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
+        slices=(("fsdp", config.mesh.dcn.fsdp),) if platform == "tpu" else (),
         platform=platform,
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),

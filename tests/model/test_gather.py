@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from model.gather import Parts, multiple, rows_and_columns
+from model.gather import Parts, multiple, nested
 
 SHAPE = (16, 3, 24)
 
@@ -40,6 +40,8 @@ def numbers(*shape):
         {"platform": "gpu"},
         {"platform": "tpu"},
         {"platform": "tpu", "gather_by_rows": True},
+        {"platform": "tpu", "slices": (("fsdp", 2),)},
+        {"platform": "tpu", "gather_by_rows": True, "slices": (("fsdp", 2),)},
     ],
 )
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
@@ -71,11 +73,19 @@ def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
     assert (found[0, 0] == 4) == rounds
 
 
-@pytest.mark.parametrize("size", [12, 16, 64, 200, 256])
-def test_rows_and_then_columns_give_each_device_its_part(size):
+@pytest.mark.parametrize(
+    ("size", "slices", "num_steps"),
+    [(12, 1, 2), (64, 1, 2), (200, 1, 2), (8, 2, 2), (26, 2, 2), (1024, 4, 3)],
+)
+def test_rows_then_columns_then_slices_give_each_its_part(size, slices, num_steps):
     holds = {device: set(range(size)) for device in range(size)}
-    for groups in rows_and_columns(size, few=8):
+    steps = nested(size, 8, slices)
+    assert len(steps) == num_steps
+    for number, groups in enumerate(steps, 1):
         assert groups is not None
+        for group in groups:  # the last step alone crosses slices
+            crossed = len({device % slices for device in group})
+            assert crossed == (slices if number == len(steps) else 1)
         assert sorted(itertools.chain(*groups)) == list(range(size))
         for group in groups:
             for place, device in enumerate(group):
@@ -87,8 +97,8 @@ def test_rows_and_then_columns_give_each_device_its_part(size):
 
 def test_few_devices_and_primes_go_in_one_step():
     for size in (1, 8, 13):
-        assert rows_and_columns(size, few=8) == [None]
-    assert rows_and_columns(256, few=256) == [None]
+        assert nested(size, few=8) == [None]
+    assert nested(256, few=256) == nested(4, few=8, slices=4) == [None]
 
 
 @pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])

@@ -133,3 +133,9 @@ def test_an_axis_that_crosses_slices_has_its_outer_part_there(machine):
     config = MeshConfig(tensor=-1, dcn=DcnConfig(tensor=2))
     grid = make_mesh(config, machine("v5e-8x2")).devices
     assert [device.slice_index for device in grid.flat] == [0] * 8 + [1] * 8
+
+
+def test_neighbours_along_fsdp_are_in_different_slices(machine):
+    config = MeshConfig(fsdp=-1, tensor=2, dcn=DcnConfig(fsdp=2))
+    grid = make_mesh(config, machine("v5e-8x2")).devices
+    assert [device.slice_index for device in grid.flat] == [0, 0, 1, 1] * 4

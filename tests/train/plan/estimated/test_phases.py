@@ -38,13 +38,13 @@ def seen(mesh, *sent):
             {("DCN", "all-reduce", 200, 2), ("ICI", "all-reduce", 800, 4)},
         ),
         (("all-to-all",), {("DCN", "all-to-all", 800, 2)}),
-        # Two of each slice; one of each; those of one alone.
+        # Neighbours are in different slices. Two of each; one of each; of one alone.
         (
-            ("all-gather", (0, 2, 4, 6)),
+            ("all-gather", (0, 1, 4, 5)),
             {("DCN", "all-gather", 400, 2), ("ICI", "all-gather", 800, 2)},
         ),
-        (("reduce-scatter", (0, 4)), {("DCN", "reduce-scatter", 800, 2)}),
-        (("reduce-scatter", (0, 1)), {("ICI", "reduce-scatter", 800, 2)}),
+        (("reduce-scatter", (0, 1)), {("DCN", "reduce-scatter", 800, 2)}),
+        (("reduce-scatter", (0, 2)), {("ICI", "reduce-scatter", 800, 2)}),
     ],
 )
 def test_between_slices_a_chip_sends_its_share_of_what_its_slice_has(
