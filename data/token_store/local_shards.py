@@ -16,7 +16,6 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,11 +39,12 @@ class LocalShards:
 
     def __init__(self, folder: Path, dtype: np.dtype, length: int, metadata: Any):
         """Take the lengths from the array's metadata; no shard is opened."""
-        self.folder, self._dtype = folder, dtype
+        self.folder, self._dtype, self._width = folder, dtype, dtype.itemsize
         (shard_length,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         (self._chunk_length,) = metadata["codecs"][0]["configuration"]["chunk_shape"]
         self.chunks_per_shard = shard_length // self._chunk_length
         self._none = [np.zeros(0, self._dtype)]
+        self._chunk_bytes = self._chunk_length * self._width + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // self._chunk_length))
 
     @classmethod
@@ -73,7 +73,7 @@ class LocalShards:
         values = []
         for first in range(0, len(spans), _AT_ONCE):
             some = spans[first : first + _AT_ONCE]
-            parts = [list(itertools.starmap(self._place, self._cut(*s))) for s in some]
+            parts = [[self._place(*part) for part in self._cut(*s)] for s in some]
             if hasattr(os, "posix_fadvise"):
                 for shard, offset, size, *_ in itertools.chain.from_iterable(parts):
                     os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
@@ -85,21 +85,25 @@ class LocalShards:
                 values.append(whole)
         return values
 
-    def _cut(self, start: int, stop: int) -> Iterator[_Stretch]:
-        """Cut a stretch at the chunks: (chunk, first value in it, where it ends)."""
+    def _cut(self, start: int, stop: int) -> list[_Stretch]:
+        """Cut a stretch at the chunks."""
         length = self._chunk_length
-        for chunk in range(start // length, -(-stop // length)):
-            base = chunk * length
-            yield chunk, max(start - base, 0), min(stop - base, length)
+        first, last = start // length, -(-stop // length)
+        if last == first + 1:
+            return [(first, start - first * length, stop - first * length)]
+        return [
+            (n, max(start - n * length, 0), min(stop - n * length, length))
+            for n in range(first, last)
+        ]
 
     def _place(
         self, chunk: int, low: int, high: int
     ) -> tuple["_Shard", int, int, _Stretch | None]:
         """Return shard, offset and bytes to read, and what of a chunk to check."""
         number, nth = divmod(chunk, self.chunks_per_shard)
-        shard, width = _open(self, number), self._dtype.itemsize
+        shard, width = _open(self, number), self._width
         offset, size = shard.index[2 * nth], shard.index[2 * nth + 1]
-        if size != self._chunk_length * width + _CHECKSUM_BYTES:
+        if size != self._chunk_bytes:
             raise ValueError(f"{shard.path}: chunk {nth} is not there")
         if self._checked[chunk]:
             return shard, offset + low * width, (high - low) * width, None
