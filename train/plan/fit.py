@@ -41,6 +41,7 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
     kinds = [_recompute, _cut_batch, _shard]
     if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
+    kinds.append(partial(_shard, across=True))
     # They cost precision, or are slow: where nothing else does it.
     keys = itertools.groupby(SMALLER, lambda change: change.key)
     kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
@@ -67,21 +68,26 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
     return Advice(what, more, "search=true")
 
 
-def _shard(program: Program) -> list[_Change]:
-    """Shard the state over the devices of a slice or node that hold copies of it."""
-    config, mesh = program.config, program.mesh
-    inner = mesh.shape["data"] // config.mesh.dcn.data
-    if inner == 1:
+def _shard(program: Program, across: bool = False) -> list[_Change]:
+    """Shard the state over devices that hold copies: of a slice or node, or of all."""
+    config, shape = program.config, program.mesh.shape
+    dcn = config.mesh.dcn
+    copies = 1 if across else dcn.data
+    if shape["data"] == copies:
         return []
-    sizes = {"data": config.mesh.dcn.data, "fsdp": mesh.shape["fsdp"] * inner}
-    config = replace(config, mesh=replace(config.mesh, **sizes))
+    sizes = {"data": copies, "fsdp": shape["fsdp"] * shape["data"] // copies}
+    typed = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    if across:
+        dcn = replace(dcn, data=1, fsdp=dcn.fsdp * dcn.data)
+        typed += [f"mesh.dcn.data={dcn.data}", f"mesh.dcn.fsdp={dcn.fsdp}"]
+    config = replace(config, mesh=replace(config.mesh, **sizes, dcn=dcn))
     try:
-        program = make_program(config, list(mesh.devices.flat))
+        program = make_program(config, list(program.mesh.devices.flat))
     except ConfigError:  # so many do not divide the model's dims
         return []
     words = "shard the state over more devices instead of copying it"
-    override = " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-    return [_Change(words, override, program)]
+    words += ", those of other slices or nodes too" if across else ""
+    return [_Change(words, " ".join(typed), program)]
 
 
 def _recompute(program: Program) -> list[_Change]:

@@ -69,6 +69,17 @@ def test_what_is_advised_fits(laid_out, overrides, mib, override):
         assert "that fits, estimated" in advice.change
 
 
+def test_copies_of_slices_are_given_up_before_precision_is(composed, lay_out):
+    copies = "mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=8", REMAT
+    program = lay_out(composed(*GPT2, *copies), "v5e-4x2")
+    room = MemoryBudget(*[needs(program) - MIB] * 3)
+    advice = make_fit(program, estimate_memory(program), room)
+    all_of_it = "mesh.data=1 mesh.fsdp=8 mesh.dcn.data=1 mesh.dcn.fsdp=2"
+    assert advice.override == all_of_it
+    sharded = lay_out(composed(*GPT2, *copies, *all_of_it.split()), "v5e-4x2")
+    assert needs(sharded) <= room.available
+
+
 @pytest.mark.parametrize(
     ("mib", "override"),
     [
