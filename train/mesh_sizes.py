@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
@@ -150,6 +151,37 @@ def check_batch(
         raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
 
 
+def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
+    """Check that mesh axes divide the model's dims, as far as its config names them.
+
+    Each parameter's are checked where it is laid out (train/sharding.py).
+
+    Raises:
+        ConfigError: if not, with all that they do not.
+    """
+    model, mistakes = config.model, list[Mistake]()
+    dims = [
+        ("embed", "embed_dim", model.embed_dim),
+        ("heads", "num_heads", model.num_heads),
+        ("kv_heads", "num_kv_heads", model.kv_heads),
+    ]
+    if model.mlp is Mlp.moe:
+        dims.append(("experts", "num_experts", model.num_experts))
+        dims.append(("mlp", "expert_dim", model.expert_size))
+    else:
+        dims.append(("mlp", "mlp_dim", model.mlp_size))
+    for axis, field, size in dims:
+        entry = config.mesh.params.get(axis)
+        names = [entry] if isinstance(entry, str) else entry or []
+        shards = math.prod(sizes.get(name, 1) for name in names)
+        if size % shards:
+            rule = f"puts model.{field}={size} on {shards} devices, which do not "
+            rule += f"divide it; change size or mesh, or map {axis} to null"
+            mistakes.append(Mistake(f"mesh.params.{axis}", entry, rule))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
 def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     """List what the mesh does not divide, as far as that is known without JAX.
 
@@ -171,6 +203,7 @@ def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
             lambda: count and axis_sizes(config.mesh, count),
             lambda: check_pipeline(config, sizes),
             lambda: check_batch(rows, parts, num_shards(sizes, batch), passes),
+            lambda: check_dims(config, sizes),
         )
     except ConfigError as error:
         return error.mistakes

@@ -346,18 +346,19 @@ def test_help_mistakes_and_status_are_cheap(tmp_path, module, argument, heavy):
 def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     sizes = ("mesh.fsdp=3", "data.batch_size=7", "runtime.cpu_devices=8")
     result = run(*sizes, "model.num_hedas=3")
-    assert result.stderr.startswith("3 mistakes")
+    assert result.stderr.startswith("4 mistakes")
     assert "multiply to the 8 devices" in result.stderr
     # In the order typed, then of the config.
     starts = [
         line.split()[0] for line in result.stderr.splitlines() if line[:3] == "  m"
     ]
-    assert starts == ["mesh", "model.num_hedas"]
+    assert starts == ["mesh", "model.num_hedas", "mesh.params.embed"]
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
     monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
-    result = run(*sizes, "model.num_hedas=3")
-    assert result.stderr.startswith("2 mistakes")
+    result = run(*sizes, "mesh.tensor=8", "model.num_hedas=3")
+    assert result.stderr.startswith("4 mistakes")
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+    assert "num_kv_heads=4 on 8" in entry(result, "mesh.params.kv_heads = tensor")
 
 
 def test_habits_of_other_programs_are_answered(run):
