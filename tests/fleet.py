@@ -79,8 +79,9 @@ class Fleet:
         address = f"localhost:{port or free_port()}"
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's, as in tests/conftest.py
         env.setdefault("JAX_PLATFORMS", "cpu")
+        # LLVM's, as in tests/conftest.py.
+        env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -135,6 +135,7 @@ class LaunchedRun:
         folder.mkdir(exist_ok=True)
         run = Run(folder / "run", (), {})
         own = {"XDG_CACHE_HOME": f"{folder}/cache"}
+        own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # compiled as what is launched
         there = (*self._training, *of_text(write_text(folder)), f"run.dir={run.path}")
         fleet = Fleet(folder / "logs", there, count, environment=own)
         assert fleet.wait(TIMEOUT_S) == [0] * count, fleet.said()

@@ -210,7 +210,7 @@ def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
             continue
         assert scale > 1e-6, f"{name} does not matter"
         error = np.abs(grad - expected[name]).max() / scale
-        assert error < 4e-5, f"{name}: {error}"
+        assert error < 1e-4, f"{name}: {error}"
 
 
 def dots(jaxpr) -> list:
