@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
@@ -171,15 +171,23 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     else:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
-        entry = config.mesh.params.get(axis)
-        names = [entry] if isinstance(entry, str) else entry or []
-        shards = math.prod(sizes.get(name, 1) for name in names)
-        if size % shards:
-            rule = f"puts model.{field}={size} on {shards} devices, which do not "
-            rule += f"divide it; change size or mesh, or map {axis} to null"
-            mistakes.append(Mistake(f"mesh.params.{axis}", entry, rule))
+        entry, what = config.mesh.params.get(axis), f"model.{field}={size}"
+        mistakes += dim_mistakes(sizes, axis, entry, size, what)
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def dim_mistakes(
+    sizes: Mapping[str, int], axis: str, entry: Any, dim: int, what: str
+) -> list[Mistake]:
+    """Return the mistake if `entry`'s mesh axes do not divide a dim, called `what`."""
+    names = [entry] if isinstance(entry, str) else entry or ()
+    shards = math.prod(sizes.get(name, 1) for name in names)
+    if dim % shards == 0:
+        return []
+    rule = f"puts {what} on {shards} devices, which do not divide it; change size or "
+    rule += f"mesh, or map {axis} to null"
+    return [Mistake(f"mesh.params.{axis}", entry, rule)]
 
 
 def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:

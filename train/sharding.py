@@ -17,7 +17,7 @@ from model.axes import AxisRules, MeshAxes, partition_spec
 from model.params import ParamInfo, is_of_layers, named
 from train.config import MeshConfig
 from train.errors import ConfigError, Mistake
-from train.mesh_sizes import num_shards
+from train.mesh_sizes import dim_mistakes, num_shards
 
 
 def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
@@ -62,14 +62,9 @@ def param_specs(
             return PartitionSpec()
         own = PartitionSpec(*(_plain(entry, sizes) for entry in own))
         for dim, axis, entry in zip(param.shape, info.axes, own, strict=True):
-            shards = num_shards(sizes, entry)
-            if dim % shards:
-                rule = (
-                    f"puts the {axis} dim {dim} of {name} on {shards} devices, which "
-                    f"do not divide it; change size or mesh, or map {axis} to null"
-                )
-                key = f"mesh.params.{axis}"
-                mistakes.setdefault(key, Mistake(key, entry, rule))
+            what = f"the {axis} dim {dim} of {name}"
+            for mistake in dim_mistakes(sizes, str(axis), entry, dim, what):
+                mistakes.setdefault(mistake.key, mistake)
         return own
 
     specs = jax.tree_util.tree_map_with_path(spec, params, infos)

@@ -158,11 +158,23 @@ def _await_worker(ground: Ground, fleet) -> int:
     workers: list[int] = []
 
     def there() -> bool:
-        workers[:] = [p for p in ground.survivors() if "spawn_main" in command_of(p)]
+        workers[:] = [p for p in ground.survivors() if _encodes(p)]
         return len(workers) >= 2
 
     fleet.await_that(there)
     return workers[0]
+
+
+def _encodes(pid: int) -> bool:
+    """Whether a process is a worker that writes its part.
+
+    One that is not so far yet prints Python's own traceback if its parent is killed.
+    """
+    try:
+        files = [f.readlink().name for f in Path(f"/proc/{pid}/fd").iterdir()]
+        return "spawn_main" in command_of(pid) and any(".part" in f for f in files)
+    except OSError:
+        return False  # it has ended
 
 
 def _gone_after(ground: Ground) -> float:

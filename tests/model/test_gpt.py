@@ -199,6 +199,9 @@ def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
         assert expected_loss.dtype == np.float64
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     expected = dict(named(expected_grads))
+    # Where layers of both kinds are nested in groups the order of sums moves the first
+    # layer's key by 6.1e-5 (LLVM's optimizations off) or 3.8e-5 (on), on a Xeon.
+    allowed = 1e-4 if tiny.config.experts_every > 2 else 4e-5
     for name, grad in named(grads):
         scale = np.abs(expected[name]).max()
         if name.endswith("key.bias") and tiny.config.position == "learned":
@@ -210,7 +213,7 @@ def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
             continue
         assert scale > 1e-6, f"{name} does not matter"
         error = np.abs(grad - expected[name]).max() / scale
-        assert error < 1e-4, f"{name}: {error}"
+        assert error < allowed, f"{name}: {error}"
 
 
 def dots(jaxpr) -> list:
