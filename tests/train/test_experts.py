@@ -38,7 +38,10 @@ FORCED = {
             ("mesh.fsdp=2", "mesh.expert=4", "train.remat=full"),
             marks=pytest.mark.slow,
         ),
-        ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "train.remat=dots"),
+        pytest.param(
+            ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", "train.remat=dots"),
+            marks=pytest.mark.slow,
+        ),
         ("mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", SENT),
         pytest.param(("mesh.expert=2", "mesh.data=4", SENT), marks=pytest.mark.slow),
         pytest.param(
@@ -120,6 +123,7 @@ def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     assert balanced(params, None, jnp.bool_(True), config) is params
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):
     program = programs(*MOE, devices=1)
     before = jax.device_get(program.init())

@@ -51,9 +51,8 @@ def one_by_one(graph, params, x_BTD):
     return x_BTD
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", pytest.param("full", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
     graph, params = stack
     how = EIGHT._replace(remat=remat)

@@ -29,7 +29,10 @@ def find(program, state) -> list[Finding]:
     return compare(CHECKSUMS[key](state), program.state, program.mesh)
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [(("mesh.data=3",), 3), (CUBE, 8)])
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [pytest.param(("mesh.data=3",), 3, marks=pytest.mark.slow), (CUBE, 8)],
+)
 def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
     """In any array with copies, on any device."""
     size = ("data.batch_size=24", "train.skip_sigma=4", "optimizer.ema_decay=0.9")
@@ -60,6 +63,7 @@ def test_of_two_copies_either_may_be_wrong(programs):
     assert "(data=1 fsdp=0 tensor=1) differs from a copy; either" in str(found[1])
 
 
+@pytest.mark.slow
 def test_of_more_the_ones_that_differ_from_most_are(programs):
     program = programs("mesh.data=8", devices=8)
     state = flip(flip(program.init(), EMBEDDING, 2), EMBEDDING, 5)

@@ -92,6 +92,7 @@ def by_hand(program, params, context: str, text: str) -> tuple[float, bool]:
     return nats, bool(greedy)
 
 
+@pytest.mark.slow
 def test_many_at_once_are_what_each_is_by_hand(programs, params, together):
     program = programs(*SMALL, devices=1)
     for request, score in list(zip(REQUESTS, together, strict=True))[::2]:

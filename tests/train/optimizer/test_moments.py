@@ -82,7 +82,9 @@ def test_zeros_stay_zero_and_one_huge_entry_coarsens_no_other(signed):
     assert (found[0, :2] <= (255**-4 if not signed else 127**-2) * 1.001).all()
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e15])
+@pytest.mark.parametrize(
+    "size", [1e-30, *(pytest.param(s, marks=pytest.mark.slow) for s in (1e-12, 1e15))]
+)
 def test_gradients_of_any_size_move_weights_as_in_float32(size):
     grads = [jax.tree.map(lambda g: g * size, draw(step)) for step in range(1, 5)]
     exact, ours = (

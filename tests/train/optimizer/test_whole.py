@@ -37,6 +37,7 @@ CASES = [
     ((1, 4, 2, 1), "a head's dims"),
     ((2, 4, 1, 1), "two axes on a dim"),
 ]
+FAST = [CASES[2], CASES[6]]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,13 @@ def alone(arrays, infos):
     return results
 
 
-@pytest.mark.parametrize(("shape", "table"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "table"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST))
+        for case in CASES
+    ],
+)
 def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
     arrays, infos = drawn
     mesh = jax.make_mesh(

@@ -77,7 +77,7 @@ def test_compiled_arguments_are_the_state_and_the_batch(programs):
             "v5p-16x2",
             ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=16"),
             "TPU v5",
-            marks=tpu,
+            marks=[*tpu, pytest.mark.slow],
         ),
     ],
 )

@@ -55,7 +55,10 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
             "train.accumulation_steps=2",
         ),
         (("mesh=fsdp", "data.batch_size=8", REMAT), 100, "search=true"),
-        (("mesh=ddp", "data.batch_size=64"), 100, "search=true"),
+        pytest.param(
+            *(("mesh=ddp", "data.batch_size=64"), 100, "search=true"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_advised_fits(laid_out, overrides, mib, override):
@@ -84,10 +87,11 @@ def test_copies_of_slices_are_given_up_before_precision_is(composed, lay_out):
     ("mib", "override"),
     [
         (800, "optimizer.moment_dtype=bfloat16"),
-        (
+        pytest.param(
             600,
             "optimizer.moment_dtype=int8 optimizer.offload=true "
             "train.offload=[residual]",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -229,6 +229,7 @@ def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     assert "% time a step" in cost
 
 
+@pytest.mark.slow
 def test_changes_of_precision_are_weighed_when_asked_for(
     composed, devices, monkeypatch, capsys
 ):

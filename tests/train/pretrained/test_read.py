@@ -44,7 +44,7 @@ def exported(programs, tmp_path_factory):
     ("name", "mesh"),
     [
         ("llama", CUBE),
-        ("olmo2", CUBE),
+        pytest.param("olmo2", CUBE, marks=pytest.mark.slow),
         pytest.param("qwen2", (), marks=pytest.mark.slow),
         pytest.param("gemma3", CUBE, marks=pytest.mark.slow),
         pytest.param("mixtral", CUBE, marks=pytest.mark.slow),
@@ -54,7 +54,11 @@ def exported(programs, tmp_path_factory):
             marks=pytest.mark.slow,
         ),
         ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
-        ("gpt2 without biases, untied", ("mesh.params.head_dim=fsdp", "mesh.fsdp=2")),
+        pytest.param(
+            "gpt2 without biases, untied",
+            ("mesh.params.head_dim=fsdp", "mesh.fsdp=2"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh):
