@@ -1,7 +1,7 @@
 """Longhaul's own step as a contender: the program that `python -m train` runs."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from data.batches import Batch
 from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
 from train.feed import place
+from train.plan.compiled.inspection import inspect
 from train.program import make_program
 from train.runtime import set_up
 
@@ -24,6 +25,7 @@ class LonghaulWorker:
         *,
         device: str,
         compute_dtype: str,
+        overrides: Sequence[str] = (),
         num_layers: int,
         num_heads: int,
         embed_dim: int,
@@ -49,6 +51,7 @@ class LonghaulWorker:
                 "mesh=ddp",
                 "schedule=constant",
                 "schedule.warmup_steps=0",
+                *overrides,
             ]
         )
         self._program = program = make_program(config)
@@ -56,9 +59,10 @@ class LonghaulWorker:
         positions = np.broadcast_to(
             np.arange(length - 1, dtype=np.int32), (B, length - 1)
         )
+        documents = 1 + 3 * positions // length  # three a row, if they are told apart
         with jax.set_mesh(program.mesh):
             self._batches = [
-                place(Batch(b[:, :-1], b[:, 1:], positions, positions), program.batch)
+                place(Batch(b[:, :-1], b[:, 1:], documents, positions), program.batch)
                 for b in batches
             ]
             self._state = program.init()
@@ -66,6 +70,10 @@ class LonghaulWorker:
                 program.state, program.batch
             ).compile()
         self._done = 0
+
+    def kernels(self) -> dict[str, int]:
+        """How often the step calls each kernel of a library, by the compiled text."""
+        return inspect(self._step.as_text() or "", []).kernels
 
     def step_block(self, num_steps: int) -> tuple[float, float]:
         """Do `num_steps` updates; return their seconds and the last one's loss."""

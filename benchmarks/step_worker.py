@@ -10,9 +10,10 @@ import resource
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,7 +58,28 @@ PRESETS = {
     "nano": Shape(4, 4, 128, 64, 12, 384),
     "small": Shape(4, 8, 256, 256, 4, 4096),
     "gpt2_124m": Shape(12, 12, 768, 1024, 64, 50304),
+    "gpt2_1558m": Shape(48, 25, 1600, 1024, 16, 50304),
 }
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a contender is, and is to do."""
+
+    name: str
+    preset: str
+    device: str  # cpu or gpu
+    threads: int
+    float32: bool = False  # products, where the name does not tell
+    batch_size: int | None = None  # another than the preset's
+    overrides: tuple[str, ...] = ()  # of Longhaul's config
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the preset, and the batch asked for."""
+        shape = PRESETS[self.preset]
+        return replace(shape, batch_size=self.batch_size or shape.batch_size)
 
 
 class Worker(Protocol):
@@ -71,15 +93,21 @@ class Worker(Protocol):
         """Most GPU memory ever allocated; None on the CPU."""
         ...
 
+    def kernels(self) -> dict[str, int]:
+        """How often the step calls each kernel of a library, where it can tell."""
+        ...
 
-def longhaul_worker(shape: Shape, device: str, float32: bool) -> Worker:
+
+def longhaul_worker(spec: Spec) -> Worker:
     """Build Longhaul's step, with float32 products or what `auto` takes."""
     from benchmarks.longhaul import LonghaulWorker
 
+    shape = spec.shape
     return LonghaulWorker(
         shape.batches(),
-        device=device,
-        compute_dtype="float32" if float32 else "auto",
+        device=spec.device,
+        compute_dtype="float32" if spec.float32 else "auto",
+        overrides=spec.overrides,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         embed_dim=shape.embed_dim,
@@ -87,17 +115,18 @@ def longhaul_worker(shape: Shape, device: str, float32: bool) -> Worker:
     )
 
 
-def torch_worker(name: str, shape: Shape, device: str, threads: int) -> Worker:
-    """Build the PyTorch variant `name`."""
+def torch_worker(spec: Spec) -> Worker:
+    """Build the PyTorch variant that the name tells."""
     from benchmarks.torch_gpt import TorchWorker
 
+    shape = spec.shape
     return TorchWorker(
         shape.batches(),
-        compiled="compile" in name,
-        bfloat16="bf16" in name,
-        written_out="written" in name,
-        device="cuda" if device == "gpu" else "cpu",
-        num_threads=threads,
+        compiled="compile" in spec.name,
+        bfloat16="bf16" in spec.name,
+        written_out="written" in spec.name,
+        device="cuda" if spec.device == "gpu" else "cpu",
+        num_threads=spec.threads,
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         embed_dim=shape.embed_dim,
@@ -124,31 +153,35 @@ def product_flops(name: str) -> float:
     return 2 * size**3 / statistics.median(times)
 
 
-def main(name: str, preset: str, device: str, threads: str, isa: str = "") -> None:
-    """Answer `warm`, `run N` and `product` on stdin with one JSON line each.
+def main(text: str) -> None:
+    """Answer `warm`, `run N`, `kernels` and `product` on stdin, one JSON line each.
 
     `warm` builds, compiles and does the first step. Host memory is the peak since
     then, so that a compiler's own does not count.
     """
-    shape = PRESETS[preset]
+    spec = Spec(**json.loads(text))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not get between the answers
     worker: Worker | None = None
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "product":
-            print(json.dumps({"flops": product_flops(name)}), file=answers, flush=True)
+            say({"flops": product_flops(spec.name)})
             continue
         if command == "warm":
-            if name == "longhaul":
-                worker = longhaul_worker(shape, device, bool(isa))
-            else:
-                worker = torch_worker(name, shape, device, int(threads))
+            make = longhaul_worker if spec.name == "longhaul" else torch_worker
+            worker = make(spec)
         assert worker is not None, "warm comes first"
+        if command == "kernels":
+            say(worker.kernels())
+            continue
         seconds, loss = worker.step_block(int(arguments[0]) if arguments else 1)
         peak = worker.device_peak_bytes()
-        answer = {"seconds": seconds, "loss": loss, "bytes": peak or host_peak_bytes()}
-        print(json.dumps(answer), file=answers, flush=True)
+        say({"seconds": seconds, "loss": loss, "bytes": peak or host_peak_bytes()})
         reset = Path("/proc/self/clear_refs")
         if command == "warm" and reset.exists():
             reset.write_text("5")

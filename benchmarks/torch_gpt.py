@@ -172,6 +172,10 @@ class TorchWorker:
         value = loss.item()  # waits for the device
         return time.perf_counter() - start, value
 
+    def kernels(self) -> dict[str, int]:
+        """Nothing: PyTorch chooses them while it runs."""
+        return {}
+
     def device_peak_bytes(self) -> int | None:
         """Most GPU memory ever allocated; None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
