@@ -31,8 +31,9 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# Of splits in memory one thread reads faster than several that share the GIL.
-_THREADS_IN_MEMORY, _THREADS_ON_DISK = 1, 4
+# One thread that reads local splits is faster than several that share the GIL: it asks
+# the disk for all of a batch at once. What is far away is waited for without the GIL.
+_THREADS_LOCAL, _THREADS_REMOTE = 1, 4
 
 
 class Excerpt(NamedTuple):
@@ -53,7 +54,7 @@ class Order:
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
         """Open the rows of all sources; a DataError says that they are too few."""
         self._config, self._sources = config, sources
-        self.rows, self.in_memory = _open(sources, config, "train")
+        self.rows, self._local = _open(sources, config, "train")
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if sum(counts.values()) < config.batch_size or 0 in counts.values():
             have = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -125,7 +126,7 @@ class Order:
         """
         steps = range(start_step, sys.maxsize)
         read = functools.partial(self.read, rows=rows)
-        return _prefetch(read, steps, self.in_memory, self._config)
+        return _prefetch(read, steps, self._local, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Read which documents make up a batch, row by row."""
@@ -166,7 +167,7 @@ def validation_batches(
     shape. `num_batches` is how many at most, -1 all; `rows` which rows of each global
     batch to read, in this order, None all.
     """
-    readers, in_memory = _open(sources, config, sources.held_out)
+    readers, local = _open(sources, config, sources.held_out)
     counts = [len(reader) for reader in readers.values()]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
@@ -183,7 +184,7 @@ def validation_batches(
         places = step * config.batch_size + chosen
         return read_rows(readers, which[places], numbers[places])
 
-    return _prefetch(read, range(count), in_memory, config)
+    return _prefetch(read, range(count), local, config)
 
 
 def _open(
@@ -195,7 +196,7 @@ def _open(
         for name, store in sources.stores.items()
     }
     stores = sources.stores.values()
-    return rows, all(store.split(split).in_memory for store in stores)
+    return rows, all(store.split(split).is_local for store in stores)
 
 
 def _stretches(
@@ -238,11 +239,11 @@ def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
 
 
 def _prefetch(
-    read: Callable[[int], Batch], steps: range, in_memory: bool, config: DataConfig
+    read: Callable[[int], Batch], steps: range, local: bool, config: DataConfig
 ) -> Iterator[Batch]:
     import grain
 
-    threads = _THREADS_IN_MEMORY if in_memory else _THREADS_ON_DISK
+    threads = _THREADS_LOCAL if local else _THREADS_REMOTE
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)
     return iter(batches.to_iter_dataset(options))

@@ -45,9 +45,17 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.SIG_DFL)
 
-# Spare what LLVM does for speed: half of the tests' time was compiling. The default run
-# of `.ci/run` compiles as users do.
+# Spare what XLA and LLVM do for speed: half of the tests' time was compiling. The
+# default run of `.ci/run`, and processes that tests start, compile as users do.
 jax.config.update("jax_disable_most_optimizations", True)
+if jax.__version_info__ < (0, 11):  # later ones have none but the slow emitters
+    flags = os.environ["XLA_FLAGS"]
+    quick = (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
+    os.environ["XLA_FLAGS"] = f"{flags} {quick}"
+    jax.devices()  # reads them
+    os.environ["XLA_FLAGS"] = flags
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")

@@ -80,6 +80,11 @@ class TokenArray:
             and (shards := LocalShards.of(folder and folder / name, array))
         }
 
+    @property
+    def is_local(self) -> bool:
+        """Whether tokens come from memory or from a local disk's files themselves."""
+        return self.in_memory or "tokens" in self._local
+
     def __len__(self) -> int:
         """Return the number of tokens."""
         return self._num_tokens

@@ -67,6 +67,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         assert [array.in_memory for array in arrays] == [True, False, False, False]
         assert {*arrays[2]._local} >= {"tokens", "offsets"}
         arrays[3]._local = {}  # as if it lay elsewhere
+        assert [array.is_local for array in arrays] == [True, True, True, False]
         lows = np.array([source.randrange(total + 9) for _ in range(20)])
         highs = lows + [source.randrange(60) for _ in range(20)]
         spans = np.minimum(highs, total) - np.minimum(lows, total)

@@ -151,7 +151,10 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
     assert {m.dtype for m in moments.values()} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("name", [OptimizerName.adamw, OptimizerName.lion])
+@pytest.mark.parametrize(
+    "name",
+    [OptimizerName.adamw, pytest.param(OptimizerName.lion, marks=pytest.mark.slow)],
+)
 def test_an_update_by_layers_is_that_of_all_at_once(name):
     """As GPUs update moments of eight bits."""
     infos = {
