@@ -45,8 +45,9 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.SIG_DFL)
 
-# Spare what XLA and LLVM do for speed: half of the tests' time was compiling. The
-# default run of `.ci/run`, and processes that tests start, compile as users do.
+# Spare what LLVM and XLA do for speed: half of the tests' time was compiling. The
+# default run of `.ci/run` compiles as users do; the flags are not for processes that
+# tests start.
 jax.config.update("jax_disable_most_optimizations", True)
 if jax.__version_info__ < (0, 11):  # later ones have none but the slow emitters
     flags = os.environ["XLA_FLAGS"]
