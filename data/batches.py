@@ -31,9 +31,11 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# One thread that reads local splits is faster than several that share the GIL: it asks
-# the disk for all of a batch at once. What is far away is waited for without the GIL.
-_THREADS_LOCAL, _THREADS_REMOTE = 1, 4
+# Of local splits one thread reads small batches faster than two that share the GIL, and
+# asks the disk for all of a batch at once; large ones are mostly copied, without it. So
+# is what is far away waited for (docs/log.md).
+_THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
+_LARGE = 2**20  # tokens of a batch
 
 
 class Excerpt(NamedTuple):
@@ -126,7 +128,8 @@ class Order:
         """
         steps = range(start_step, sys.maxsize)
         read = functools.partial(self.read, rows=rows)
-        return _prefetch(read, steps, self._local, self._config)
+        num_rows = len(_chosen(self._config, rows))
+        return _prefetch(read, steps, self._local, num_rows, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Read which documents make up a batch, row by row."""
@@ -184,7 +187,7 @@ def validation_batches(
         places = step * config.batch_size + chosen
         return read_rows(readers, which[places], numbers[places])
 
-    return _prefetch(read, range(count), local, config)
+    return _prefetch(read, range(count), local, len(chosen), config)
 
 
 def _open(
@@ -239,11 +242,18 @@ def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
 
 
 def _prefetch(
-    read: Callable[[int], Batch], steps: range, local: bool, config: DataConfig
+    read: Callable[[int], Batch],
+    steps: range,
+    local: bool,
+    num_rows: int,
+    config: DataConfig,
 ) -> Iterator[Batch]:
     import grain
 
-    threads = _THREADS_LOCAL if local else _THREADS_REMOTE
+    threads = _THREADS_REMOTE
+    if local:
+        large = num_rows * config.sequence_length >= _LARGE
+        threads = _THREADS_LARGE if large else _THREADS_SMALL
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)
     return iter(batches.to_iter_dataset(options))
