@@ -55,6 +55,7 @@ class LaunchedRun:
         folder: Path,
         *kind: str,
         name: str = "base",
+        num_steps: int = STEPS,
         environment: Mapping[str, str] = NOTHING,
     ):
         """Describe it; nothing is started.
@@ -63,12 +64,17 @@ class LaunchedRun:
             folder: where the commands are typed.
             kind: the keys of the cluster.
             name: of the run.
+            num_steps: more than it does while commands are typed, which take seconds.
             environment: more of it, of the commands.
         """
         folder.mkdir(exist_ok=True)
         self.folder, self.run = write_text(folder), Run(folder / f"runs/{name}", (), {})
         self._training = (
-            *(*TINY, f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=20"),
+            *(
+                *TINY,
+                f"train.num_steps={num_steps}",
+                "checkpoint.save_interval_steps=20",
+            ),
             *("mesh=ddp", "distributed.heartbeat_timeout_s=20"),
         )
         self.only = f"run.name={name}"
@@ -104,8 +110,9 @@ class LaunchedRun:
         return "\n".join(file.read_text(errors="replace")[-4000:] for file in files)
 
     def await_steps(self, more: int = 5) -> None:
-        first = self.run.step
-        self.await_that(lambda: self.run.step >= first + more)
+        first, ended = self.run.step, self.run.path / "results.json"
+        self.await_that(lambda: self.run.step >= first + more or ended.exists())
+        assert self.run.step >= first + more, "it ended first: give it more num_steps"
 
     def await_attempts(self, attempts: int = 1, number: int = 1) -> dict[str, Any]:
         """Wait until so many attempts of a submission have ended; return the last."""

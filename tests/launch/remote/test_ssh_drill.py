@@ -12,11 +12,12 @@ import pytest
 
 from tests.drills.ground import check_equal
 from tests.fleet import free_port
-from tests.launch.launched import STEPS, LaunchedRun
+from tests.launch.launched import LaunchedRun
 
 pytestmark = pytest.mark.slow
 
 HOSTS = ("n0", "n1")
+STEPS = 2_000
 SERVER = """
 Port {port}
 ListenAddress 127.0.0.1
@@ -110,7 +111,9 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     )
     caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu}}"
     run = LaunchedRun(
-        tmp_path / "x", *kind, "cluster.detach=true", f"cluster.environment={caches}"
+        *(tmp_path / "x", *kind, "cluster.detach=true"),
+        f"cluster.environment={caches}",
+        num_steps=STEPS,
     )
     run.submit()
     run.await_steps()
