@@ -17,7 +17,7 @@ from tests.launch.launched import LaunchedRun
 pytestmark = pytest.mark.slow
 
 HOSTS = ("n0", "n1")
-STEPS = 2_000
+STEPS = 1_500
 SERVER = """
 Port {port}
 ListenAddress 127.0.0.1
@@ -139,5 +139,5 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     assert run.run.sealed()[-1] == stopped < STEPS
     assert "130, 130: the last" in run.verb("status")
     run.verb("resume")
-    assert f"finished    {STEPS} steps" in run.verb("logs", "follow=true")
+    assert f"finished    {STEPS:,} steps" in run.verb("logs", "follow=true")
     check_equal(run.run, run.straight(2), STEPS)
