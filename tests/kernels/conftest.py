@@ -1,8 +1,12 @@
 """Programs compiled for machines that are not there."""
 
+import fcntl
+import json
+import os
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,17 +45,32 @@ class Compiled(NamedTuple):
         return {(*(int(n) for n in s.split(",") if n), T, T) for s in shapes}
 
 
-@pytest.fixture(scope="session")
-def compile_cases(tmp_path_factory) -> Callable[[dict], dict[str, Compiled]]:
-    """Compile cases (see ahead.py) in one process; give them by name."""
+class Cases(dict[str, Compiled]):
+    """Cases of ahead.py, by name, each compiled when it is first asked for.
 
-    def compile_cases(cases: dict) -> dict[str, Compiled]:
-        folder = tmp_path_factory.mktemp("ahead")
-        compiled = {}
-        for name, result in compile_ahead(cases, folder).items():
-            text = "" if "error" in result else (folder / f"{name}.txt").read_text()
-            compiled[name] = Compiled(text, **result)
-            print(name, result)
-        return compiled
+    Workers of pytest compile none twice: the first does, others wait and read.
+    """
 
-    return compile_cases
+    def __init__(self, cases: dict[str, Any], folder: Path):
+        self._cases, self._folder = cases, folder
+
+    def __missing__(self, name: str) -> Compiled:
+        said, text = (self._folder / f"{name}.{end}" for end in ("json", "txt"))
+        with (self._folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not said.exists():
+                results = compile_ahead({name: self._cases[name]}, self._folder)
+                said.write_text(json.dumps(results[name]))
+        result = json.loads(said.read_text())
+        print(name, result)
+        compiled = Compiled("" if "error" in result else text.read_text(), **result)
+        return self.setdefault(name, compiled)
+
+
+@pytest.fixture(scope="module")
+def compile_cases(request) -> Callable[[dict], Cases]:
+    """Make Cases of a module."""
+    caches = Path(os.environ["XDG_CACHE_HOME"])  # of all workers, see tests/conftest.py
+    folder = caches / request.module.__name__
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda cases: Cases(cases, folder)

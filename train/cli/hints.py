@@ -38,9 +38,14 @@ def inside(hint: Any, name: object) -> Any:
     """Return the type hint of a field, or of an entry of a table or list; or None."""
     kind = kind_of(hint)
     if is_dataclass(kind):
-        return typing.get_type_hints(kind, include_extras=True).get(str(name))
+        return _field_hints(kind).get(str(name))
     table = typing.get_origin(kind) in (dict, list)
     return typing.get_args(kind)[-1] if table else None
+
+
+@functools.cache
+def _field_hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def unknown_key(schema: type, key: str) -> str:

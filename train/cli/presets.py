@@ -4,6 +4,7 @@ Hydra composes them as plain values: the dataclasses' defaults come first, types
 bounds are checked once all is set (`train/cli/schema.py`).
 """
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,14 @@ def search_path(schema: type, folder: str | None) -> Iterator[None]:
             loader.config_search_path.prepend("command-line", path, anchor)
             loader.repository.initialize_sources(loader.config_search_path)
         yield
+
+
+def presets_of(
+    config_name: str, schema: type, chosen: Sequence[str], folder: str | None
+) -> "Presets":
+    """Return the presets of one command; a process reads those of `configs/` once."""
+    make = Presets if folder else _read_once
+    return make(config_name, schema, tuple(chosen))
 
 
 class Presets:
@@ -123,6 +132,9 @@ class Presets:
         return [c for c in self._chosen if c.partition("=")[0] not in groups] + [
             *choices
         ]
+
+
+_read_once = functools.cache(Presets)
 
 
 def node_of(tree: DictConfig, key: str) -> Any:
