@@ -31,6 +31,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 import jax  # here, for what follows is for other processes
 
+from tests.fleet import QUICK
+
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
     CACHES = tempfile.mkdtemp(prefix="longhaul-tests-")
@@ -46,17 +48,13 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_DFL)
 
 # Spare what LLVM and XLA do for speed: half of the tests' time was compiling. The
-# default run of `.ci/run` compiles as users do; the flags are not for processes that
-# tests start.
+# default run of `.ci/run` compiles as users do; of the processes that tests start those
+# of a Fleet do not.
 jax.config.update("jax_disable_most_optimizations", True)
-if jax.__version_info__ < (0, 11):  # later ones have none but the slow emitters
-    flags = os.environ["XLA_FLAGS"]
-    quick = (
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
-    os.environ["XLA_FLAGS"] = f"{flags} {quick}"
-    jax.devices()  # reads them
-    os.environ["XLA_FLAGS"] = flags
+flags = os.environ["XLA_FLAGS"]
+os.environ["XLA_FLAGS"] = f"{flags} {QUICK}"
+jax.devices()  # reads them
+os.environ["XLA_FLAGS"] = flags
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
