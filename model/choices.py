@@ -114,7 +114,7 @@ class Init(StrEnum):
 
 
 class Dtype(StrEnum):
-    """`auto` is bfloat16, but float32 on a CPU without bfloat16 instructions."""
+    """`auto` is bfloat16, but float32 on a CPU that is no faster in bfloat16."""
 
     auto = "auto"
     float32 = "float32"

@@ -98,7 +98,9 @@ class Program:
             in_shardings=(self.shardings, self.batch_shardings),
             out_shardings=(self.shardings, self.replicated),
             donate_argnums=0,
-            compiler_options=compiler_options(self.mesh.devices.flat[0].platform),
+            compiler_options=compiler_options(
+                self.how.platform, self.how.compute_dtype
+            ),
         )
 
     @functools.cached_property

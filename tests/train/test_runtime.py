@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from train.runtime import _accelerators
+from train.runtime import _accelerators, cpu_prefers_bfloat16
 
 DEVICES = """
 from train.config import RuntimeConfig
@@ -75,6 +75,24 @@ def test_what_is_no_cpu_has_a_device_file(tmp_path, monkeypatch, files, there):
 
 @pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+@pytest.mark.parametrize(
+    ("vendor", "flags", "prefers"),
+    [
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", True),
+        ("AuthenticAMD", "avx2", False),
+    ],
+)
+def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
+    tmp_path, vendor, flags, prefers
+):
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\nvmx flags\t: x\n")
+    assert cpu_prefers_bfloat16(info) == prefers
+    assert not cpu_prefers_bfloat16(tmp_path / "missing")
+
+
 def test_without_a_tpu_its_library_stays_silent(tmp_path):
     left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in left}
