@@ -31,7 +31,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 import jax  # here, for what follows is for other processes
 
-from tests.fleet import QUICK
+from tests.fleet import with_quick
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
@@ -52,7 +52,7 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 # of a Fleet do not.
 jax.config.update("jax_disable_most_optimizations", True)
 flags = os.environ["XLA_FLAGS"]
-os.environ["XLA_FLAGS"] = f"{flags} {QUICK}"
+os.environ["XLA_FLAGS"] = with_quick(flags)
 jax.devices()  # reads them
 os.environ["XLA_FLAGS"] = flags
 
