@@ -106,10 +106,15 @@ def make_gradients(
     microbatches = config.accumulation_steps
 
     def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
-        batch, _ = rows
+        batch, seeds_BT = rows
         with jax.named_scope("targets"):
             num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
             num_tokens = over_rows(batch.inputs.size, how)
+        if how.platform == "cpu":
+            # Virtual devices share XLA's threads. Were there anything to compute before
+            # this sum, the first to come here had all of them (docs/log.md).
+            inputs = jnp.where(num_targets > 0, batch.inputs, 0)
+            rows = batch._replace(inputs=inputs), seeds_BT
 
         def mean_loss(
             params: Any, rows: tuple[Batch, jax.Array | None]
