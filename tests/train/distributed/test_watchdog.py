@@ -298,19 +298,27 @@ def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
         file = tmp_path / "stacks" / f"process{process}.json"
         file.write_text(json.dumps(stale._replace(process=process)._asdict()))
         os.utime(file, (time.time() - 60,) * 2)
-    check_that_process_1_is_named(start, tmp_path)
+    check_that_process_1_is_named(start, tmp_path, tmp_path / "go")
 
 
 @pytest.mark.slow
-def test_stacks_and_reports_go_far_away(start, bucket):
-    check_that_process_1_is_named(start, "s3://bucket/runs/a")
+def test_stacks_and_reports_go_far_away(start, bucket, tmp_path):
+    check_that_process_1_is_named(start, "s3://bucket/runs/a", tmp_path / "go")
     (stacks,) = bucket.glob("bucket/runs/a/stacks/*-process1.txt")
     assert b'File "<string>"' in bucket.cat_file(stacks)
 
 
-def check_that_process_1_is_named(start: Start, folder: object) -> None:
-    waiting = start("watchdog.phase('step', 118)\ntime.sleep(1000)", 0, 3, folder)
-    reading = start("watchdog.phase('data', 118)\ntime.sleep(1000)", 1, 3, folder)
+def check_that_process_1_is_named(start: Start, folder: object, go: Path) -> None:
+    """Both are in their phases from the same moment on, however late one starts."""
+    code = f"""
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+watchdog.phase(%r, 118)
+time.sleep(1000)
+"""
+    waiting = start(code % "step", 0, 3, folder)
+    reading = start(code % "data", 1, 3, folder)
+    go.touch()
     for trainer in (waiting, reading):
         code, said = trainer.end()
         assert code == -signal.SIGABRT
