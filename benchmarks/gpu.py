@@ -139,14 +139,12 @@ def levers(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
     as_is, changed = [tokens_per_s(base)], {}
     for number, (name, changes) in enumerate(LEVERS.items(), 1):
         flags = [change for change in changes if change.startswith("--")]
+        own = {"XLA_FLAGS": flags[0]} if flags else {}
         keys = [change for change in changes if not change.startswith("--")]
         spec = replace(
             base,
             overrides=(*base.overrides, *keys),
-            environment={
-                **base.environment,
-                **({"XLA_FLAGS": flags[0]} if flags else {}),
-            },
+            environment={**base.environment, **own},
         )
         try:
             changed[name] = tokens_per_s(spec)

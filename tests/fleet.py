@@ -42,10 +42,9 @@ def of_text(folder: Path) -> tuple[str, str]:
 
 
 def with_quick(flags: str) -> str:
-    """Add flags by which XLA compiles for the CPU in half of the time.
+    """Add to XLA_FLAGS those by which it compiles for the CPU in half of the time.
 
-    From 0.11 on jax has none but the slow emitters. Nothing but spaces would be taken
-    for the name of a file.
+    None from jax 0.11 on, which has the slow emitters alone.
     """
     return f"{flags} {QUICK}" if jax.__version_info__ < (0, 11) else flags
 

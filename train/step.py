@@ -106,15 +106,11 @@ def make_gradients(
     microbatches = config.accumulation_steps
 
     def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
-        batch, seeds_BT = rows
+        batch, _ = rows
         with jax.named_scope("targets"):
             num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
             num_tokens = over_rows(batch.inputs.size, how)
-        if how.platform == "cpu":
-            # Virtual devices share XLA's threads. Were there anything to compute before
-            # this sum, the first to come here had all of them (docs/log.md).
-            inputs = jnp.where(num_targets > 0, batch.inputs, 0)
-            rows = batch._replace(inputs=inputs), seeds_BT
+        rows = after_count(num_targets, rows) if how.platform == "cpu" else rows
 
         def mean_loss(
             params: Any, rows: tuple[Batch, jax.Array | None]
@@ -162,6 +158,20 @@ def make_gradients(
 
     on_devices = by_rows(gradients, how, infos, results)
     return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
+
+
+def after_count(
+    num_targets: Int[Array, ""], rows: tuple[Batch, jax.Array | None]
+) -> tuple[Batch, jax.Array | None]:
+    """Return the same rows, with which XLA cannot compute before the count is there.
+
+    Virtual devices of a CPU share its threads. The first one to wait for the others'
+    counts would else go on with its layers on all threads that are left, and the others
+    would be late for every sum that follows (docs/log.md).
+    """
+    batch, seeds_BT = rows
+    inputs = jnp.where(num_targets > 0, batch.inputs, 0)
+    return batch._replace(inputs=inputs), seeds_BT
 
 
 def balanced(

@@ -73,8 +73,6 @@ def test_what_is_no_cpu_has_a_device_file(tmp_path, monkeypatch, files, there):
     assert _accelerators(tmp_path)
 
 
-@pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 @pytest.mark.parametrize(
     ("vendor", "flags", "prefers"),
     [
@@ -93,6 +91,8 @@ def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
     assert not cpu_prefers_bfloat16(tmp_path / "missing")
 
 
+@pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_without_a_tpu_its_library_stays_silent(tmp_path):
     left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in left}

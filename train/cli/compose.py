@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from train import mesh_sizes
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
 from train.cli.hints import did_you_mean, keys_of, type_of, unknown_key, value_rule
-from train.cli.presets import Presets, node_of, presets_of, search_path, why
+from train.cli.presets import Presets, node_of, read_once, search_path, why
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
@@ -82,8 +82,8 @@ def check_command_line(
         return None
     shows = helps or flags.cfg
     with search_path(schema, flags.config_dir):
-        name = flags.config_name or config_name
-        presets = presets_of(name, schema, chosen, flags.config_dir)
+        read = Presets if flags.config_dir else read_once
+        presets = read(flags.config_name or config_name, schema, tuple(chosen))
         check = _Check(presets, schema, no_rules if shows else validate, mistakes)
         parts = [check.read(text, is_sweep(flags)) for text in flags.overrides]
         jobs = itertools.product(*(part for part in parts if part))

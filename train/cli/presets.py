@@ -44,14 +44,6 @@ def search_path(schema: type, folder: str | None) -> Iterator[None]:
         yield
 
 
-def presets_of(
-    config_name: str, schema: type, chosen: Sequence[str], folder: str | None
-) -> "Presets":
-    """Return the presets of one command; a process reads those of `configs/` once."""
-    make = Presets if folder else _read_once
-    return make(config_name, schema, tuple(chosen))
-
-
 class Presets:
     """The presets of one command, inside `search_path`.
 
@@ -134,7 +126,7 @@ class Presets:
         ]
 
 
-_read_once = functools.cache(Presets)
+read_once = functools.cache(Presets)  # where `configs/` alone is searched
 
 
 def node_of(tree: DictConfig, key: str) -> Any:

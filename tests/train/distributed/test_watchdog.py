@@ -310,14 +310,14 @@ def test_stacks_and_reports_go_far_away(start, bucket, tmp_path):
 
 def check_that_process_1_is_named(start: Start, folder: object, go: Path) -> None:
     """Both are in their phases from the same moment on, however late one starts."""
-    code = f"""
+    waits = f"""
 while not os.path.exists({str(go)!r}):
     time.sleep(0.01)
 watchdog.phase(%r, 118)
 time.sleep(1000)
 """
-    waiting = start(code % "step", 0, 3, folder)
-    reading = start(code % "data", 1, 3, folder)
+    waiting = start(waits % "step", 0, 3, folder)
+    reading = start(waits % "data", 1, 3, folder)
     go.touch()
     for trainer in (waiting, reading):
         code, said = trainer.end()
