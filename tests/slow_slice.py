@@ -4,6 +4,8 @@ All fast tests, the drills of promises, and a slice of the other slow tests: in 
 order, from one on that the commit chooses, as many as fill BUDGET_S. `.ci/slow` holds
 the seconds of those that take long; what takes longer than the budget is left to
 `.ci/full`. Drills of promises come first: they often wait, while others compute.
+
+`--third=COMMIT` leaves of the model's tests every third, in turn.
 """
 
 import functools
@@ -18,12 +20,17 @@ LIST = Path(__file__).parents[1] / ".ci/slow"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="COMMIT", help="leave out other slow tests")
+    parser.addoption("--third", metavar="COMMIT", help="of tests/model a third")
 
 
 @pytest.hookimpl(trylast=True)  # after those of -m and -k
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    if commit := config.getoption("third"):
+        left = {*two_thirds([item.nodeid for item in items], int(commit[:8], 16))}
+        config.hook.pytest_deselected(items=[i for i in items if i.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
     drills = [item for item in items if item.get_closest_marker("promise")]
     drills.sort(key=lambda item: -seconds_of(item.nodeid))
     others = [item for item in items if item not in drills]
@@ -48,6 +55,12 @@ def chosen(names: list[str], number: int) -> set[str]:
             break
         picked.add(name)
     return picked
+
+
+def two_thirds(names: list[str], number: int) -> list[str]:
+    """Return the names of the model's tests that are left out."""
+    model = [name for name in names if name.startswith("tests/model/")]
+    return [name for place, name in enumerate(model) if (place - number) % 3]
 
 
 def seconds_of(name: str) -> float:
