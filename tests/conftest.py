@@ -31,7 +31,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 import jax  # here, for what follows is for other processes
 
-from tests.fleet import with_quick
+from tests.fleet import STARTED, with_quick
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit these
@@ -58,6 +58,14 @@ os.environ["XLA_FLAGS"] = flags
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def none_left() -> Iterator[None]:
+    """End what a test that failed left running: it would go on beside all others."""
+    yield
+    while STARTED:
+        STARTED.pop().end()
 
 
 @pytest.fixture(autouse=True)

@@ -58,6 +58,9 @@ def free_port() -> int:
                 return port
 
 
+STARTED: list["Fleet"] = []  # by the test at hand
+
+
 class Fleet:
     """The processes of one start of a run.
 
@@ -97,6 +100,7 @@ class Fleet:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.processes: list[subprocess.Popen[bytes]] = []
+        STARTED.append(self)
         for process in range(count):
             if process in missing:
                 continue
