@@ -94,9 +94,9 @@ class Fleet:
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         env.setdefault("JAX_PLATFORMS", "cpu")
-        # LLVM's, as in tests/conftest.py.
-        env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        env["XLA_FLAGS"] = with_quick(env.get("XLA_FLAGS", ""))
+        # LLVM's and XLA's, as in tests/conftest.py, unless asked for as users compile.
+        if env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
+            env["XLA_FLAGS"] = with_quick(env.get("XLA_FLAGS", ""))
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.processes: list[subprocess.Popen[bytes]] = []
