@@ -101,6 +101,8 @@ class RuntimeConfig:
     # Virtual devices of a process on a CPU; null: its cores, up to two.
     cpu_devices: Count | None = None
     deterministic: bool = False  # GPU: reproducible to the bit, slower
+    # TPU v6e: its SparseCores run the train step's collectives, beside products.
+    sparse_cores: bool = True
     # A folder; null: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/longhaul/xla.
     compilation_cache: str | None = None
 

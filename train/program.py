@@ -99,7 +99,9 @@ class Program:
             out_shardings=(self.shardings, self.replicated),
             donate_argnums=0,
             compiler_options=compiler_options(
-                self.how.platform, self.how.compute_dtype
+                self.mesh.devices.flat[0],
+                self.how.compute_dtype,
+                self.config.runtime.sparse_cores,
             ),
         )
 

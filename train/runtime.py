@@ -243,16 +243,38 @@ def _check_host_memory(config: Config, platform: str) -> None:
         raise ConfigError([Mistake("optimizer.moment_dtype", "int8", rule)])
 
 
-def compiler_options(platform: str, compute: jnp.dtype) -> dict[str, bool | str]:
-    """Return XLA's options for the train step on a platform, by its compute dtype.
+# XLA:TPU's: collectives are theirs, and none a part of a product's fusion.
+_ON_SPARSE_CORES: dict[str, bool | str] = {
+    **{
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    },
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+    "xla_sc_enable_instruction_fusion": False,
+    **{
+        f"xla_tpu_enable_async_collective_fusion_fuse_{kind}": False
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    },
+}
+
+
+def compiler_options(
+    device: Device, compute: jnp.dtype, sparse_cores: bool
+) -> dict[str, bool | str]:
+    """Return XLA's options for the train step, by its compute dtype.
+
+    On a TPU with SparseCores they run the collectives, if they may: left to itself XLA
+    runs none of an FSDP step beside its products there (docs/log.md).
 
     A CPU's default analysis of live ranges copies every optimizer moment at the start
     of each step; the finer one sees that the old moment is read for the last time
     where the new one is written. Of float32 its library YNNPACK is to take products
     alone: left to XLA, what is elementwise around them is faster (docs/log.md).
     """
-    if platform != "cpu":
-        return {}
+    if device.platform != "cpu":
+        chip = chip_of(device.device_kind)
+        return _ON_SPARSE_CORES if sparse_cores and chip and chip.sparse_cores else {}
     options: dict[str, bool | str] = {
         "xla_cpu_copy_insertion_use_region_analysis": True
     }

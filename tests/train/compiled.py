@@ -68,6 +68,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tensor": ("v5e-8", TENSOR),
     "tensor_tiles": ("v5e-8", (*TENSOR, TILES)),
     "tensor_only": ("v5e-4", ("mesh=fsdp_tensor", "mesh.tensor=4")),
+    "sparse_cores": ("v6e-8", ("mesh=fsdp", *LARGE)),
     "slices": ("v5e-4x2", ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")),
 }
 # A text that no step gives any more: XLA's own partitioner gathered the weights of this

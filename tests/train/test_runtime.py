@@ -6,10 +6,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
-from train.runtime import _accelerators, cpu_prefers_bfloat16
+from train.hardware.chips import CHIPS
+from train.runtime import _accelerators, compiler_options, cpu_prefers_bfloat16
 
 DEVICES = """
 from train.config import RuntimeConfig
@@ -89,6 +92,16 @@ def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
     info.write_text(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\nvmx flags\t: x\n")
     assert cpu_prefers_bfloat16(info) == prefers
     assert not cpu_prefers_bfloat16(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("chip", "asked", "there"),
+    [("v6e", True, True), ("v6e", False, False), ("v5e", True, False)],
+)
+def test_collectives_run_on_sparse_cores_where_there_are_any(chip, asked, there):
+    device = SimpleNamespace(platform="tpu", device_kind=CHIPS[chip].kind)
+    options = compiler_options(device, jnp.bfloat16, asked)
+    assert any("sparse_core" in name for name in options) is there
 
 
 @pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")

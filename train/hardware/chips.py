@@ -23,6 +23,7 @@ class Chip:
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
+    sparse_cores: whether it has cores that run collectives beside products (TPU).
     achievable: what programs get of all that.
     """
 
@@ -38,6 +39,7 @@ class Chip:
     program_bytes: int | None = None
     matrix_unit: int | None = None
     core_memory: int | None = None
+    sparse_cores: bool = False
     achievable: Achievable = TPU
 
     def gains_by(self, dtype: str) -> bool:
@@ -123,6 +125,7 @@ CHIPS = {
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
         core_memory=128 * MIB,
+        sparse_cores=True,
     ),
     "tpu7x": Chip(
         "TPU7x",

@@ -104,7 +104,7 @@ class Instruction:
     def called(self) -> "list[Computation]":
         """The computations that it runs once: a fusion's, a call's, the branches."""
         names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
-        if self.opcode == "call":
+        if self.opcode in ("call", "call-start"):  # on this core, or a TPU's SparseCore
             names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)

@@ -30,12 +30,14 @@ from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
 
-# The part of the layers' collectives that XLA schedules beside products, by platform
-# and kind; other kinds, and those outside the layers, wait. Read off the schedules of
-# benchmarks/estimates.py. Of TPUs whose gathers go by rows and columns none does (v5p).
-# What TPU's hosts send between slices runs beside the layer.
+# The part of the layers' collectives that XLA schedules beside products, by what runs
+# them and kind; other kinds, and those outside the layers, wait. Read off the schedules
+# of benchmarks/estimates.py. Of TPUs whose gathers go by rows and columns none does
+# (v5p), nor where SparseCores may not. What TPU's hosts send between slices runs beside
+# the layer.
 _BESIDE = {
     "tpu": {"all-gather": 1.0},
+    "SparseCores": {"all-gather": 1.0, "reduce-scatter": 0.7},
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
 _JOINED = 30 * 2**20  # bytes that XLA's GPU compiler gathers at once, as it was seen to
@@ -112,13 +114,16 @@ def _totals(
         e = phase.exchange
         return e.axes, phase.network, e.kind, e.serves if by_use else ""
 
-    rows, platform = [], program.mesh.devices.flat[0].platform
+    rows, device = [], program.mesh.devices.flat[0]
+    platform = runner = device.platform
+    if (chip := chip_of(device.device_kind)) and chip.sparse_cores:
+        runner = "SparseCores" if program.config.runtime.sparse_cores else ""
     every = (phase for exchange in found for phase in phases(exchange, program.mesh))
     for (axes, network, kind, use), group in groupby(sorted(every, key=key), key):
         parts = list(group)
         of = [part.exchange for part in parts]
         payload = sum(e.payload for e in of)
-        beside = _BESIDE.get(platform, {}).get(kind, 0.0)
+        beside = _BESIDE.get(runner, {}).get(kind, 0.0)
         if program.how.gather_by_rows:
             beside = 0.0
         if network == "DCN":

@@ -109,6 +109,16 @@ class TestFsdp:
         assert row.overlapped > 0.5
 
 
+def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
+    """Left to itself XLA does neither on v6e: docs/log.md."""
+    step = stored_step("sparse_cores")
+    for kind, share in (("all-gather", 0.6), ("reduce-scatter", 0.4)):  # short rows
+        found = [c for c in large(step.collectives) if c.kind == kind]
+        assert all(c.is_async for c in found)
+        (row,) = totals(found)
+        assert row.overlapped > share
+
+
 def test_products_gather_and_scatter_in_rings(stored_step):
     """Each shard goes to the next device while the one before is multiplied.
 
