@@ -5,7 +5,7 @@ order, from one on that the commit chooses, as many as fill BUDGET_S. `.ci/slow`
 the seconds of those that take long; what takes longer than the budget is left to
 `.ci/full`. Drills of promises come first: they often wait, while others compute.
 
-`--third=COMMIT` leaves of the model's tests every third, in turn.
+`--third=COMMIT` keeps of the model's tests every third, in turn.
 """
 
 import functools
@@ -20,7 +20,7 @@ LIST = Path(__file__).parents[1] / ".ci/slow"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="COMMIT", help="leave out other slow tests")
-    parser.addoption("--third", metavar="COMMIT", help="of tests/model a third")
+    parser.addoption("--third", metavar="COMMIT", help="keep a third of tests/model")
 
 
 @pytest.hookimpl(trylast=True)  # after those of -m and -k

@@ -98,7 +98,7 @@ def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
     ("chip", "asked", "there"),
     [("v6e", True, True), ("v6e", False, False), ("v5e", True, False)],
 )
-def test_collectives_run_on_sparse_cores_where_there_are_any(chip, asked, there):
+def test_collectives_run_on_sparse_cores_where_that_hides_them(chip, asked, there):
     device = SimpleNamespace(platform="tpu", device_kind=CHIPS[chip].kind)
     options = compiler_options(device, jnp.bfloat16, asked)
     assert any("sparse_core" in name for name in options) is there

@@ -23,7 +23,7 @@ class Chip:
     program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
-    sparse_cores: whether it has cores that run collectives beside products (TPU).
+    sparse_cores: whether its SparseCores are known to hide collectives (TPU).
     achievable: what programs get of all that.
     """
 
