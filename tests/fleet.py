@@ -167,11 +167,15 @@ class Fleet:
         ]
 
     def end(self) -> None:
-        """Leave none behind."""
+        """Leave none behind.
+
+        Raises:
+            TimeoutExpired: one waits for a disk that does not answer.
+        """
         for process in self.processes:
             if process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
-                process.wait()
+                process.wait(60)
 
     def __len__(self) -> int:
         return len(self.processes)

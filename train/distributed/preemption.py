@@ -64,7 +64,7 @@ class Preemption:
         self._traces: dict[int, int] = {}  # after a step: how many more to trace
         self._stop: int | None = None  # the code, once agreed on
         self._heard: int | None = None  # ... once this process was told to
-        self._held = False  # until `connect`
+        self._held = False  # signals are: until `connect`, and from `close` on
         self.leaving = False  # all are: what fails from now on fails because of that
         self._told = threading.Condition()
         self._listener: threading.Thread | None = None
@@ -95,8 +95,10 @@ class Preemption:
 
     def close(self) -> None:
         """Listen no more; all processes come here, or none (`crashed`)."""
+        # A thread that waits in C++ would abort the interpreter at its end.
+        with self._told:
+            self._held = True
         if self._listener:
-            # A thread that waits in C++ would abort the interpreter at its end.
             self.request(_END)
             self._listener.join(_PATIENCE_S)
 

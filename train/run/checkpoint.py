@@ -61,6 +61,7 @@ class Checkpoints:
         self._saved_at, self._told_overdue = time.monotonic(), False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
+        self._marking: tuple[int, Future[str | None]] | None = None
         self._attempts = 0
         self._best: float | None = None  # None: not yet asked for
         self._score: tuple[int, float] | None = None  # of the last judged step
@@ -138,7 +139,7 @@ class Checkpoints:
         if not ended:
             obstacle = "the save before is not through yet"
         elif save:
-            obstacle = self._mark_begun(step, size)
+            obstacle = self._mark_begun(step, size, last)
         if obstacle:
             self.failures += 1
             save, failure = False, f"step {step} was not saved: {obstacle}"
@@ -168,10 +169,29 @@ class Checkpoints:
                 "could not remove the failed step %d: %s", step, _one_line(error)
             )
 
-    def _mark_begun(self, step: int, size: int) -> str | None:
-        """Mark a step that is about to be written; return what stands against it."""
+    def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
+        """Mark a step that is about to be written; return what stands against it.
+
+        By a thread, which training leaves behind where the storage does not answer.
+        """
+        of = None
+        while True:
+            if not self._marking:
+                marking = self._sealer.submit(self._write_mark, step, size, of)
+                self._marking = step, marking
+            of, marking = self._marking
+            wait([marking], None if last else _GRACE_S)
+            if not marking.done():
+                return f"the storage has not answered since step {of}"
+            self._marking = None
+            if of == step:
+                return marking.result()
+
+    def _write_mark(self, step: int, size: int, given_up: int | None) -> str | None:
         mark = unsealed_mark(self._directory, step)
         try:
+            if given_up is not None:  # when its mark came too late
+                unsealed_mark(self._directory, given_up).unlink(missing_ok=True)
             self._before_save()
             if not is_remote(self._directory):
                 free = shutil.disk_usage(self._directory).free

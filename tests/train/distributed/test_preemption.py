@@ -20,7 +20,8 @@ from train.distributed.preemption import SAVE, Preemption
 
 with contextlib.closing(Preemption()) as preemption:
     preemption.before_exit = lambda code: print("left with", code, flush=True)
-    phase, end = sys.argv[1], 10**6
+    phase = sys.argv[1]
+    end = 0 if phase == "closed" else 10**6
     if phase == "before":
         print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a compiler keeps it
@@ -41,6 +42,9 @@ with contextlib.closing(Preemption()) as preemption:
             preemption.training_done()
             time.sleep(60)
         time.sleep(0.01)
+print("ready", flush=True)
+time.sleep(2)
+print("ended")
 """
 
 
@@ -82,6 +86,10 @@ def test_a_signal_ends_the_loop_after_a_step(run, number, code):
 def test_a_signal_after_the_last_save_leaves_at_once(run):
     found, said = run("after", signal.SIGTERM)
     assert (found, said) == (42, "left with 42\n")
+
+
+def test_a_signal_at_the_programs_end_changes_nothing(run):
+    assert run("closed", signal.SIGTERM) == (0, "ended\n")
 
 
 def test_a_signal_while_the_main_thread_compiles_leaves_at_once(run):

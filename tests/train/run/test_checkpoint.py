@@ -365,6 +365,25 @@ def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
     assert checkpoints.saved.steps() == [2, 4]
 
 
+def test_training_leaves_storage_behind_that_does_not_answer(
+    saved, folder, monkeypatch
+):
+    checkpoints, go = saved(1), threading.Event()
+    monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_before_save", lambda: go.wait(60))
+        for step in (2, 3):
+            said = checkpoints.save(step, make_state(step), ABOUT)
+            assert f"step {step} was not saved: the storage has not answered" in said
+            assert "since step 2" in said
+    assert checkpoints.failures == 2
+    go.set()
+    assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
+    checkpoints.wait()
+    assert checkpoints.saved.steps() == [1, 4]
+    assert [*(folder / "unsealed").iterdir()] == []
+
+
 def test_rewinding_sets_aside_what_is_later(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
