@@ -81,7 +81,7 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
-        """From the first start's beginning to the last record."""
+        """From the first start's beginning to the end of the last lap."""
         return sum(self.buckets.values())
 
     @property
@@ -151,8 +151,10 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
     laps = [event for event in events if event.get("event") != "idle"]
     began = min((e["time"] - e["seconds"] for e in laps), default=0.0)
     ended = max((e["time"] for e in laps), default=events[-1]["time"])
-    missing_s = ended - began - sum(buckets.values()) if laps else 0.0
-    if missing_s > _SLACK * (ended - began):
+    # What comes after the last lap is idle time, whatever instants fall into it.
+    lapped = max((e["time"] for e in laps if e["seconds"]), default=began)
+    missing_s = lapped - began - sum(buckets.values())
+    if missing_s > _SLACK * (lapped - began):
         buckets["other"] = missing_s
     buckets = {name: seconds for name, seconds in buckets.items() if seconds > 0}
     return Start(number, idle_s, buckets, first, step, num_wasted, code, ended)

@@ -51,9 +51,10 @@ class EventLog:
     Each line has `time` (unix seconds at the event's end), `start` (which start of
     the run, from 1), `event`, `seconds`, and what the caller adds. The first lap of a
     start begins with its process, so that the seconds of a start add up to its wall
-    time. Its first line is `idle`: from the last line of the start before to the
+    time. Its first line is `idle`: from the last lap of the start before to the
     process' beginning. So the time after the last lap of a process that was killed
-    counts as idle. What the laps are called: train/run/goodput.py.
+    counts as idle, whatever instants it recorded then. What the laps are called:
+    train/run/goodput.py.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
@@ -70,13 +71,15 @@ class EventLog:
     ):
         self._lines, self.start = None, 1
         self._began = self._lapped = process_began() if began is None else began
-        self._earlier_s: float | None = None  # time of the last line before this start
+        self._earlier_s: float | None = None  # end of the last lap before this start
         self._any, self._code = False, None
         if write:
             self._lines = open_lines(run_dir, "events")
-            if last := next(newest_rows(run_dir, "events"), None):
-                self.start = last.get("start", 0) + 1
-                self._earlier_s = last.get("time", 0.0)
+            for row in newest_rows(run_dir, "events"):
+                self.start = max(self.start, row.get("start", 0) + 1)
+                if row.get("seconds"):  # a lap
+                    self._earlier_s = row.get("time", 0.0)
+                    break
 
     def lap(
         self,

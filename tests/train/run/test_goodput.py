@@ -44,6 +44,7 @@ def histories(draw: st.DrawFn) -> list[dict]:
             "laps": draw(st.lists(LAPS, max_size=8)),
             "waits": draw(st.floats(0, 1)),  # share of a step's lap
             "lost": draw(SECONDS),  # after the last lap, if killed
+            "noted": draw(st.sampled_from([None, 0.5])),  # share of `lost`: an instant
             "code": draw(st.sampled_from([None, 0, 42])),
         }
         for _ in range(draw(st.integers(1, 5)))
@@ -94,6 +95,10 @@ def play(
         wall_s = clocks.now
         if start["code"] is None:
             gap = start["lost"]  # killed: what was not recorded counts as idle
+            if start["noted"]:
+                clocks.now += gap * start["noted"]
+                log.record("saved", step=step)
+                clocks.now -= gap * start["noted"]
         else:
             spend("close", 1.0)
             log.record("skipped", step=step)
