@@ -160,14 +160,23 @@ class SavedSteps:
         return int(state.step), best_params(state)
 
     def _list(self) -> tuple[list[int], list[int]]:
-        """Return, on process 0, which steps there are, and which were never hashed."""
+        """Return, on process 0, which steps there are, and which were never hashed.
+
+        The mark of a step that was sealed or never written is removed.
+        """
         steps = self.steps()
-        return steps, [
+        unsealed = [
             step
             for step in steps
             if not is_sealed(self._directory / str(step))
             and unsealed_mark(self._directory, step).exists()
         ]
+        marks = unsealed_mark(self._directory, 0).parent
+        if not self._read_only and marks.exists():
+            for mark in marks.iterdir():
+                if mark.name not in map(str, unsealed):
+                    mark.unlink(missing_ok=True)
+        return steps, unsealed
 
     def _rewind(
         self, steps: list[int], unsealed: list[int], at_most: int

@@ -338,6 +338,17 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     same(saved().saved.restore(like()), make_state(4))
 
 
+def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
+    """Behind the seal of step 1, and before anything of step 2 was written."""
+    saved(1)
+    for step in ("1", "2"):
+        (folder / "unsealed" / step).write_text("")
+    same(SavedSteps(folder).restore(like()), make_state(1))
+    assert len([*(folder / "unsealed").iterdir()]) == 2  # a command changes nothing
+    same(saved().saved.restore(like()), make_state(1))
+    assert [*(folder / "unsealed").iterdir()] == []
+
+
 def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
     checkpoints = saved(1)
     usage = shutil.disk_usage("/")
