@@ -9,6 +9,8 @@ bytes, changes with the number of devices (docs/log.md).
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import jax
@@ -87,16 +89,18 @@ class Parts(NamedTuple):
         return sums.astype(whole.dtype)
 
     def _scatter(self, sums: jax.Array) -> jax.Array:
-        for dim, axis, groups in self._steps(self.on_tpu):
+        for dim, steps in groupby(self._steps(self.on_tpu), itemgetter(0)):
             to = 0 if self.on_tpu else dim
             sums = jnp.moveaxis(sums, dim, to)
             size = sums.shape[-1]
-            if self.on_tpu:
+            if self.on_tpu:  # for all steps: what is cut and padded again XLA adds up
                 more = -size % multiple(size)
                 sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, more)])
-            sums = jax.lax.psum_scatter(
-                sums, axis, scatter_dimension=to, tiled=True, axis_index_groups=groups
-            )
+            for number, (_, axis, groups) in enumerate(steps):
+                if self.on_tpu and number:  # along lanes it would be an all-reduce
+                    sums = with_layout_constraint(sums, Layout(tuple(range(sums.ndim))))
+                how = {"tiled": True, "axis_index_groups": groups}
+                sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=to, **how)
             sums = sums[..., :size] if self.on_tpu else sums
             sums = self._in_order(jnp.moveaxis(sums, to, dim), dim)
         if self.copies:

@@ -5,7 +5,8 @@
 The JSON maps a name to what is to be compiled: {"target": a name of
 hardware/targets.py, and either "step": overrides of `python -m train` (the real
 training step on all devices, "options": of the compiler), "attention": [T, H] or
-"grouped": [M, E, D, F] (the kernel and its gradient on one; "dtype": float8)}.
+"grouped": [M, E, D, F] (the kernel and its gradient on one; "dtype": float8), or
+"scatter": [V, D] (a table's gradient, columns innermost, over all devices)}.
 For each the optimised program goes to <folder>/<name>.txt, and one line of JSON,
 {"name", "seconds" (of CPU time), "memory" (bytes)} or {"name", "error"}, to stdout.
 
@@ -23,11 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.attention.kernel import attention
 from model.choices import Attention, ComputeDtype
 from model.eight_bits.quantization import Quantization
 from model.experts.grouped import choose_grouped, grouped_product
+from model.gather import Parts
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
@@ -90,6 +95,26 @@ def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
     return traced.lower(lowering_platforms=(platform,)).compile(options)
 
 
+def scatter(chips: list[Device], V: int, D: int):
+    mesh = Mesh(np.array(chips), ("fsdp",))
+    parts = Parts(((1, ("fsdp",)),), reduce=jnp.bfloat16, platform="tpu")
+
+    def gradient(x, y):  # rows of all tokens, along lanes, as of a tied head
+        table = with_layout_constraint(jnp.einsum("bd,bv->vd", x, y), Layout((0, 1)))
+        return parts.scatter(table)
+
+    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+    on_each = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(rows, rows), out_specs=columns, check_vma=False
+    )
+    place = NamedSharding(mesh, rows)
+    arrays = [
+        jax.ShapeDtypeStruct((128 * len(chips), n), jnp.bfloat16, sharding=place)
+        for n in (D, V)
+    ]
+    return jax.jit(on_each).lower(*arrays).compile()
+
+
 def main(folder: Path, cases: dict) -> None:
     prepare()
     for name, case in cases.items():
@@ -101,6 +126,8 @@ def main(folder: Path, cases: dict) -> None:
             elif "grouped" in case:
                 how = target.platform, case.get("dtype")
                 compiled = grouped(chips, *how, *case["grouped"])
+            elif "scatter" in case:
+                compiled = scatter(chips, *case["scatter"])
             else:
                 compiled = kernel(chips, target.platform, *case["attention"])
         except Exception as error:

@@ -73,7 +73,8 @@ def compiled(compile_cases):
         f"{chip}_grouped": {"target": target, "grouped": [8192, 8, 2048, 768]}
         for chip, target in CHIPS.items()
     }
-    return compile_cases(steps | kernels | int8 | grouped)
+    scatter = {"scatter": {"target": "v5e-64", "scatter": [128256, 2048]}}
+    return compile_cases(steps | kernels | int8 | grouped | scatter)
 
 
 def splash_calls(text: str) -> set[str]:
@@ -145,3 +146,11 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     done = count_flops(read(result.text))
     layers = done.products - 6 * 512 * 512 * T
     assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
+
+
+def test_a_tables_gradient_is_scattered_in_both_steps(compiled):
+    """Its columns lie along lanes, of which XLA:TPU scatters none."""
+    result = compiled["scatter"]
+    assert result.error is None
+    assert len(re.findall(r" reduce-scatter\(", result.text)) == 2
+    assert " all-reduce(" not in result.text
