@@ -1,6 +1,5 @@
 """The whole model against its definition, and against a reference in float64."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -10,176 +9,14 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from model.choices import Init
-from model.config import ModelConfig
 from model.execution import Execution
-from model.gpt import (
-    GPT,
-    abstract_gpt,
-    bind,
-    num_active_params,
-    num_params,
-    params_of,
-)
+from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
 from model.params import named
+from tests.model.reference import reference_loss
 
 pytestmark = pytest.mark.usefixtures("strict")
 
-# ---- Presets
-
-
-@pytest.mark.parametrize(
-    ("preset", "count"),
-    [
-        ("gpt2_124m", 124_439_808),
-        ("gpt2_1558m", 1_557_611_200),
-        ("llama3_1b", 1_235_814_400),
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
-        ("mixtral_8x7b", 46_702_792_704),
-        ("qwen3_30b_a3b", 30_532_122_624),
-        ("gpt_oss_20b", 20_914_757_184),
-    ],
-)
-def test_a_preset_has_the_published_number_of_parameters(composed, preset, count):
-    assert num_params(composed(f"model={preset}").model) == count
-
-
-@pytest.mark.parametrize(
-    ("preset", "count"),
-    [
-        ("llama3_1b", 1_235_814_400),
-        ("mixtral_8x7b", 12_879_925_248),
-        ("qwen3_30b_a3b", 3_353_032_704),
-        ("gpt_oss_20b", 4_187_440_704),  # 3.61 B and what looks tokens up
-    ],
-)
-def test_a_token_meets_as_many_as_were_published(composed, preset, count):
-    assert num_active_params(composed(f"model={preset}").model) == count
-
-
-def test_with_experts_a_token_meets_what_the_default_has(composed):
-    """But for routers."""
-    config = composed("model=moe_nano").model
-    routers = 3 * (config.embed_dim + 1) * config.num_experts  # and their biases
-    assert num_active_params(config) - num_params(composed().model) == routers
-
-
-def test_the_default_is_as_small_as_its_file_says(composed):
-    assert num_params(composed().model) == pytest.approx(0.9e6, rel=0.05)
-
-
 # ---- Values and gradients
-
-
-def reference_loss(params, config: ModelConfig, tokens):
-    """Tiny.loss in the dtype of `params`, layer by layer, all of it written out."""
-    p, T = params, tokens.shape[1] - 1
-    H, R = config.head_size, config.rotary_dim
-
-    def norm(x, scale, bias=None, centre=config.norm == "layernorm"):
-        over = tuple(range(-scale.ndim, 0))
-        x = x - x.mean(over, keepdims=True) if centre else x
-        x = x / jnp.sqrt((x**2).mean(over, keepdims=True) + config.norm_epsilon)
-        x = x * (1 + scale if config.norm_unit_offset else scale)
-        return x if bias is None else x + bias
-
-    def linear(x, layer, inputs=1):
-        y = jnp.tensordot(x, layer["weight"], inputs)
-        return y + layer["bias"] if "bias" in layer else y
-
-    def turned(x, theta):  # each pair of dims (i, i + R/2) as one complex number
-        exponents = np.arange(R // 2) / (R // 2)
-        angles = np.arange(T)[:, None] * theta**-exponents
-        z = x[..., : R // 2] + 1j * x[..., R // 2 : R]
-        z = z * np.exp(1j * angles)[None, :, None]
-        return jnp.concatenate([z.real, z.imag, x[..., R:]], -1)
-
-    def gelu(x):
-        return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    def bent(x, mlp):
-        if config.activation == "swiglu":
-            gate = linear(x, mlp["gate"])
-            return gate / (1 + jnp.exp(-gate)) * linear(x, mlp["up"])
-        if config.activation == "clamped_swiglu":
-            gate, up = (linear(x, mlp[name]) for name in ("gate", "up"))
-            limit = config.swiglu_limit
-            gate = jnp.where(gate > limit, limit, gate)
-            up = jnp.where(jnp.abs(up) > limit, limit * jnp.sign(up), up)
-            return gate / (1 + jnp.exp(-config.swiglu_alpha * gate)) * (up + 1)
-        if config.activation == "geglu":
-            return gelu(linear(x, mlp["gate"])) * linear(x, mlp["up"])
-        x = linear(x, mlp["up"])
-        if config.activation == "relu2":
-            return jnp.maximum(x, 0) ** 2
-        return gelu(x)
-
-    def routed(x, mlp):
-        scores = 1 / (1 + jnp.exp(-linear(x, mlp["router"])))
-        ranked = scores + mlp["router"]["balance"]
-        least = jnp.sort(ranked)[..., -config.experts_per_token]
-        weights = jnp.where(ranked >= least[..., None], scores, 0)
-        weights = weights / weights.sum(-1, keepdims=True)
-        for e in range(config.num_experts):
-            own = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
-            for k in own if config.bias else ():
-                own[k]["bias"] = mlp[f"{k}_bias"][e]
-            yield weights[..., e : e + 1] * linear(bent(x, own), own["down"])
-        yield linear(bent(x, mlp["shared"]), mlp["shared"]["down"])
-
-    x = p["embedding"]["weight"][tokens[:, :-1]]
-    x = x * math.sqrt(config.embed_dim) if config.scaled_embedding else x
-    if config.position == "learned":
-        x = x + p["positions"]["weight"][:T]
-    for index in range(config.num_layers):
-        at, stack = index - config.dense_layers, "layers"
-        if at < 0:
-            at, stack = index, "dense_layers"
-        elif config.expert_layers:
-            at, place = divmod(at, config.experts_every)
-            if place < config.experts_every - 1:
-                at, stack = at * (config.experts_every - 1) + place, "layers_between"
-        layer = jax.tree.map(lambda a, at=at: a[at], p[stack])
-        part, h = layer["attention"], norm(x, **layer["attention_norm"])
-        q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
-        if config.qk_norm:
-            q = norm(q, part["query_norm"]["scale"], centre=False)
-            k = norm(k, part["key_norm"]["scale"], centre=False)
-        if config.position == "rotary":
-            local = config.windows[index] is not None and config.rope_theta_local
-            q, k = (turned(y, local or config.rope_theta) for y in (q, k))
-        k, v = (jnp.repeat(y, config.num_heads // config.kv_heads, 2) for y in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-        scores = scores / math.sqrt(config.query_scale_dim or H)
-        if config.attention_soft_cap is not None:
-            cap = config.attention_soft_cap
-            scores = cap * jnp.tanh(scores / cap)
-        behind = np.arange(T)[:, None] - np.arange(T)
-        seen = (behind >= 0) & (behind < (config.windows[index] or T))
-        weights = jnp.where(seen, jnp.exp(scores), 0)
-        nothing = jnp.exp(part["sinks"])[:, None, None] if "sinks" in part else 0
-        weights = weights / (nothing + weights.sum(-1, keepdims=True))
-        heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
-        after = config.norm_placement == "both"
-        h = linear(heads, part["output"], 2)
-        x = x + (norm(h, **layer["attention_output_norm"]) if after else h)
-        h, mlp = norm(x, **layer["mlp_norm"]), layer["mlp"]
-        if "router" in mlp:
-            x = x + sum(routed(h, mlp))
-        else:
-            h = linear(bent(h, mlp), mlp["down"])
-            x = x + (norm(h, **layer["mlp_output_norm"]) if after else h)
-    x = norm(x, **p["norm"])
-    head = p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
-    return reference_nats(x @ head, config.logit_soft_cap, tokens[:, 1:])
-
-
-def reference_nats(logits, cap, targets):
-    if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
-    logp = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
-    return -jnp.take_along_axis(logp, targets[..., None], -1).mean()
 
 
 def test_loss_and_gradients_are_those_of_a_reference_in_float64(tiny):
@@ -315,63 +152,6 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
     lengths = [n for stack in cache for n in stack.length.tolist()]
     assert lengths == [length] * tiny.config.num_layers
     np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=5e-6, rtol=1e-5)
-
-
-# ---- Initialisation
-
-
-@pytest.fixture(scope="module")
-def gpt2(composed):
-    """The published initialisation, of a narrower model."""
-    narrow = "model.embed_dim=384", "model.num_heads=6", "model.vocab_size=8192"
-    config = composed("model=gpt2_124m", *narrow).model
-    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
-    return config, jax.tree.map(np.asarray, params)
-
-
-def test_gpt2_starts_with_the_published_spreads(gpt2):
-    config, params = gpt2
-    into_residual = 0.02 / math.sqrt(2 * config.num_layers)
-    for name, x in named(params):
-        if name.endswith("scale"):
-            assert (x == 1).all(), name
-        elif name.endswith("bias"):
-            assert (x == 0).all(), name
-        else:
-            narrow = "output" in name or "down" in name
-            expected = into_residual if narrow else 0.02
-            layers = (
-                x.reshape(12, -1) if name.startswith("layers") else x.reshape(1, -1)
-            )
-            np.testing.assert_allclose(layers.std(1), expected, rtol=0.01, err_msg=name)
-            assert abs(layers.mean()) < expected / 100, name
-    layers = params["layers"]["mlp"]["up"]["weight"]
-    assert (layers[0] != layers[1]).mean() > 0.99, "layers must not start alike"
-
-
-def test_gpt2_starts_at_the_loss_of_a_guess(gpt2):
-    config, params = gpt2
-    model, how = abstract_gpt(config), Execution()
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(1, 65))
-
-    @jax.jit
-    def loss(params, tokens):
-        bound = bind(model, params)
-        x, *_ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, how)
-        logp = jax.nn.log_softmax(bound.logits(x, how))
-        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
-
-    assert loss(params, tokens) == pytest.approx(math.log(config.vocab_size), rel=0.02)
-
-
-def test_initialisation_with_zeros_starts_silent(llama):
-    config = replace(llama.config, init=Init.zero)
-    born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
-    params = dict(named(born))
-    silent = {"head.weight", "layers.attention.output.weight", "layers.mlp.down.weight"}
-    assert {name for name, x in params.items() if not x.any()} == silent
-    up = params["layers.mlp.up.weight"]
-    assert up.std() == pytest.approx(config.embed_dim**-0.5, rel=0.1)
 
 
 # ---- Depth, recomputation, the head

@@ -1,4 +1,4 @@
-"""What a config may be, what a run is called, what a change means."""
+"""What a config may be, and what is said of one that is wrong or set in vain."""
 
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, MixtureSource, Source
-from model.choices import Activation, Attention, Mlp, Position
+from model.choices import Activation, Mlp, Position
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.rules import must_name_run, validate, without_effect
-from train.cli.schema import convert, read_yaml, to_yaml
+from train.cli.schema import convert
 from train.config import (
     Config,
     DcnConfig,
     MeshConfig,
     OptimizerConfig,
     OptimizerName,
-    Remat,
     RunConfig,
     RuntimeConfig,
     Schedule,
@@ -26,7 +25,7 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
-from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
+from train.identity import flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 from train.watching import (
@@ -202,20 +201,6 @@ def test_without_a_tracker_only_what_one_would_read_is_idle():
     assert warning == f"tracker.wandb.project has no effect: {why}"
 
 
-def test_the_tracker_of_an_older_version_is_read(tmp_path):
-    file = tmp_path / "config.yaml"
-    for name in ("wandb", "none"):
-        old = f"tracker: {{name: {name}, project: mine, mode: online}}"
-        file.write_text(old)
-        changes = {"tracker.wandb.project": "ours"}
-        read = read_yaml(file).tracker, read_yaml(file, changes=changes).tracker
-        wandb = WandbConfig(name == "wandb", "mine", "online")
-        assert [tracker.wandb for tracker in read] == [
-            wandb,
-            replace(wandb, project="ours"),
-        ]
-
-
 @pytest.mark.parametrize("key", ["remat", "offload"])
 def test_to_keep_what_a_model_does_not_make_is_named(key):
     config = Config(train=TrainConfig(**{key: ("mlp_gate",)}))
@@ -247,99 +232,6 @@ def test_a_store_brings_its_own_tokenizer_and_split():
     store = DataConfig(source=Source.tokens, path="x", tokenizer="gpt2")
     (warning,) = without_effect(Config(data=store))
     assert warning == "data.tokenizer has no effect: data.source is tokens"
-
-
-def test_the_name_is_of_what_makes_the_run():
-    config = Config()
-    name = run_name(config)
-    assert name.startswith("gpt-python-")
-    assert len(name.rpartition("-")[2]) == 8
-    same = [
-        replace(config, train=TrainConfig(num_steps=5, remat=Remat.full)),
-        replace(config, train=TrainConfig(accumulation_steps=2)),
-        replace(config, mesh=MeshConfig(data=8)),
-        replace(config, runtime=RuntimeConfig(cpu_devices=4)),
-        replace(config, data=DataConfig(prefetch=9, cache_dir="x")),
-        replace(config, eval=EvalConfig(num_batches=1)),
-    ]
-    assert {run_name(other) for other in same} == {name}
-    others = [
-        replace(config, seed=1),
-        replace(config, optimizer=OptimizerConfig(learning_rate=2e-3)),
-        replace(config, data=DataConfig(batch_size=8)),
-        replace(config, model=ModelConfig(num_layers=5)),
-        replace(config, schedule=ScheduleConfig(warmup_steps=7)),
-    ]
-    assert len({name, *map(run_name, others)}) == len(others) + 1
-    assert run_dir(config) == f"runs/{name}"
-    assert run_name(replace(config, run=RunConfig(name="me"))) == "me"
-    assert (
-        run_dir(replace(config, run=RunConfig(name="me", dir="gs://b/r"))) == "gs://b/r"
-    )
-
-
-def test_differences_are_classified():
-    new = Config(
-        seed=1,
-        model=ModelConfig(attention=Attention.xla, num_layers=9),
-        data=DataConfig(cache_dir="x", batch_size=4),
-        mesh=MeshConfig(fsdp=2, params={"embed": "fsdp"}),
-        train=TrainConfig(num_steps=2000),
-        eval=EvalConfig(interval_steps=7),
-    )
-    kinds = {diff.key: diff.kind for diff in differences(Config(), new)}
-    assert kinds == {
-        "seed": ChangeKind.refused,
-        "model.num_layers": ChangeKind.refused,
-        "model.attention": ChangeKind.allowed,
-        "data.batch_size": ChangeKind.refused,
-        "data.cache_dir": ChangeKind.harmless,
-        "mesh.fsdp": ChangeKind.allowed,
-        "mesh.params.embed": ChangeKind.allowed,
-        "train.num_steps": ChangeKind.allowed,
-        "eval.interval_steps": ChangeKind.harmless,
-    }
-    diffs = differences(Config(), new)
-    assert {d.key for d in refused(diffs, ["seed", "model"])} == {"data.batch_size"}
-    # A prefix is a whole section, not the start of a word.
-    assert len(refused(diffs, ["mod", "data.batch"])) == 3
-    assert str(diffs[0]) == "seed: 0 -> 1 (refused)"
-
-
-def test_every_key_of_the_tables_exists():
-    from train.identity import ALLOWED, HARMLESS
-
-    known = [*flatten(Config()), *(f.name for f in fields(Config))]
-    assert [key for key in (*ALLOWED, *HARMLESS) if key not in known] == []
-
-
-def test_yaml_round_trip(tmp_path):
-    config = Config(
-        seed=3,
-        run=RunConfig(allow_change=["data"]),
-        mesh=MeshConfig(fsdp=-1, params={"embed": "fsdp", "layers": None}),
-        optimizer=OptimizerConfig(name=OptimizerName.muon, learning_rate=1e-5),
-        profile=ProfileConfig(steps=[1, 2]),
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
-    back = read_yaml(path)
-    assert back == config
-    assert type(back.optimizer.name) is OptimizerName
-    assert run_name(back) == run_name(config)
-
-
-def test_a_bad_config_file_names_every_bad_key(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("seed: x\nmodel: {num_heads: 3, layers: 4}\nold: 1\n")
-    with pytest.raises(ConfigError) as caught:
-        read_yaml(path)
-    assert [m.key for m in caught.value.mistakes] == ["seed", "model.layers", "old"]
-    assert str(path) in str(caught.value)
-    path.write_text("seed: 4\n")
-    assert read_yaml(path) == Config(seed=4)  # what it lacks has its default
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_yaml(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
-"""Runs through the door: started, stopped in every way, continued, looked at."""
+"""A run through the door: started, stopped in every way, continued, looked at."""
 
-import inspect
 import json
 import re
 import shutil
 import signal
-import subprocess
-import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,76 +12,14 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.forks import Forks
-from train.program import make_program
+from tests.train import doors
+from tests.train.doors import Door, Result, lines, state_of, steps
 from train.run.goodput import account
 from train.run.metrics import read_events
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
 
-# The door, with a hand that sends the process a signal as soon as a step is logged.
-STOPPED = """
-import os
-import time
-from train.__main__ import main
-from train.cli.command import run_command
-from train.run.directory import RunDir
-
-write = RunDir.log
-
-def write_and_signal(log, step, values):
-    write(log, step, values)
-    if step == int(os.environ["AT_STEP"]):
-        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-        time.sleep(0.2)  # a step takes less than waking the thread that hears
-
-RunDir.log = write_and_signal
-
-if __name__ == "__main__":
-    run_command(main)
-"""
-
-Result = subprocess.CompletedProcess[str]
-Door = Callable[..., Result]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the text and the runs lie."""
-    folder = tmp_path_factory.mktemp("runs")
-    source = inspect.getsource(textwrap) + inspect.getsource(inspect)
-    (folder / "text.txt").write_text(source[:40_000])
-    (folder / "stopped.py").write_text(STOPPED)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def door(folder: Path, forks: Forks) -> Door:
-    """Run a door in a process of its own, given the run and overrides."""
-    tiny = (
-        *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
-        *("model.compute_dtype=float32", "model.init=scaled", "optimizer=adamw"),
-        *("data=text", f"data.path={folder}/text.txt", "data.sequence_length=32"),
-        *("data.batch_size=8", f"data.cache_dir={folder}/data", "tracker=none"),
-        *("runtime.cpu_devices=2", "schedule.warmup_steps=2", "train.num_steps=20"),
-        *("checkpoint.save_interval_steps=5", "log.interval_steps=1"),
-        "schedule.final_fraction=0.1",
-    )
-
-    def run(
-        path: Path,
-        *overrides: str,
-        at_step: int = 0,
-        number: int = 0,
-        module: str = "train",
-        config: tuple[str, ...] = tiny,
-    ) -> Result:
-        door = [str(folder / "stopped.py")] if number else ["-m", module]
-        signalled = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
-        words = [*door, f"run.dir={path}", *config, *overrides]
-        return forks.run(words, folder, signalled)
-
-    return run
+folder, door = doors.folder, doors.door  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -103,26 +37,9 @@ def copy(straight: Path, folder: Path, request: pytest.FixtureRequest) -> Path:
     return Path(shutil.copytree(straight, folder / request.node.name))
 
 
-def lines(run: Path) -> list[dict]:
-    return [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(run: Path) -> list[dict]:
-    """Give what is no clock's of each step's line."""
-    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-    return [{k: x[k] for k in keys} for x in lines(run) if "loss" in x]
-
-
 def saved(run: Path) -> list[int]:
     names = [p.name for p in (run / "checkpoints").iterdir()]
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def state_of(run: Path, step: int):
-    config = read_run(str(run))
-    program = make_program(config, jax.devices()[:2])
-    saved = SavedSteps(run / "checkpoints")
-    return jax.device_get(saved.restore(program.state, step))
 
 
 def assert_same(run: Path, straight: Path) -> None:
@@ -252,30 +169,6 @@ def test_what_a_start_changed_is_recorded(longer, straight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("optimizer.moment_dtype=int8", "model.param_dtype=bfloat16"),
-        ("optimizer=lion", "optimizer.moment_dtype=bfloat16", "optimizer.ema_decay=.9"),
-        ("optimizer=adafactor", "model.param_dtype=bfloat16"),
-        ("model.compute_dtype=int8", "model.high_precision_layers=[first]"),
-        ("model.compute_dtype=float8", "optimizer.offload=true"),
-    ],
-    ids=" ".join,
-)
-def test_rounded_at_random_a_run_goes_on_to_the_bit(folder, door, overrides):
-    run = folder / overrides[0]
-    result = door(run, *overrides)
-    assert result.returncode == 0, result.stderr
-    losses, state = steps(run), state_of(run, 20)
-    assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
-    result = door(run, *overrides, "run.rewind_to=15")
-    assert result.returncode == 0, result.stderr
-    assert "from step 15" in result.stdout
-    jax.tree.map(np.testing.assert_array_equal, state_of(run, 20), state)
-
-
-@pytest.mark.slow
 def test_other_moments_are_taken_if_their_key_is_named(door, copy):
     """And back again; evaluation meets them as they were saved."""
     changed = ("optimizer.moment_dtype=int8", "train.num_steps=22")
@@ -292,19 +185,6 @@ def test_other_moments_are_taken_if_their_key_is_named(door, copy):
     assert "moments of step 22 were kept otherwise" in result.stderr
     assert [line["step"] for line in steps(copy)] == list(range(1, 25))
     assert all(np.isfinite(line["loss"]) for line in steps(copy))
-
-
-@pytest.mark.slow
-def test_a_planned_mesh_is_written_out(folder, door):
-    path = folder / "chosen"
-    steps = "train.num_steps=2"
-    result = door(path, "mesh=planned", steps)
-    assert result.returncode == 0, result.stderr
-    assert "mesh=planned: nobody says how fast these devices are" in result.stderr
-    mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
-    assert (mesh["fsdp"], mesh["planned"]) == (2, False)
-    again = door(path, "mesh=planned", steps)  # the same command
-    assert again.returncode == 0, again.stderr
 
 
 def test_a_changed_text_is_refused(folder, door, copy):
@@ -335,28 +215,6 @@ def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
     assert [line["step"] for line in steps(copy)][-1] == 24
     assert read_run(str(copy)).data.path == str(other)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
-
-
-def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
-    result = door(
-        folder / "diverged",
-        *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
-        "data.skip_batches=[2,4]",
-    )
-    assert result.returncode == 3, result.stderr
-    assert "the last 3 updates were left out" in result.stderr
-    assert "lower the learning rate" in result.stderr
-    assert "Traceback" not in result.stderr
-    found = lines(folder / "diverged")
-    assert [x["grad_norm"] for x in found[-3:]] == [None] * 3  # null: not finite
-    assert found[0]["grad_norm"] > 0
-    skipped = [e for e in read_events(folder / "diverged") if e["event"] == "skipped"]
-    assert [e["step"] for e in skipped[-3:]] == [x["step"] for x in found[-3:]]
-    for event in skipped:
-        assert event["batch"] == event["step"] - 1 + 3 * (event["step"] > 2)
-        assert (event["grad_norm"], event["reason"]) == (None, "not finite")
-    last = skipped[-1]
-    assert f"step {last['step']} (batch {last['batch']}, not finite)" in result.stderr
 
 
 def test_evaluate_scores_the_newest_checkpoint(door, straight):
@@ -403,24 +261,3 @@ def test_sample_continues_the_prompt(door, straight):
     assert one == two
     assert one.startswith("def wrap")
     assert len(one) > len("def wrap")
-
-
-def test_plan_shows_the_layout_for_hardware_that_is_not_there(folder, door):
-    run = folder / "planned"
-    array = "layers.mlp.up.weight"
-    result = door(
-        run,
-        *("runtime.cpu_devices=8", "mesh=fsdp_tensor", f"plan.array={array}"),
-        module="train.plan",
-    )
-    assert result.returncode == 0, result.stderr
-    assert "devices     8 x cpu" in result.stdout
-    table, _, slices = result.stdout.partition(f"{array} 2x32x128 float32")
-    (row,) = [x for x in table.splitlines() if x.startswith(array)]
-    assert "layers embed mlp" in row
-    assert "('pipeline', 'fsdp', 'tensor')" in row
-    found = re.findall(r"fsdp=(\d) tensor=(\d) +\[0:2, (\d+):\d+, (\d+):\d+\]", slices)
-    assert len(found) == 8
-    for fsdp, tensor, first, second in found:
-        assert (int(first), int(second)) == (8 * int(fsdp), 64 * int(tensor))
-    assert not run.exists()

@@ -1,81 +1,31 @@
-import gzip
-import io
-import json
-import random
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
-import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.text.documents
-import data.text.files
-import data.text.streams
-import data.text.tables
 from data.errors import DataError
-from data.text.corpus import Corpus
 from data.text.documents import read
-from data.text.files import SPLITS, File, Format, Unit, units_of
+from data.text.files import File, Format, Unit, units_of
 from data.text.records import Bad, Reading, Record
 from data.token_store.encode import encode_tasks, make_tasks
 from data.token_store.parts import EncodingSettings
+from tests.data.text.written_files import (
+    COLUMNS,
+    LINES,
+    WITH_IDS,
+    Found,
+    compress,
+    encode_records,
+    encode_table,
+    file_of,
+    good,
+    read_file,
+)
 
-Found = list[Record | Bad]
-WITH_IDS = Reading(id_field="id")
-LINES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
-COLUMNS = ("a.parquet", "stream.arrow", "file.arrow")
 TEXTS = ("a.txt", "a.txt.gz", "a.md.zst", "a", "a.json")
-
-
-def compress(name: str, content: bytes) -> bytes:
-    if name.endswith(".gz"):
-        return gzip.compress(content, 1, mtime=0)
-    if name.endswith(".zst"):
-        return zstandard.ZstdCompressor(write_checksum=True).compress(content)
-    return content
-
-
-def encode_table(name: str, table: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    if name.endswith(".parquet"):
-        pq.write_table(table, sink, row_group_size=3)
-        return sink.getvalue()
-    new = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
-    with new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    return sink.getvalue()
-
-
-def encode_records(name: str, records: list[tuple[str, str]]) -> bytes:
-    """A file of (id, text); of a format that has no records, the texts end to end."""
-    if name in COLUMNS:
-        schema = pa.schema({"n": pa.int32(), "id": pa.string(), "text": pa.string()})
-        rows = [{"n": 1, "id": key, "text": text} for key, text in records]
-        return encode_table(name, pa.Table.from_pylist(rows, schema))
-    if name in LINES:
-        rows = [json.dumps({"id": key, "n": 1, "text": text}) for key, text in records]
-        return compress(name, "".join(f"{row}\n" for row in rows).encode())
-    return compress(name, "".join(text for _, text in records).encode())
-
-
-def file_of(folder: Path, name: str, content: bytes) -> File:
-    (folder / name).write_bytes(content)
-    return File(str(folder / name), name, len(content), "1")
-
-
-def read_file(file: File, how: Reading = WITH_IDS) -> Found:
-    return [found for unit in units_of(file) for found in read(unit, how)]
-
-
-def good(found: Found) -> list[Record]:
-    return [one for one in found if isinstance(one, Record)]
 
 
 @pytest.mark.parametrize("name", [*LINES, *COLUMNS])
@@ -227,34 +177,6 @@ def test_columns_may_be_odd(tmp_path, name):
     ]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
-def test_what_comes_before_damage_is_read(tmp_path, name):
-    """Cut off anywhere, or overwritten from some place on."""
-    source = random.Random(0)
-    records = [(str(n), source.randbytes(2500).hex() + "猫") for n in range(400)]
-    content = encode_records(name, records)
-    how = WITH_IDS if "jsonl" in name else Reading()
-    whole = read_file(file_of(tmp_path, name, content), how)
-    total = sum(len(one.text) for one in good(whole))
-    for trial in range(12):
-        at = source.randrange(len(content) // 8, len(content))
-        damaged = content[:at] + b"\xff" * (len(content) - at) * (trial % 2)
-        found = read_file(file_of(tmp_path, name, damaged), how)
-        texts = b"".join(one.text for one in good(found))
-        assert isinstance(found[-1], Bad)
-        assert "cannot be read further" in found[-1].reason
-        assert [isinstance(one, Bad) for one in found].count(True) <= 2
-        # The last block's worth may be missing, and what damage made of it be there.
-        assert len(texts) >= total * at / len(content) - 3e5
-        if trial % 2 == 0:
-            texts.decode()
-            assert b"".join(one.text for one in good(whole)).startswith(texts)
-    with_zeros = read_file(
-        file_of(tmp_path, "b.txt.gz", gzip.compress(b"a") + bytes(9))
-    )
-    assert with_zeros == [Record("b.txt.gz", b"a", True)]
-
-
 def test_frames_follow_each_other(tmp_path):
     for name in ("a.txt.gz", "a.txt.zst"):
         content = b"".join(compress(name, b"%d " % n) for n in range(2000))
@@ -277,167 +199,3 @@ def test_a_bad_record_ends_the_work_by_file_and_place(tmp_path, name):
     with pytest.raises(DataError, match=rf"{name}, {place}: 'text' is no text"):
         encode_tasks(make_tasks(units_of(file)), tmp_path, settings, 1)
     assert not list(tmp_path.glob("*part*"))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", *COLUMNS, "a.txt"])
-@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("gone")])
-def test_storage_that_fails_is_no_bad_record(tmp_path, monkeypatch, name, error):
-    """Else on_error=skip would leave out half a file when a network breaks."""
-    records = [(str(n), "text" * 9) for n in range(3)]
-    file = file_of(tmp_path, name, encode_records(name, records))
-    reads = []
-
-    class Failing(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            reads.append(1)
-            if len(reads) > 1:
-                raise error
-            return super().read(8)
-
-    content = Path(file.path).read_bytes()
-    monkeypatch.setattr(fsspec, "open", lambda *_: Failing(content))
-    with pytest.raises(DataError, match=rf"{name}: cannot be read \(gone\)"):
-        read_file(file)
-
-
-def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
-        read_file(File(str(tmp_path / "gone.jsonl"), "gone.jsonl", 1, ""))
-
-
-def damaged(content: bytes, source: random.Random) -> bytes:
-    damage = bytearray(content)
-    for _ in range(source.choice([1, 1, 1, 3, 20])):
-        at = source.randrange(len(damage) or 1)
-        kind = source.randrange(5)
-        if kind == 0:
-            damage[at : at + 1] = bytes([source.randrange(256)])
-        elif kind == 1:
-            damage[at : at + 1] = bytes([damage[at] ^ 1 << source.randrange(8)])
-        elif kind == 2:
-            del damage[at : at + source.randrange(1, 9)]
-        elif kind == 3:
-            damage[at:at] = source.randbytes(source.randrange(1, 9))
-        else:
-            damage[at : at + 8] = source.choice([b"\xff", b"\0", b"\x7f"]) * 8
-        damage = damage or bytearray(b"\n")
-    return bytes(damage)
-
-
-@pytest.mark.parametrize("trials", [60, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", *COLUMNS, "a.txt.gz"])
-def test_random_damage_is_reported_and_raises_nothing(tmp_path, name, trials):
-    source = random.Random(trials)
-    records = [(f"id {n}", "ab 猫\n" * n) for n in range(8)]
-    content = encode_records(name, records)
-    whole = read_file(file_of(tmp_path, name, content))
-    reported = 0
-    for _ in range(trials):
-        file = file_of(tmp_path, name, damaged(content, source))
-        found = read_file(file)
-        for one in good(found):
-            one.text.decode()
-        reported += len(good(found)) < len(found)
-        if len(good(found)) == len(found) and name not in COLUMNS:
-            assert found == whole, "both compressions hold a checksum"
-    assert reported > trials // 3
-
-
-line = st.one_of(
-    st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")),
-    st.builds(
-        lambda text: json.dumps({"text": text}).encode(), st.text("ab猫", max_size=40)
-    ),
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(line, max_size=12), st.integers(1, 60), st.integers(1, 60))
-def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
-    how = Reading(max_record_bytes=limit)
-    with tempfile.TemporaryDirectory() as folder:
-        file = file_of(Path(folder), "a.jsonl", b"\n".join(lines))
-        whole = list(read(Unit(file), how))
-        with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
-            assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
-            assert read_file(file, how) == whole
-
-
-@pytest.fixture(scope="module")
-def unit_folder(tmp_path_factory) -> Iterator[Path]:
-    return tmp_path_factory.mktemp("units")
-
-
-texts = st.one_of(st.text("ab\n猫é😀 ", max_size=150).map(str.encode), st.binary())
-# Of units, and of the windows behind them, which must be smaller.
-sizes = st.integers(5, 40).flatmap(
-    lambda u: st.tuples(st.just(u), st.integers(4, u - 1))
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=texts, size=sizes)
-def test_units_of_a_text_are_the_text(unit_folder, text, size):
-    valid = text.decode(errors="ignore").encode() == text
-    how = Reading(keep_invalid_utf8=not valid)
-    found = {}
-    with (
-        mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
-        mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
-    ):
-        for name in ("a.txt", "a.txt.gz"):
-            file = file_of(unit_folder, name, compress(name, text))
-            found[name] = good(read_file(file, how))
-            assert b"".join(one.text for one in found[name]) == text
-            ends = [one.ends for one in found[name]]
-            assert ends == [False] * (len(ends) - 1) + [True]
-    if valid:
-        for one in found["a.txt"]:
-            one.text.decode()
-
-    plain, packed = ([one[1:] for one in records] for records in found.values())
-    assert plain == packed, "compressed text must give the same tokens"
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=texts, size=sizes, validation=st.floats(0.01, 0.99))
-def test_a_single_text_is_divided_without_a_byte_in_both(
-    unit_folder, text, size, validation
-):
-    how = Reading(keep_invalid_utf8=True)
-    with (
-        mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
-        mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
-    ):
-        pieces = []
-        for name in ("a.txt", "a.txt.zst"):
-            file = file_of(unit_folder, name, compress(name, text))
-            try:
-                units = Corpus("", (file,), validation).units()
-            except DataError:
-                assert len(text) * min(validation, 1 - validation) < 4
-                return
-            found = [
-                (unit.split, one.text, one.ends)
-                for unit in units
-                for one in good(list(read(unit, how)))
-            ]
-            assert [split for split, _, ends in found if ends] == list(SPLITS)
-            # A last piece may be empty: it stands for the end alone.
-            pieces.append([(split, one) for split, one, _ in found if one])
-    assert b"".join(one for _, one in pieces[0]) == text
-    held = sum(len(one) for split, one in pieces[0] if split == "validation")
-    assert abs(held - len(text) * validation) <= 4
-    assert pieces[0] == pieces[1]
-
-
-def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
-    content = gzip.compress(random.Random(0).randbytes(3000).hex().encode(), mtime=0)
-    file = file_of(tmp_path, "a.txt.gz", content[:-20])
-    for validation in (0.0, 0.001, 0.1, 0.9):
-        units = Corpus("", (file,), validation).units()
-        found = [one for unit in units for one in read(unit, Reading())]
-        assert [one.reason for one in found if isinstance(one, Bad)] == [
-            "cannot be read further: the compressed file ends in the middle"
-        ]
-        assert sum(len(one.text) for one in good(found)) > 5000

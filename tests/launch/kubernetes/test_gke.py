@@ -1,11 +1,6 @@
 """`cluster=gke_tpu` and `cluster=gke_gpu`: what is rendered, and what it would do."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +13,14 @@ from launch.kubernetes.jobset import FILE
 from launch.kubernetes.spot import warn_of_short_notice
 from launch.manifest import merged, to_yaml
 from launch.policy import Verdict, judge
-from tests.fleet import REPOSITORY, TINY, free_port
-from tests.launch.controllers import Pod, after, refused
-from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.fleet import REPOSITORY
+from tests.launch.controllers import after, refused
+from tests.launch.hostile import VALUES
 from tests.launch.test_backend import CLUSTERS, GPU, JOB, TPU, render
 from train.cli.command import check_command_line
-from train.cli.quoting import hydra_text, quote_text
+from train.cli.quoting import quote_text
 from train.errors import ConfigError
 from train.hardware.targets import parse_target
-
-TIMEOUT_S = 600  # of four processes, on a machine that has other work
 
 
 def manifest(cluster: Any, job: Job = JOB) -> dict[str, Any]:
@@ -152,21 +145,6 @@ def test_as_little_leave_as_possible(name):
         assert pod["securityContext"]["runAsNonRoot"] is True
 
 
-@pytest.mark.parametrize("cluster", [TPU, GPU, replace(GPU, processes_per_node=8)])
-def test_hostile_values_arrive(cluster, tmp_path):
-    """One argument each of the program that trains, whatever the kubelet expands."""
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
-    job = replace(JOB, overrides=overrides, environment={"V": "$(HOME) $$ $A"})
-    pod = Pod(manifest(cluster, job))
-    pod.variables |= {"POD_NAME": "gone", "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    argument_printer(tmp_path)
-    subprocess.run(pod.command, env=pod.variables, check=True)
-    (arguments,) = printed(tmp_path)
-    assert tuple(arguments[-len(overrides) :]) == overrides
-    assert arguments[-len(overrides) - 1] == "train"
-    assert pod.variables["V"] == "$(HOME) $$ $A"
-
-
 MORE = """
 metadata: {labels: {team: a}}
 spec:
@@ -231,93 +209,3 @@ def test_tables_take_any_entry_of_the_right_kind(argument, said):
         check_command_line(quote_text([*good, argument], schema), *how)
     assert said in str(error.value)
     assert str(error.value).startswith("1 mistake ")
-
-
-def trains(
-    pods: list[Pod], injected: Callable[[int], dict[str, str]], expected: int
-) -> None:
-    """Start the pods' processes here; they must be one run."""
-    started = []
-    for number, pod in enumerate(pods):
-        here = {
-            name: value.replace(pods[0].hostname, "localhost")
-            for name, value in pod.variables.items()
-        }
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        env |= {**here, **injected(number)}
-        started.append(
-            subprocess.Popen(
-                pod.command, env=env, text=True, stdout=-1, stderr=subprocess.STDOUT
-            )
-        )
-    try:
-        said = "\n".join(
-            process.communicate(timeout=TIMEOUT_S)[0] for process in started
-        )
-    finally:
-        for process in started:
-            process.kill()
-    assert {process.returncode for process in started} == {0}, said
-    assert said.count(f"devices     {expected} x cpu") == 1, said
-    assert said.count("finished    6 steps") == 1, said
-
-
-def tiny(folder: Path) -> Job:
-    source = Path(yaml.__file__).parent.joinpath("scanner.py").read_text()
-    (folder / "text.txt").write_text(source)
-    data = (f"data.path={folder}/text.txt", f"data.cache_dir={folder}/cache")
-    overrides = (*TINY, *data, "train.num_steps=6", f"run.dir={folder}/run")
-    return replace(JOB, overrides=overrides)
-
-
-@pytest.mark.slow
-def test_pods_of_two_slices_find_each_other(tmp_path):
-    """With what GKE's webhook gives each pod of a Job that asks for TPUs."""
-    document = manifest(replace(TPU, target="v4-16x2"), tiny(tmp_path))
-    pods = [Pod(document, job, index) for job in (0, 1) for index in (0, 1)]
-    port = str(free_port())
-
-    def injected(number: int) -> dict[str, str]:
-        return {
-            "TPU_WORKER_HOSTNAMES": "localhost,127.0.0.1",
-            "TPU_WORKER_ID": pods[number].variables["JOB_COMPLETION_INDEX"],
-            "JAX_FORCE_TPU_INIT": "1",  # or JAX asks first whether there are chips
-            "JAX_COORDINATOR_PORT": port,
-        }
-
-    trains(pods, injected, 4)
-
-
-@pytest.mark.slow
-def test_a_host_of_tpus_is_alone(tmp_path):
-    document = manifest(replace(TPU, target="v5e-8"), tiny(tmp_path))
-    trains([Pod(document)], lambda number: {}, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_pods_of_nodes_find_each_other(tmp_path, processes):
-    cluster = replace(GPU, gpus_per_node=2, processes_per_node=processes)
-    document = manifest(cluster, tiny(tmp_path))
-    pods = [Pod(document, 0, index) for index in (0, 1)]
-    port = {"MASTER_PORT": str(free_port())}
-    trains(pods, lambda number: port, 2 * processes)
-
-
-ABORTS = "import os; os.abort()"
-
-
-@pytest.mark.slow
-def test_aborts_are_seen_where_process_1_is_another():
-    """`shareProcessNamespace`: the exit code of an abort is 134 then, and only then."""
-    alone = ["unshare", "--pid", "--fork", "--mount-proc"]
-    if subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("needs leave to unshare process numbers")
-    python = [sys.executable, "-c", ABORTS]
-    shared = [*alone, "bash", "-c", 'set +m; "$@"; echo "ended with $?"', "pause"]
-    done = subprocess.run([*shared, *python], capture_output=True, text=True)
-    assert "ended with 134" in done.stdout
-    first = subprocess.run([*alone, *python], capture_output=True)
-    assert first.returncode not in (134, -6)

@@ -2,136 +2,23 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import train.run.lease
-from data.errors import DataError
 from data.token_store.storage import Storage
+from tests.train.run.owners import NEVER_S, files, wait_for
 from train.errors import OWNED, Exit
-from train.run.lease import Lease, read_owner, take_lease
+from train.run.lease import read_owner
 from train.run.liveness import Owner
 
 pytestmark = pytest.mark.timeout(90)
-
-NEVER_S = 1e6
-CHILD = """
-import logging, resource, sys
-import train.run.liveness
-from train.errors import Exit
-from train.run.lease import take_lease
-
-folder, interval_s, timeout_s, machine = sys.argv[1:]
-if machine:
-    train.run.liveness._machine = lambda: machine
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-lease = None
-for command in iter(sys.stdin.readline, ""):
-    try:
-        match command.strip():
-            case "take":
-                lease = take_lease(
-                    folder, float(interval_s), float(timeout_s),
-                    lambda message: print("LOST", message, flush=True),
-                )
-                print("taken", flush=True)
-            case "check":
-                lease.check()
-            case "close":
-                lease.close()
-            case "full" | "room" as disk:
-                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-                soft = 0 if disk == "full" else hard
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            case "exit":
-                sys.exit()
-    except Exit as e:
-        print(e, flush=True)
-        sys.exit(e.code)
-    print("did", command, end="", flush=True)
-"""
-
-
-class Process:
-    """A process that does what it is told, one command at a time."""
-
-    def __init__(self, folder: str | Path, *, machine: str, times: tuple[float, float]):
-        arguments = [str(folder), *map(str, times), machine]
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self.pid = self.popen.pid
-        self.taken: bool | None = None
-
-    def tell(self, *commands: str) -> None:
-        assert self.popen.stdin
-        for command in commands:
-            self.popen.stdin.write(f"{command}\n")
-
-    def until(self, *texts: str) -> list[str]:
-        """Read its lines up to one that holds one of the texts."""
-        lines: list[str] = []
-        assert self.popen.stdout
-        for line in self.popen.stdout:
-            lines.append(line)
-            if any(text in line for text in texts):
-                return lines
-        raise AssertionError(f"none of {texts} in {lines}")
-
-    def do(self, command: str) -> list[str]:
-        self.tell(command)
-        return self.until(f"did {command}")
-
-    def send(self, number: int) -> None:
-        """Send a signal that stops it or lets it go on, and see it happen."""
-        os.kill(self.pid, number)
-        if number == signal.SIGSTOP:
-            os.waitpid(self.pid, os.WUNTRACED)
-
-
-@pytest.fixture
-def start() -> Iterator:
-    """Start a process and tell it what to do."""
-    with contextlib.ExitStack() as stack:
-
-        def start(folder, *commands, machine="", times=(0.05, NEVER_S)) -> Process:
-            process = Process(folder, machine=machine, times=times)
-            stack.callback(process.popen.wait)
-            stack.callback(process.popen.kill)
-            process.tell(*commands)
-            return process
-
-        yield start
-
-
-@pytest.fixture
-def take() -> Iterator:
-    """Take a lease for this process; its attribute `lost` lists what it heard."""
-    with contextlib.ExitStack() as stack:
-
-        def take(folder, times=(0.05, NEVER_S)) -> Lease:
-            lost: list[str] = []
-            lease = take_lease(str(folder), *times, lost.append)
-            stack.callback(lease.close)
-            lease.lost = lost  # pyright: ignore
-            return lease
-
-        yield take
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -142,21 +29,11 @@ def folder(request, tmp_path) -> str:
     return f"s3://bucket/{tmp_path.name}/run"
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
 def refused(take, folder) -> str:
     with pytest.raises(Exit) as caught:
         take(folder)
     assert caught.value.code == OWNED
     return str(caught.value)
-
-
-def wait_for(true) -> None:
-    while not true():
-        time.sleep(0.02)
 
 
 def forge(run: Path, **changed) -> Owner:
@@ -165,10 +42,6 @@ def forge(run: Path, **changed) -> Owner:
     run.mkdir(exist_ok=True)
     (run / "lease.json").write_bytes(owner.to_json())
     return owner
-
-
-def files(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
 
 
 def test_a_live_owner_is_named(start, take, folder):
@@ -318,97 +191,6 @@ def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
     for process in processes:
         if process is not owner:
             assert process.popen.wait() == OWNED
-
-
-def test_a_damaged_lease_is_watched(take, run, caplog):
-    run.mkdir()
-    (run / "lease.json").write_bytes(b'{"token": "a')
-    assert read_owner(str(run)).alive() is None
-    began = time.monotonic()
-    take(run, times=(0.05, 0.3))
-    assert time.monotonic() - began >= 0.3
-    assert "damaged lease" in caplog.text
-
-
-def test_a_full_disk_ends_nothing(start, run):
-    owner = start(run, "take")
-    owner.until("taken")
-    owner.do("full")
-    lines = owner.until("training goes on")
-    time.sleep(0.5)
-    beat = read_owner(str(run)).beat
-    lines = owner.do("check") + owner.do("room")
-    assert not [line for line in lines if "training goes on" in line]
-    owner.until("is written again")
-    wait_for(lambda: read_owner(str(run)).beat > beat + 1)
-    assert "LOST" not in "".join(owner.do("close"))
-    assert files(run) == []
-
-
-def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(train.run.lease, "_ANSWER_S", 0.5)
-    mine = take("s3://bucket/away/run")
-    server.leave()
-    wait_for(lambda: "no answer in time" in caplog.text)
-    time.sleep(1)
-    server.come_back()
-    wait_for(lambda: "is written again" in caplog.text)
-    assert caplog.text.count("training goes on") == 1
-    mine.check()
-    assert not mine.lost
-
-
-@pytest.mark.parametrize("answer", ["error", "refusal"])
-def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
-    real, calls = Storage.replace, []
-
-    def replace(self, *args):
-        calls.append(args)
-        made = real(self, *args)
-        if len(calls) % 2:
-            return made
-        if answer == "error":
-            raise DataError("the connection was lost")
-        return None
-
-    monkeypatch.setattr(Storage, "replace", replace)
-    mine = take(run, times=(0.02, NEVER_S))
-    wait_for(lambda: len(calls) > 8)
-    mine.check()
-    assert not mine.lost
-    monkeypatch.undo()
-    mine.close()
-    assert files(run) == []
-
-
-def test_taking_may_succeed_and_seem_to_fail(take, run, monkeypatch):
-    real = Storage.replace
-    monkeypatch.setattr(Storage, "replace", lambda *args: real(*args) and None)
-    mine = take(run, times=(NEVER_S, NEVER_S))
-    monkeypatch.undo()
-    mine.check()
-
-
-def test_a_hanging_store_does_not_keep_a_process(start, run):
-    owner = start(run, "take")
-    owner.until("taken")
-    lock = run / "lease.json.__lock"
-    while True:  # until it is the file that the next beat waits for
-        with lock.open("w") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            if lock.exists() and lock.stat().st_ino == os.fstat(file.fileno()).st_ino:
-                time.sleep(0.3)
-                owner.tell("exit")
-                assert owner.popen.wait() == 0
-                return
-
-
-def test_a_store_that_cannot_be_written_is_named(take, run):
-    run.write_text("a file")
-    with pytest.raises(Exit, match=str(run)) as caught:
-        take(run)
-    assert caught.value.code == 1
 
 
 def test_nothing_stays_behind(take, run):

@@ -1,0 +1,63 @@
+"""Files of records and texts in each format, written and read back."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+from data.text.documents import read
+from data.text.files import File, units_of
+from data.text.records import Bad, Reading, Record
+
+Found = list[Record | Bad]
+WITH_IDS = Reading(id_field="id")
+LINES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
+COLUMNS = ("a.parquet", "stream.arrow", "file.arrow")
+
+
+def compress(name: str, content: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(content, 1, mtime=0)
+    if name.endswith(".zst"):
+        return zstandard.ZstdCompressor(write_checksum=True).compress(content)
+    return content
+
+
+def encode_table(name: str, table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    if name.endswith(".parquet"):
+        pq.write_table(table, sink, row_group_size=3)
+        return sink.getvalue()
+    new = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return sink.getvalue()
+
+
+def encode_records(name: str, records: list[tuple[str, str]]) -> bytes:
+    """A file of (id, text); of a format that has no records, the texts end to end."""
+    if name in COLUMNS:
+        schema = pa.schema({"n": pa.int32(), "id": pa.string(), "text": pa.string()})
+        rows = [{"n": 1, "id": key, "text": text} for key, text in records]
+        return encode_table(name, pa.Table.from_pylist(rows, schema))
+    if name in LINES:
+        rows = [json.dumps({"id": key, "n": 1, "text": text}) for key, text in records]
+        return compress(name, "".join(f"{row}\n" for row in rows).encode())
+    return compress(name, "".join(text for _, text in records).encode())
+
+
+def file_of(folder: Path, name: str, content: bytes) -> File:
+    (folder / name).write_bytes(content)
+    return File(str(folder / name), name, len(content), "1")
+
+
+def read_file(file: File, how: Reading = WITH_IDS) -> Found:
+    return [found for unit in units_of(file) for found in read(unit, how)]
+
+
+def good(found: Found) -> list[Record]:
+    return [one for one in found if isinstance(one, Record)]

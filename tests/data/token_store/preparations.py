@@ -1,0 +1,87 @@
+"""Records to prepare, and what a store of them holds or a preparation refuses.
+
+A test module takes the fixtures that it needs by name, for modules beside it use the
+`config` of tests/data/conftest.py.
+"""
+
+import dataclasses
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import data.text.files
+import data.token_store.encode
+from data.config import PrepareConfig
+from data.errors import DataError
+from data.text.files import SPLITS
+from data.token_store.build import prepare_store
+from data.token_store.store import Store
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    lines = [json.dumps({"text": text, "n": n}) for n, text in enumerate(texts)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    source = random.Random(seed)
+    return [source.randbytes(source.randrange(90)).hex() + "猫\n" for _ in range(count)]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """Records in three formats, some texts of which are empty."""
+    folder = tmp_path / "records"
+    (folder / "sub").mkdir(parents=True)
+    write_lines(folder / "a.jsonl", ["", *some_texts(300), ""])
+    write_lines(folder / "sub/b.jsonl", ["", ""])
+    content = (folder / "a.jsonl").read_bytes()
+    (folder / "sub/c.jsonl.gz").write_bytes(gzip.compress(content))
+    pq.write_table(pa.table({"text": some_texts(100, 1)}), folder / "d.parquet")
+    return folder
+
+
+@pytest.fixture
+def config(records: Path, tmp_path: Path) -> PrepareConfig:
+    output = str(tmp_path / "store")
+    return PrepareConfig(str(records), output, validation=0.1, workers=1)
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a few hundred bytes: they are made here and sent to the workers."""
+    monkeypatch.setattr(data.token_store.encode, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(data.text.files, "UNIT_BYTES", 700)
+
+
+def content_of(folder: Path | str) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+def documents_of(store: Store) -> dict[str, bytes]:
+    found = {}
+    for split in SPLITS:
+        tokens = store.split(split)
+        for number, (start, end) in enumerate(
+            zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)
+        ):
+            ids = tokens.read(start, end)
+            assert ids[-1] == store.encoding.eot_token
+            name = tokens.document_id(number)
+            assert (split, name) not in found
+            found[split, name] = store.encoding.decode_bytes(ids[:-1].tolist())
+    return found
+
+
+def refuse(config: PrepareConfig, message: str, **changes: object) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare_store(dataclasses.replace(config, **changes))  # type: ignore

@@ -1,0 +1,90 @@
+"""Stores far away: prepared from S3 to S3, and read over HTTP."""
+
+import dataclasses
+import functools
+import http.server
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+import data.token_store.reader
+from data.errors import DataError
+from data.token_store.build import prepare_store
+from data.token_store.store import open_store
+from tests.data.token_store import preparations
+from tests.data.token_store.preparations import content_of, documents_of, refuse
+
+records, config = preparations.records, preparations.config
+
+
+def test_from_s3_to_s3(bucket, config, records, tmp_path):
+    prepare_store(config)
+    bucket.put(f"{records}/", "bucket/in", recursive=True)
+    far = dataclasses.replace(
+        config, input="s3://bucket/in", output="s3://bucket/stores/far"
+    )
+    assert prepare_store(far).path == far.output
+    near = content_of(tmp_path / "store")
+    found = {
+        name.removeprefix("bucket/stores/far/"): bucket.cat_file(name)
+        for name in bucket.find("bucket/stores/far")
+    }
+    assert found.keys() == near.keys()
+    of_place = {"manifest.json", "manifest.json.sha256"}
+    assert {name for name in near if found[name] != near[name]} == of_place
+    assert list(open_store(far.output or "").verify()) == []
+    prepare_store(far)
+    refuse(far, "other settings", validation=0.2)
+    bucket.pipe_file("bucket/mine/file", b"mine")
+    refuse(far, "is not empty", output="s3://bucket/mine")
+    bucket.pipe_file("bucket/stores/far/train/tokens/c/0", b"damaged")
+    reports = list(open_store(far.output or "").verify())
+    assert ["s3://bucket/stores/far/train/tokens" in report for report in reports]
+    refuse(far, "s3://nowhere/x", output="s3://nowhere/x")
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """Python's own server does not know of ranges; real ones do."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def send_head(self):
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if not asked or not path.is_file():
+            return super().send_head()
+        content = path.read_bytes()
+        low, high = int(asked[1] or -int(asked[2])), len(content)
+        if asked[1] and asked[2]:
+            high = int(asked[2]) + 1
+        low = max(0, low if low >= 0 else high + low)
+        part = content[low:high]
+        self.send_response(206)
+        whole = f"bytes {low}-{low + len(part) - 1}/{len(content)}"
+        self.send_header("Content-Range", whole)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+def test_a_store_is_read_over_http(config, tmp_path, monkeypatch):
+    near = prepare_store(config)
+    Path(near.path, "nothing").mkdir()
+    monkeypatch.setattr(data.token_store.reader, "MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(data.token_store.reader, "OFFSETS_LIMIT", 0)
+    handler = functools.partial(Ranges, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/store"
+        store = open_store(url)
+        assert documents_of(store) == documents_of(near)
+        assert list(store.verify()) == []
+        with pytest.raises(DataError, match=r"nothing/manifest\.json: is not there"):
+            open_store(f"{url}/nothing")
+        Path(near.path, "train/ids/c/0").unlink()
+        with pytest.raises(DataError, match="store/train/ids"):
+            documents_of(open_store(url))
+        server.shutdown()

@@ -1,0 +1,94 @@
+"""A kind of cluster that takes the code as an archive, through the door."""
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launch import __main__ as door
+from launch.archive import files
+from launch.config import Code, LocalCluster, schema_of
+from launch.job import ARCHIVE, UNPACK, Rendered
+from launch.plan_check import Machine
+from tests.fleet import REPOSITORY
+from tests.launch.test_archive import contents
+from tests.launch.test_unpack import UNPACKER
+from train.cli.command import compose
+
+
+@dataclass(frozen=True)
+class Away(LocalCluster):
+    code: Code = Code.archive
+
+
+class Elsewhere(SimpleNamespace):
+    """A kind of cluster that takes the code as an archive."""
+
+    def submit(self, job, cluster, rendered, submission):
+        self.submission, self.job = submission, job
+        return 0
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> Elsewhere:
+    backend = Elsewhere(
+        SECRETS_REMEDY="",
+        mistakes=lambda *_: [],
+        machine=lambda _: Machine(),
+        render=lambda *_: Rendered({"job.sh": "line\n"}, ["bash", "job.sh"]),
+        alive=lambda _: False,
+    )
+    monkeypatch.setitem(door.BACKENDS, "local", backend)
+    return backend
+
+
+def submitted(monkeypatch, cluster, *arguments: str) -> None:
+    config = compose(arguments, "launch", schema_of("local"))
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    assert door.main(replace(config, cluster=cluster)) == 0
+
+
+def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
+    arguments = [f"run.dir={tmp_path}/runs/x", "tracker=none"]
+    submitted(monkeypatch, Away(), *arguments)
+    folder = tmp_path / "runs/x/launch/1"
+    packed = (folder / ARCHIVE).read_bytes()
+    assert contents(packed).keys() == {*files(REPOSITORY)}
+    assert (folder / UNPACK).read_bytes() == UNPACKER.read_bytes()
+    sha = hashlib.sha256(packed).hexdigest()
+    assert json.loads((folder / "record.json").read_text())["code"] == sha
+    words = elsewhere.job.command(sys.executable, Code.archive)
+    assert words[1:3] == [str(folder / UNPACK), str(folder / ARCHIVE)]
+    submitted(monkeypatch, LocalCluster(), *arguments)
+    assert not (tmp_path / "runs/x/launch/2" / ARCHIVE).exists()
+    kept = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
+    assert kept["code"] is None
+
+
+def test_stop_says_at_once_what_it_waits_for(elsewhere, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x")
+
+    def stop(submission):
+        assert "is asked to save and stop; waits until it has" in caplog.text
+        return 5
+
+    monkeypatch.setattr(elsewhere, "stop", stop, raising=False)
+    keys = f"run.dir={tmp_path}/runs/x", "action=stop"
+    assert door.main(compose(keys, "launch", schema_of("local"))) == 5
+    assert caplog.text.endswith(": has ended\n")
+
+
+def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):
+    arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
+    cluster = Away()
+    submitted(monkeypatch, cluster, *arguments, f"output={tmp_path}/out")
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {
+        *("job.sh", ARCHIVE, UNPACK)
+    }
+    submitted(monkeypatch, cluster, *arguments)
+    assert "# ---- job.sh\nline\n" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""The model written straight through, apart from its own code: a reference."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.config import ModelConfig
+
+
+def reference_loss(params, config: ModelConfig, tokens):
+    """Tiny.loss in the dtype of `params`, layer by layer, all of it written out."""
+    p, T = params, tokens.shape[1] - 1
+    x = p["embedding"]["weight"][tokens[:, :-1]]
+    x = x * math.sqrt(config.embed_dim) if config.scaled_embedding else x
+    if config.position == "learned":
+        x = x + p["positions"]["weight"][:T]
+    for index in range(config.num_layers):
+        layer = layer_of(p, config, index)
+        after = config.norm_placement == "both"
+        h = norm(x, config, **layer["attention_norm"])
+        h = attention(h, layer["attention"], config, index)
+        x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
+        h, mlp = norm(x, config, **layer["mlp_norm"]), layer["mlp"]
+        if "router" in mlp:
+            x = x + sum(routed(h, mlp, config))
+        else:
+            h = linear(bent(h, mlp, config), mlp["down"])
+            x = x + (norm(h, config, **layer["mlp_output_norm"]) if after else h)
+    x = norm(x, config, **p["norm"])
+    head = p["embedding"]["weight"].T if config.tied_head else p["head"]["weight"]
+    return nats(x @ head, config.logit_soft_cap, tokens[:, 1:])
+
+
+def layer_of(p, config: ModelConfig, index: int):
+    """Take a layer's parameters from the stack in which they lie."""
+    at, stack = index - config.dense_layers, "layers"
+    if at < 0:
+        at, stack = index, "dense_layers"
+    elif config.expert_layers:
+        at, place = divmod(at, config.experts_every)
+        if place < config.experts_every - 1:
+            at, stack = at * (config.experts_every - 1) + place, "layers_between"
+    return jax.tree.map(lambda a: a[at], p[stack])
+
+
+# ---- Attention
+
+
+def attention(h, part, config: ModelConfig, index: int):
+    q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
+    if config.qk_norm:
+        q = norm(q, config, part["query_norm"]["scale"], centre=False)
+        k = norm(k, config, part["key_norm"]["scale"], centre=False)
+    if config.position == "rotary":
+        local = config.windows[index] is not None and config.rope_theta_local
+        theta = local or config.rope_theta
+        q, k = (turned(y, theta, config.rotary_dim) for y in (q, k))
+    k, v = (jnp.repeat(y, config.num_heads // config.kv_heads, 2) for y in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+    scores = scores / math.sqrt(config.query_scale_dim or config.head_size)
+    if config.attention_soft_cap is not None:
+        cap = config.attention_soft_cap
+        scores = cap * jnp.tanh(scores / cap)
+    seen = mask(h.shape[1], config.windows[index])
+    weights = jnp.where(seen, jnp.exp(scores), 0)
+    nothing = jnp.exp(part["sinks"])[:, None, None] if "sinks" in part else 0
+    weights = weights / (nothing + weights.sum(-1, keepdims=True))
+    heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
+    return linear(heads, part["output"], 2)
+
+
+def turned(x, theta, R):  # each pair of dims (i, i + R/2) as one complex number
+    exponents = np.arange(R // 2) / (R // 2)
+    angles = np.arange(x.shape[1])[:, None] * theta**-exponents
+    z = x[..., : R // 2] + 1j * x[..., R // 2 : R]
+    z = z * np.exp(1j * angles)[None, :, None]
+    return jnp.concatenate([z.real, z.imag, x[..., R:]], -1)
+
+
+def mask(T, window):
+    behind = np.arange(T)[:, None] - np.arange(T)
+    return (behind >= 0) & (behind < (window or T))
+
+
+# ---- MLP
+
+
+def bent(x, mlp, config: ModelConfig):
+    if config.activation == "swiglu":
+        gate = linear(x, mlp["gate"])
+        return gate / (1 + jnp.exp(-gate)) * linear(x, mlp["up"])
+    if config.activation == "clamped_swiglu":
+        gate, up = (linear(x, mlp[name]) for name in ("gate", "up"))
+        limit = config.swiglu_limit
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(jnp.abs(up) > limit, limit * jnp.sign(up), up)
+        return gate / (1 + jnp.exp(-config.swiglu_alpha * gate)) * (up + 1)
+    if config.activation == "geglu":
+        return gelu(linear(x, mlp["gate"])) * linear(x, mlp["up"])
+    x = linear(x, mlp["up"])
+    if config.activation == "relu2":
+        return jnp.maximum(x, 0) ** 2
+    return gelu(x)
+
+
+def gelu(x):
+    return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def routed(x, mlp, config: ModelConfig):
+    """Yield what each expert adds, and what the shared one does."""
+    scores = 1 / (1 + jnp.exp(-linear(x, mlp["router"])))
+    ranked = scores + mlp["router"]["balance"]
+    least = jnp.sort(ranked)[..., -config.experts_per_token]
+    weights = jnp.where(ranked >= least[..., None], scores, 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    for e in range(config.num_experts):
+        own = {k: {"weight": mlp[k][e]} for k in ("gate", "up", "down")}
+        for k in own if config.bias else ():
+            own[k]["bias"] = mlp[f"{k}_bias"][e]
+        yield weights[..., e : e + 1] * linear(bent(x, own, config), own["down"])
+    yield linear(bent(x, mlp["shared"], config), mlp["shared"]["down"])
+
+
+# ---- What all are made of
+
+
+def linear(x, layer, inputs=1):
+    y = jnp.tensordot(x, layer["weight"], inputs)
+    return y + layer["bias"] if "bias" in layer else y
+
+
+def norm(x, config: ModelConfig, scale, bias=None, centre=True):
+    over = tuple(range(-scale.ndim, 0))
+    centre = centre and config.norm == "layernorm"
+    x = x - x.mean(over, keepdims=True) if centre else x
+    x = x / jnp.sqrt((x**2).mean(over, keepdims=True) + config.norm_epsilon)
+    x = x * (1 + scale if config.norm_unit_offset else scale)
+    return x if bias is None else x + bias
+
+
+def nats(logits, cap, targets):
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    logp = logits - jnp.log(jnp.exp(logits).sum(-1, keepdims=True))
+    return -jnp.take_along_axis(logp, targets[..., None], -1).mean()

@@ -1,0 +1,177 @@
+"""Mistakes on a command line: all are listed at once, each by its key."""
+
+import pytest
+import yaml
+
+from tests.train.cli.conftest import entry
+
+
+def test_all_mistakes_at_once(run):
+    result = run(
+        "model.num_hedas=8",
+        "optimizer.learning_rate=fast",
+        "train.num_steps=1.5",
+        "mesh=fdsp",
+        "model.norm=batch",
+        "+train.new=1",
+        "+seed=1",
+        "~log.interval_steps",
+        "~mesh.params.bar",
+        "mesh.params.foo=fsdp",
+        "train=3",
+        "train.remat={a: 1}",
+        "eval.interval_steps=[1",
+        "eval",
+        "data.batch_size=1,2",
+        "hydra.foo=1",
+        "--bogus",
+        "--cfgg=job",
+        "checkpoint.keep_latest=0",
+        "runtime.cpu_devices=-2",
+    )
+    assert result.stdout == ""
+    assert result.stderr.startswith("20 mistakes")
+    assert "did you mean model.num_heads?" in entry(result, "model.num_hedas = 8")
+    assert "must be a number" in entry(result, "optimizer.learning_rate = fast")
+    assert "must be a whole number" in entry(result, "train.num_steps = 1.5")
+    assert "auto, ddp, fsdp, fsdp_tensor" in entry(result, "mesh = fdsp")
+    assert "one of layernorm, rmsnorm" in entry(result, "model.norm = batch")
+    assert "no such key" in entry(result, "train.new = 1")
+    assert "without the +" in entry(result, "seed = 1")
+    assert "cannot be removed" in entry(result, "log.interval_steps")
+    assert "no such key" in entry(result, "mesh.params.bar")
+    assert "is no logical axis" in entry(result, "mesh.params.foo = fsdp")
+    assert "section" in entry(result, "train = 3")
+    assert "one of none, dots, full" in entry(result, "train.remat = {a: 1}")
+    assert "quote" in entry(result, "eval.interval_steps = [1")
+    assert "is not key=value" in entry(result, "eval")
+    assert "--multirun" in entry(result, "data.batch_size = 1,2")
+    assert "no such key" in entry(result, "hydra.foo = 1")
+    assert "no such flag" in entry(result, "--bogus")
+    assert "did you mean --cfg?" in entry(result, "--cfgg=job")
+    assert "at least 1" in entry(result, "checkpoint.keep_latest = 0")
+    assert "at least 1" in entry(result, "runtime.cpu_devices = -2")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("data.batch_size = 3",),
+        ("data.batch_size =3",),
+        ("data.batch_size", "=", "3"),
+        ("data.batch_size", "=3"),
+        ("data.batch_size=", "3"),
+    ],
+)
+def test_spaces_around_the_sign_are_named(run, typed: tuple[str, ...]):
+    result = run("--cfg", "job", *typed, "seed=x")
+    assert "type data.batch_size=3" in entry(result, "data.batch_size = 3")
+    assert "must be a whole number" in entry(result, "seed = x")
+    assert result.stderr.startswith("2 mistakes")
+
+
+def test_values_are_shown_as_they_are_typed(run):
+    result = run("profile.steps=[9]", "optimizer=lion", "optimizer.offload=true")
+    assert "ascending" in entry(result, "profile.steps = [9]")
+    assert "must be false" in entry(result, "optimizer.offload = true")
+
+
+def test_null_takes_the_place_of_a_presets_list_where_it_may(run):
+    typed = ("model=gemma2_nano", "model.layer_pattern=null", "profile.steps=null")
+    result = run(*typed)
+    assert "must be a list" in entry(result, "profile.steps = null")
+    assert result.stderr.startswith("1 mistake ")
+
+
+def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(run):
+    result = run("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
+    assert result.stderr.startswith("2 mistakes")
+    assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
+    result = run("model.num_hedas=5", "model.embed_dim=130")
+    assert result.stderr.startswith("1 mistake ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys"),
+    [
+        ("keys", "seed: x\noptimizer: {lr: 3, name: sgd}", ["seed", "optimizer.lr"]),
+        ("choice", "defaults: [{override /data: txt}]\nseed: 1", ["experiment"]),
+        ("yaml", "seed: [1", ["experiment"]),
+        ("rules", "seed: 1\nmodel: {num_heads: 3}", ["model.embed_dim"]),
+    ],
+)
+def test_a_preset_is_checked_too(run, tmp_path, name: str, text: str, keys: list[str]):
+    folder = tmp_path / "presets" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    result = run("--config-dir", str(folder.parent), f"experiment={name}", "seeed=1")
+    assert result.returncode == 78
+    assert "Traceback" not in result.stderr
+    assert "seeed = 1" in result.stderr
+    for key in keys:
+        assert f"  {key} = " in result.stderr
+    if name == "keys":
+        assert f"in {folder}/keys.yaml" in result.stderr
+        assert "one of adamw, muon, adafactor, lion" in result.stderr
+
+
+def test_each_value_of_a_sweep_is_checked_before_the_first_job(run):
+    result = run("log.interval_steps=3", "-m", "seed=1,x", "model=gpt_nano,gpt3")
+    assert result.stdout == ""
+    assert "whole number" in entry(result, "seed = x")
+    assert "gpt_nano" in entry(result, "model = gpt3")
+    result = run("-m", "data.batch_size=8,16", "train.accumulation_steps=1,16")
+    assert "accumulation_steps=16" in entry(result, "data.batch_size = 8")
+    assert result.stderr.startswith("1 mistake ")
+
+
+def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
+    sizes = ("mesh.fsdp=3", "data.batch_size=7", "runtime.cpu_devices=8")
+    result = run(*sizes, "model.num_hedas=3")
+    assert result.stderr.startswith("4 mistakes")
+    assert "multiply to the 8 devices" in result.stderr
+    # In the order typed, then of the config.
+    starts = [
+        line.split()[0] for line in result.stderr.splitlines() if line[:3] == "  m"
+    ]
+    assert starts == ["mesh", "model.num_hedas", "mesh.params.embed"]
+    assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
+    result = run(*sizes, "mesh.tensor=8", "model.num_hedas=3")
+    assert result.stderr.startswith("4 mistakes")
+    assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+    assert "num_kv_heads=4 on 8" in entry(result, "mesh.params.kv_heads = tensor")
+
+
+def test_habits_of_other_programs_are_answered(run):
+    result = run("--num_steps=30", "resume=true", "data.tokenizer=gpt3")
+    assert "train.num_steps=30?" in entry(result, "--num_steps=30")
+    assert "the same command continues a run" in entry(result, "resume = true")
+    assert "did you mean gpt2?" in entry(result, "data.tokenizer = gpt3")
+
+
+def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
+    result = run("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=[mlp_upp]")
+    assert "or a list of query, key, value, " in entry(
+        result, "train.remat = [mlp_upp]"
+    )
+    assert "(Updates of the whole run" in entry(result, "train.num_steps = 0")
+    assert "must be pairs" in entry(result, "data.skip_batches = [3,1]")
+    shown = run("data.skip_steps=[1,3]", "--cfg", "job")
+    assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]
+
+
+def test_a_tracker_that_is_none_is_named(run):
+    result = run("tracker=[wandb,tensorbord]", "tracker.mode=on")
+    listed = entry(result, "tracker = [wandb,tensorbord]")
+    assert "did you mean tensorboard?" in listed
+    assert "must be offline or online" in entry(result, "tracker.wandb.mode = on")
+    result = run("tracker=[none,wandb]")
+    assert "none stands alone" in entry(result, "tracker = [none,wandb]")
+
+
+def test_mistakes_in_a_table_of_sections_hide_no_others(run):
+    result = run("data=mixture", "data.sources={web: {pathh: 1}, b: 3}", "seed=x")
+    assert "did you mean data.sources.web.path" in result.stderr
+    assert "section" in entry(result, "data.sources.b = 3")
+    assert "whole number" in entry(result, "seed = x")

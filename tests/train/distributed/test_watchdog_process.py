@@ -1,0 +1,158 @@
+"""The process beside a trainer: whom it names, what it survives, and when it goes."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.distributed.trainers import Start, stacks_in
+from train.distributed import watchdog_process
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def await_end(pid: int) -> None:
+    while alive(pid):
+        time.sleep(0.05)
+
+
+def test_a_killed_trainer_leaves_nothing_behind(start, tmp_path):
+    trainer = start("time.sleep(1000)")
+    assert alive(trainer.watcher)
+    trainer.popen.kill()
+    assert trainer.end() == (-signal.SIGKILL, "")
+    await_end(trainer.watcher)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ending", ["watchdog.close()", "sys.exit()", "os._exit(0)"])
+def test_a_trainer_that_finishes_leaves_nothing_behind(start, tmp_path, ending):
+    trainer = start(f"watchdog.phase('step', 1)\n{ending}")
+    assert trainer.end() == (0, "")
+    await_end(trainer.watcher)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_signals_for_all_processes_do_not_end_the_watcher(start):
+    trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
+    ignored = 0
+    while not ignored & 1 << signal.SIGUSR2 - 1:  # it has started
+        status = Path(f"/proc/{trainer.watcher}/status").read_text()
+        ignored = int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        os.kill(trainer.watcher, getattr(signal, name))
+    assert trainer.end()[0] == -signal.SIGABRT
+
+
+@pytest.mark.slow
+def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
+    start, tmp_path
+):
+    stale = watchdog_process.Stall(1, "old", "init", 0, 9.0, 1.0)
+    (tmp_path / "stacks").mkdir()
+    for process in (1, 2):
+        file = tmp_path / "stacks" / f"process{process}.json"
+        file.write_text(json.dumps(stale._replace(process=process)._asdict()))
+        os.utime(file, (time.time() - 60,) * 2)
+    check_that_process_1_is_named(start, tmp_path, tmp_path / "go")
+
+
+@pytest.mark.slow
+def test_stacks_and_reports_go_far_away(start, bucket, tmp_path):
+    check_that_process_1_is_named(start, "s3://bucket/runs/a", tmp_path / "go")
+    (stacks,) = bucket.glob("bucket/runs/a/stacks/*-process1.txt")
+    assert b'File "<string>"' in bucket.cat_file(stacks)
+
+
+def check_that_process_1_is_named(start: Start, folder: object, go: Path) -> None:
+    """Both are in their phases from the same moment on, however late one starts."""
+    waits = f"""
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+watchdog.phase(%r, 118)
+time.sleep(1000)
+"""
+    waiting = start(waits % "step", 0, 3, folder)
+    reading = start(waits % "data", 1, 3, folder)
+    go.touch()
+    for trainer in (waiting, reading):
+        code, said = trainer.end()
+        assert code == -signal.SIGABRT
+        assert re.search(
+            r"; behind: process 1 on host \S+ \(phase data, step 118\); "
+            rf"not heard of: process 2\. Stacks: {folder}/stacks/",
+            said,
+        )
+
+
+def test_who_is_behind():
+    def at(process: int, phase: str, step: int) -> watchdog_process.Stall:
+        return watchdog_process.Stall(process, "h", phase, step, 1.0, 1.0)
+
+    behind = watchdog_process.behind
+    ahead = [at(0, "step", 9), at(2, "step", 9)]
+    slow = behind([*ahead, at(1, "step", 8)], 3)
+    assert slow == "process 1 on host h (phase step, step 8)"
+    assert behind([*ahead, at(1, "save", 9)], 3).startswith("process 1 ")
+    assert behind([*ahead, at(1, "log", 9)], 3).startswith("process 1 ")
+    assert behind([at(0, "eval", 9), at(1, "save", 9)], 2).startswith("process 0 ")
+    assert behind([at(0, "compile", 0), at(1, "init", 0)], 2).startswith("process 1 ")
+    assert behind(ahead[:1], 1) == "none, all heard of are here"
+    many = [at(k, "data", 9) for k in range(3, 15)]
+    assert behind([*ahead, *many], 16).endswith(
+        "(phase data, step 9) and 4 more; not heard of: process 1, 15"
+    )
+
+
+def test_a_folder_that_cannot_be_written_to_leaves_the_stacks_on_stderr(
+    start, tmp_path
+):
+    (tmp_path / "stacks").write_text("a file")
+    trainer = start("def wait():\n    time.sleep(1000)\nwatchdog.phase('step')\nwait()")
+    code, said = trainer.end()
+    assert code == -signal.SIGABRT
+    assert "stacks does not answer: FileExistsError" in said
+    assert "in wait" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run(["unshare", "-Urpf", "true"], capture_output=True).returncode,
+    reason="needs namespaces of one's own",
+)
+def test_the_first_process_of_a_container_ends_too(start, tmp_path):
+    trainer = start(
+        "assert os.getpid() == 1\nwatchdog.phase('step')\ntime.sleep(1000)",
+        wrapper=("unshare", "-Urpf", "--kill-child"),
+    )
+    code, said = trainer.end()
+    assert code == signal.SIGABRT  # as an exit code: nothing can signal that process
+    assert "no progress" in said
+    assert 'File "<string>"' in stacks_in(tmp_path)
+
+
+def test_the_watcher_starts_with_the_standard_library_alone():
+    tree = ast.parse(Path(watchdog_process.__file__).read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            assert {alias.name for alias in node.names} <= sys.stdlib_module_names
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] in sys.stdlib_module_names

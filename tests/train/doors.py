@@ -1,0 +1,97 @@
+"""Runs through the door, each in a process of its own, and what they leave."""
+
+import inspect
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.forks import Forks
+from train.program import make_program
+from train.run.restore import SavedSteps
+from train.run.starts import read_run
+
+# The door, with a hand that sends the process a signal as soon as a step is logged.
+STOPPED = """
+import os
+import time
+from train.__main__ import main
+from train.cli.command import run_command
+from train.run.directory import RunDir
+
+write = RunDir.log
+
+def write_and_signal(log, step, values):
+    write(log, step, values)
+    if step == int(os.environ["AT_STEP"]):
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        time.sleep(0.2)  # a step takes less than waking the thread that hears
+
+RunDir.log = write_and_signal
+
+if __name__ == "__main__":
+    run_command(main)
+"""
+
+Result = subprocess.CompletedProcess[str]
+Door = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the text and the runs lie."""
+    folder = tmp_path_factory.mktemp("runs")
+    source = inspect.getsource(textwrap) + inspect.getsource(inspect)
+    (folder / "text.txt").write_text(source[:40_000])
+    (folder / "stopped.py").write_text(STOPPED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def door(folder: Path, forks: Forks) -> Door:
+    """Run a door in a process of its own, given the run and overrides."""
+    tiny = (
+        *("model.num_layers=2", "model.embed_dim=32", "model.num_heads=2"),
+        *("model.compute_dtype=float32", "model.init=scaled", "optimizer=adamw"),
+        *("data=text", f"data.path={folder}/text.txt", "data.sequence_length=32"),
+        *("data.batch_size=8", f"data.cache_dir={folder}/data", "tracker=none"),
+        *("runtime.cpu_devices=2", "schedule.warmup_steps=2", "train.num_steps=20"),
+        *("checkpoint.save_interval_steps=5", "log.interval_steps=1"),
+        "schedule.final_fraction=0.1",
+    )
+
+    def run(
+        path: Path,
+        *overrides: str,
+        at_step: int = 0,
+        number: int = 0,
+        module: str = "train",
+        config: tuple[str, ...] = tiny,
+    ) -> Result:
+        door = [str(folder / "stopped.py")] if number else ["-m", module]
+        signalled = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
+        words = [*door, f"run.dir={path}", *config, *overrides]
+        return forks.run(words, folder, signalled)
+
+    return run
+
+
+def lines(run: Path) -> list[dict]:
+    return [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path) -> list[dict]:
+    """Give what is no clock's of each step's line."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+    return [{k: x[k] for k in keys} for x in lines(run) if "loss" in x]
+
+
+def state_of(run: Path, step: int):
+    config = read_run(str(run))
+    program = make_program(config, jax.devices()[:2])
+    saved = SavedSteps(run / "checkpoints")
+    return jax.device_get(saved.restore(program.state, step))

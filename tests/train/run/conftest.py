@@ -1,0 +1,74 @@
+"""Folders of checkpoints and owners of runs, all of them closed behind a test."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from tests.train.run.owners import NEVER_S, Process
+from tests.train.run.states import make_state
+from train.config import CheckpointConfig
+from train.run.checkpoint import Checkpoints
+from train.run.lease import Lease, take_lease
+
+ABOUT = {"step": 0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> epath.Path:
+    return epath.Path(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def saved(folder):
+    """Open the folder and save the states of some steps."""
+    opened = []
+
+    def saved(*steps: int, **config) -> Checkpoints:
+        checkpoints = Checkpoints(folder, CheckpointConfig(**config))
+        opened.append(checkpoints)
+        for step in steps:
+            checkpoints.save(step, make_state(step), ABOUT)
+        checkpoints.wait()
+        return checkpoints
+
+    yield saved
+    for checkpoints in opened:
+        checkpoints.close()
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Start a process and tell it what to do."""
+    with contextlib.ExitStack() as stack:
+
+        def start(folder, *commands, machine="", times=(0.05, NEVER_S)) -> Process:
+            process = Process(folder, machine=machine, times=times)
+            stack.callback(process.popen.wait)
+            stack.callback(process.popen.kill)
+            process.tell(*commands)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def take() -> Iterator:
+    """Take a lease for this process; its attribute `lost` lists what it heard."""
+    with contextlib.ExitStack() as stack:
+
+        def take(folder, times=(0.05, NEVER_S)) -> Lease:
+            lost: list[str] = []
+            lease = take_lease(str(folder), *times, lost.append)
+            stack.callback(lease.close)
+            lease.lost = lost  # pyright: ignore
+            return lease
+
+        yield take
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return tmp_path / "run"

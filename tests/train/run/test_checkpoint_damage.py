@@ -1,0 +1,182 @@
+"""Checkpoints that are damaged or were left half written are found and set aside."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from tests.train.run.conftest import ABOUT
+from tests.train.run.states import like, make_state, same
+from train.checkpoints import CheckpointsConfig, main
+from train.config import RunConfig
+from train.run.checkpoint import Checkpoints
+from train.run.digests import SEAL, damage, is_sealed
+from train.run.restore import SavedSteps
+
+
+def files_of(step: Path) -> list[Path]:
+    return sorted(p for p in step.rglob("*") if p.is_file())
+
+
+def arrays_of(step: Path) -> Path:
+    return max(files_of(step), key=lambda p: p.stat().st_size)
+
+
+def truncate(step: Path) -> None:
+    for file in files_of(step):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(step: Path) -> None:
+    data = bytearray(arrays_of(step).read_bytes())
+    data[len(data) // 2] ^= 16
+    arrays_of(step).write_bytes(bytes(data))
+
+
+HARMS = {
+    "flipped": flip_a_bit,
+    "no metadata": lambda step: [p.unlink() for p in step.rglob("*METADATA*")],
+    "no seal": lambda step: (step / SEAL).unlink(),
+    "one file more": lambda step: (step / "state" / "more").write_text("not of it"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
+    saved, folder, caplog, harm
+):
+    checkpoints = saved(1, 2)
+    harm(Path(folder) / "2")
+    same(checkpoints.saved.restore(like()), make_state(1))
+    assert checkpoints.saved.steps() == [1]
+    (aside,) = (folder / "quarantine").iterdir()
+    assert aside.name.startswith("2-")
+    assert files_of(Path(aside))
+    messages = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert any("checkpoint of step 2 is damaged" in m for m in messages)
+    assert any(f"set aside as {aside}" in m for m in messages)
+    checkpoints.save(2, make_state(7), ABOUT)  # the run comes here again
+    checkpoints.wait()
+    same(checkpoints.saved.restore(like()), make_state(7))
+
+
+def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
+    """Never a fresh start: not even at the next attempt, with all set aside."""
+    checkpoints = saved(1, 2)
+    truncate(Path(folder) / "1")
+    truncate(Path(folder) / "2")
+    with pytest.raises(DataError, match="not starting over"):
+        checkpoints.saved.restore(like())
+    assert len(list((folder / "quarantine").iterdir())) == 2
+    checkpoints.close()
+    again = saved()
+    with pytest.raises(DataError, match="quarantine"):
+        again.saved.restore(like())
+
+
+def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
+    """Each is found, or leaves every bit of what is restored as it was."""
+    checkpoints = saved(1)
+    step, rng = folder / "1", np.random.default_rng(0)
+    files = files_of(Path(step))
+    for trial in range(300):
+        file = files[int(rng.integers(len(files)))]
+        content = file.read_bytes()
+        if not content:
+            continue
+        at = int(rng.integers(len(content)))
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        file.write_bytes(content[:at] if trial % 3 == 0 else damaged)
+        if damage(step) is None:
+            assert file.name == SEAL, file  # say, a space of the JSON
+            same(checkpoints.saved.restore(like()), make_state(1))
+        file.write_bytes(content)
+    assert damage(step) is None
+
+
+def test_parts_of_the_files_are_checked_by_several(saved, folder):
+    saved(1)
+    flip_a_bit(Path(folder) / "1")
+    found = [damage(folder / "1", part, 3) for part in range(3)]
+    assert sum(wrong is not None for wrong in found) == 1
+
+
+def unsealed(checkpoints, step, attempt, written) -> None:
+    written.result()
+
+
+def test_what_died_before_its_seal_is_taken_for_want_of_another(
+    saved, folder, monkeypatch, caplog
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", unsealed)
+        saved(1)
+    assert not is_sealed(folder / "1")
+    same(saved().saved.restore(like()), make_state(1))
+    assert "taken unverified" in caplog.text
+    assert damage(folder / "1") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", unsealed)
+        saved(2)
+    again = saved()
+    same(again.saved.restore(like()), make_state(1))
+    assert again.saved.steps() == [1]
+    (aside,) = (folder / "quarantine").iterdir()
+    assert aside.name.startswith("2-")
+    again.save(2, make_state(7), ABOUT)  # the run comes here again
+    again.wait()
+    assert damage(folder / "2") is None
+    same(saved().saved.restore(like()), make_state(7))
+
+
+def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
+    """Behind the seal of step 1, and before anything of step 2 was written."""
+    saved(1)
+    for step in ("1", "2"):
+        (folder / "unsealed" / step).write_text("")
+    same(SavedSteps(folder).restore(like()), make_state(1))
+    assert len([*(folder / "unsealed").iterdir()]) == 2  # a command changes nothing
+    same(saved().saved.restore(like()), make_state(1))
+    assert [*(folder / "unsealed").iterdir()] == []
+
+
+def test_a_command_on_a_run_moves_nothing(saved, folder):
+    saved(1, 2)
+    truncate(Path(folder) / "2")
+    reader = SavedSteps(folder)
+    before = sorted(Path(folder).rglob("*"))
+    step, params = reader.restore_params(like())
+    assert step == 1
+    same(params, make_state(1).params)
+    assert sorted(Path(folder).rglob("*")) == before
+    with pytest.raises(DataError):
+        reader.restore_params(like(), 2)
+
+
+def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
+    saved(1)
+    (left,) = [folder / "2.orbax-checkpoint-tmp-1"]
+    left.mkdir()
+    (left / "half").write_text("of it")
+    again = saved()
+    assert again.saved.steps() == [1]
+    same(again.saved.restore(like()), make_state(1))
+    assert not left.exists()
+
+
+def test_the_command_lists_and_checks(saved, folder, capsys):
+    """A run's checkpoints from outside: which are what was written."""
+    saved(1, 2)
+    asked = CheckpointsConfig(RunConfig(dir=str(folder.parent)))
+    assert main(asked) == 0
+    assert capsys.readouterr().out.count("verified") == 2
+    flip_a_bit(Path(folder) / "2")
+    assert main(replace(asked, verify=False)) == 0
+    assert capsys.readouterr().out.count("sealed") == 2
+    assert main(asked) == 65
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "DAMAGED" in line] == ["2"]

@@ -1,0 +1,93 @@
+"""Saves that fail or are late: training goes on, up to a number, and each is told."""
+
+import shutil
+import threading
+from concurrent.futures import wait
+
+import pytest
+
+from tests.train.run.conftest import ABOUT
+from tests.train.run.states import like, make_state, same
+from train.errors import Exit
+from train.run.checkpoint import Checkpoints
+
+
+def full(step, part=0, parts=1):
+    raise OSError(28, "No space left on device")
+
+
+def test_the_last_save_that_fails_is_told(saved, monkeypatch):
+    monkeypatch.setattr("train.run.checkpoint.digests", full)
+    with pytest.raises(Exit, match=r"step 1, failed: OSError.*No space left"):
+        saved(1)
+
+
+def test_a_failed_save_costs_a_warning_until_there_are_too_many(
+    saved, folder, monkeypatch
+):
+    checkpoints = saved(1, max_failed_saves=2)
+    partial = folder / "2.orbax-checkpoint-tmp"
+    with monkeypatch.context() as patch:
+        patch.setattr("train.run.checkpoint.digests", full)
+        assert checkpoints.save(2, make_state(2), ABOUT) is None  # not known yet
+        wait([checkpoints._saving[1]])
+        partial.mkdir()
+    assert "step 2 failed" in checkpoints.save(3, make_state(3), ABOUT)
+    assert not partial.exists()
+    assert checkpoints.save(4, make_state(4), ABOUT) is None
+    assert checkpoints.failures == 0  # one that succeeds forgives
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("train.run.checkpoint.digests", full)
+        assert checkpoints.save(5, make_state(5), ABOUT) is None
+        assert "step 5 failed" in checkpoints.save(6, make_state(6), ABOUT)
+        assert "step 6 failed" in checkpoints.save(7, make_state(7), ABOUT)
+        with pytest.raises(Exit, match=r"3 saves in a row failed, above .*=2"):
+            checkpoints.save(8, make_state(8), ABOUT)
+    same(saved().saved.restore(like()), make_state(4))
+
+
+def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
+    checkpoints = saved(1)
+    usage = shutil.disk_usage("/")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: usage._replace(free=7))
+        said = checkpoints.save(2, make_state(2), ABOUT)
+    assert "step 2 was not saved: 7 bytes are free" in said
+    assert not (folder / "unsealed" / "2").exists()
+    assert checkpoints.save(3, make_state(3), ABOUT) is None
+    checkpoints.wait()
+    assert checkpoints.saved.steps() == [1, 3]
+
+
+def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
+    checkpoints, go = saved(1), threading.Event()
+    monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
+    seal = Checkpoints._seal
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_seal", lambda *a: (go.wait(60), seal(*a))[1])
+        assert checkpoints.save(2, make_state(2), ABOUT) is None
+        assert "not through yet" in checkpoints.save(3, make_state(3), ABOUT)
+        go.set()
+        assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
+    checkpoints.wait()
+    assert checkpoints.saved.steps() == [2, 4]
+
+
+def test_training_leaves_storage_behind_that_does_not_answer(
+    saved, folder, monkeypatch
+):
+    checkpoints, go = saved(1), threading.Event()
+    monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_before_save", lambda: go.wait(60))
+        for step in (2, 3):
+            said = checkpoints.save(step, make_state(step), ABOUT)
+            assert f"step {step} was not saved: the storage has not answered" in said
+            assert "since step 2" in said
+    assert checkpoints.failures == 2
+    go.set()
+    assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
+    checkpoints.wait()
+    assert checkpoints.saved.steps() == [1, 4]
+    assert [*(folder / "unsealed").iterdir()] == []

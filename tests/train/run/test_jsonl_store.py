@@ -1,0 +1,175 @@
+"""Lines in a store's objects, through uploads, outages and kills."""
+
+import os
+import threading
+from typing import Any
+
+import fsspec
+import pytest
+from etils import epath
+from etils.epath import backend
+
+from tests.train.run.lines import numbers, warnings
+from train.run import jsonl
+from train.run.jsonl import open_lines
+
+
+class Store:
+    """What stands behind s3:// in these tests: memory, a clock, and outages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.down, self.writes = 0.0, False, list[str]()
+        memory = fsspec.filesystem("memory")
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+        self.objects = memory.store
+        write_bytes = backend.fsspec_backend.open
+
+        def opened(path: Any, mode: str) -> Any:
+            if "w" in mode:
+                if self.down:
+                    raise ConnectionError("no route to the store")
+                self.writes.append(os.fspath(path).rpartition("/")[2])
+            return write_bytes(path, mode)
+
+        monkeypatch.setattr(backend._FileSystemSpecBackend, "fs", lambda *_: memory)
+        monkeypatch.setattr(backend.fsspec_backend, "open", opened)
+        monkeypatch.setattr(jsonl.time, "monotonic", lambda: self.now)
+
+    def names(self) -> list[str]:
+        return sorted(name.removeprefix(f"{RUN}/") for name in self.objects)
+
+
+RUN = "s3://bucket/run"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    return Store(monkeypatch)
+
+
+def settle(log: Any) -> None:
+    """Wait for the upload in the background."""
+    if log._upload:
+        log._upload.exception()
+
+
+def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
+    log = open_lines(RUN, "log")
+    log.append({"n": 1})
+    settle(log)
+    assert store.names() == []
+    log.flush()
+    log.flush()
+    assert store.names() == ["log/1.jsonl"]
+    assert store.writes == ["1.jsonl"]
+    store.now = 30
+    log.append({"n": 2})
+    settle(log)
+    assert numbers(RUN) == [1]
+    store.now = 100
+    log.append({"n": 3})
+    settle(log)
+    assert numbers(RUN) == [1, 2, 3]
+    assert len(store.writes) == 2
+    store.now, store.down = 200, True
+    for n in (4, 5, 6):
+        log.append({"n": n})
+        settle(log)
+    with pytest.raises(OSError, match="no route to the store"):
+        log.flush()
+    (warning,) = warnings(caplog)
+    assert f"{RUN}/log cannot be written: ConnectionError: no route" in warning
+    assert numbers(RUN) == [1, 2, 3]
+    store.now, store.down = 300, False
+    log.append({"n": 7})
+    log.append({"n": 8})
+    log.close()
+    assert numbers(RUN) == list(range(1, 9))
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_upload_blocks_nobody(store, monkeypatch):
+    release, write = threading.Event(), backend.fsspec_backend.open
+
+    def slow(path: Any, mode: str) -> Any:
+        assert "w" not in mode or release.wait(30)
+        return write(path, mode)
+
+    monkeypatch.setattr(backend.fsspec_backend, "open", slow)
+    log = open_lines(RUN, "log")
+    for n in range(3):
+        store.now += 100
+        log.append({"n": n})
+    assert not release.is_set()
+    assert store.names() == []
+    release.set()
+    log.close()
+    assert numbers(RUN) == [0, 1, 2]
+
+
+def test_a_part_that_is_large_makes_way_for_the_next(store, monkeypatch):
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 40)
+    log = open_lines(RUN, "log")
+    for n in range(10):
+        log.append({"n": n})
+        log.flush()
+    log.close()
+    assert store.names() == ["log/1.jsonl", "log/2.jsonl"]
+    assert numbers(RUN) == list(range(10))
+    # The full one is not touched again, nor by the next start.
+    store.writes.clear()
+    log = open_lines(RUN, "log")
+    log.append({"n": 10})
+    log.close()
+    assert set(store.writes) <= {"2.jsonl", "3.jsonl"}
+    assert numbers(RUN) == list(range(11))
+
+
+@pytest.mark.parametrize("last", [-1, 0, 3, 4, 5, 11, 29])
+@pytest.mark.parametrize("kills", range(5))
+def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
+    store, monkeypatch, last, kills
+):
+    """A kill after so many changes; then the next start ends what this one began."""
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
+    log = open_lines(RUN, "log")
+    for n in range(30):
+        log.append({"n": n})
+        log.flush()
+    log.close()
+    left, unlink, rewrite = kills, type(epath.Path(RUN)).unlink, jsonl._rewrite
+
+    def counted(change: Any) -> Any:
+        def changed(*args: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            change(*args)
+
+        return changed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
+        patch.setattr(jsonl, "_rewrite", counted(rewrite))
+        try:
+            open_lines(RUN, "log", lambda row: row["n"] <= last)
+        except KeyboardInterrupt:
+            assert numbers(RUN) == list(range(max(last + 1, len(numbers(RUN)))))
+    log = open_lines(RUN, "log", lambda row: row["n"] <= last)
+    assert numbers(RUN) == list(range(last + 1))
+    log.append({"n": last + 1})
+    log.close()
+    assert numbers(RUN) == list(range(last + 2))
+
+
+def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
+    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
+    folder = epath.Path(RUN)
+    (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
+    log = open_lines(RUN, "log", lambda row: row["n"] < 3)
+    log.append({"n": 3})
+    log.close()
+    assert store.names() == ["log.jsonl", "log/1.jsonl"]
+    assert numbers(RUN) == [0, 1, 2, 3]

@@ -1,0 +1,107 @@
+"""A lease through full disks, and through stores that fail, hang, or are away."""
+
+import fcntl
+import os
+import time
+
+import pytest
+
+import train.run.lease
+from data.errors import DataError
+from data.token_store.storage import Storage
+from tests.train.run.owners import NEVER_S, files, wait_for
+from train.errors import Exit
+from train.run.lease import read_owner
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_a_damaged_lease_is_watched(take, run, caplog):
+    run.mkdir()
+    (run / "lease.json").write_bytes(b'{"token": "a')
+    assert read_owner(str(run)).alive() is None
+    began = time.monotonic()
+    take(run, times=(0.05, 0.3))
+    assert time.monotonic() - began >= 0.3
+    assert "damaged lease" in caplog.text
+
+
+def test_a_full_disk_ends_nothing(start, run):
+    owner = start(run, "take")
+    owner.until("taken")
+    owner.do("full")
+    lines = owner.until("training goes on")
+    time.sleep(0.5)
+    beat = read_owner(str(run)).beat
+    lines = owner.do("check") + owner.do("room")
+    assert not [line for line in lines if "training goes on" in line]
+    owner.until("is written again")
+    wait_for(lambda: read_owner(str(run)).beat > beat + 1)
+    assert "LOST" not in "".join(owner.do("close"))
+    assert files(run) == []
+
+
+def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(train.run.lease, "_ANSWER_S", 0.5)
+    mine = take("s3://bucket/away/run")
+    server.leave()
+    wait_for(lambda: "no answer in time" in caplog.text)
+    time.sleep(1)
+    server.come_back()
+    wait_for(lambda: "is written again" in caplog.text)
+    assert caplog.text.count("training goes on") == 1
+    mine.check()
+    assert not mine.lost
+
+
+@pytest.mark.parametrize("answer", ["error", "refusal"])
+def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
+    real, calls = Storage.replace, []
+
+    def replace(self, *args):
+        calls.append(args)
+        made = real(self, *args)
+        if len(calls) % 2:
+            return made
+        if answer == "error":
+            raise DataError("the connection was lost")
+        return None
+
+    monkeypatch.setattr(Storage, "replace", replace)
+    mine = take(run, times=(0.02, NEVER_S))
+    wait_for(lambda: len(calls) > 8)
+    mine.check()
+    assert not mine.lost
+    monkeypatch.undo()
+    mine.close()
+    assert files(run) == []
+
+
+def test_taking_may_succeed_and_seem_to_fail(take, run, monkeypatch):
+    real = Storage.replace
+    monkeypatch.setattr(Storage, "replace", lambda *args: real(*args) and None)
+    mine = take(run, times=(NEVER_S, NEVER_S))
+    monkeypatch.undo()
+    mine.check()
+
+
+def test_a_hanging_store_does_not_keep_a_process(start, run):
+    owner = start(run, "take")
+    owner.until("taken")
+    lock = run / "lease.json.__lock"
+    while True:  # until it is the file that the next beat waits for
+        with lock.open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            if lock.exists() and lock.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                time.sleep(0.3)
+                owner.tell("exit")
+                assert owner.popen.wait() == 0
+                return
+
+
+def test_a_store_that_cannot_be_written_is_named(take, run):
+    run.write_text("a file")
+    with pytest.raises(Exit, match=str(run)) as caught:
+        take(run)
+    assert caught.value.code == 1

@@ -1,0 +1,83 @@
+"""What a run is called, and what a change of its config means."""
+
+from dataclasses import fields, replace
+
+from data.config import DataConfig
+from model.choices import Attention
+from model.config import ModelConfig
+from train.config import (
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    Remat,
+    RunConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
+from train.watching import EvalConfig
+
+
+def test_the_name_is_of_what_makes_the_run():
+    config = Config()
+    name = run_name(config)
+    assert name.startswith("gpt-python-")
+    assert len(name.rpartition("-")[2]) == 8
+    same = [
+        replace(config, train=TrainConfig(num_steps=5, remat=Remat.full)),
+        replace(config, train=TrainConfig(accumulation_steps=2)),
+        replace(config, mesh=MeshConfig(data=8)),
+        replace(config, runtime=RuntimeConfig(cpu_devices=4)),
+        replace(config, data=DataConfig(prefetch=9, cache_dir="x")),
+        replace(config, eval=EvalConfig(num_batches=1)),
+    ]
+    assert {run_name(other) for other in same} == {name}
+    others = [
+        replace(config, seed=1),
+        replace(config, optimizer=OptimizerConfig(learning_rate=2e-3)),
+        replace(config, data=DataConfig(batch_size=8)),
+        replace(config, model=ModelConfig(num_layers=5)),
+        replace(config, schedule=ScheduleConfig(warmup_steps=7)),
+    ]
+    assert len({name, *map(run_name, others)}) == len(others) + 1
+    assert run_dir(config) == f"runs/{name}"
+    assert run_name(replace(config, run=RunConfig(name="me"))) == "me"
+    assert (
+        run_dir(replace(config, run=RunConfig(name="me", dir="gs://b/r"))) == "gs://b/r"
+    )
+
+
+def test_differences_are_classified():
+    new = Config(
+        seed=1,
+        model=ModelConfig(attention=Attention.xla, num_layers=9),
+        data=DataConfig(cache_dir="x", batch_size=4),
+        mesh=MeshConfig(fsdp=2, params={"embed": "fsdp"}),
+        train=TrainConfig(num_steps=2000),
+        eval=EvalConfig(interval_steps=7),
+    )
+    kinds = {diff.key: diff.kind for diff in differences(Config(), new)}
+    assert kinds == {
+        "seed": ChangeKind.refused,
+        "model.num_layers": ChangeKind.refused,
+        "model.attention": ChangeKind.allowed,
+        "data.batch_size": ChangeKind.refused,
+        "data.cache_dir": ChangeKind.harmless,
+        "mesh.fsdp": ChangeKind.allowed,
+        "mesh.params.embed": ChangeKind.allowed,
+        "train.num_steps": ChangeKind.allowed,
+        "eval.interval_steps": ChangeKind.harmless,
+    }
+    diffs = differences(Config(), new)
+    assert {d.key for d in refused(diffs, ["seed", "model"])} == {"data.batch_size"}
+    # A prefix is a whole section, not the start of a word.
+    assert len(refused(diffs, ["mod", "data.batch"])) == 3
+    assert str(diffs[0]) == "seed: 0 -> 1 (refused)"
+
+
+def test_every_key_of_the_tables_exists():
+    from train.identity import ALLOWED, HARMLESS
+
+    known = [*flatten(Config()), *(f.name for f in fields(Config))]
+    assert [key for key in (*ALLOWED, *HARMLESS) if key not in known] == []

@@ -1,0 +1,94 @@
+"""Runs through the door with settings of their own: how they go, or that they stop."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from tests.train import doors
+from tests.train.doors import lines, state_of, steps
+from train.run.metrics import read_events
+
+folder, door = doors.folder, doors.door  # fixtures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.moment_dtype=int8", "model.param_dtype=bfloat16"),
+        ("optimizer=lion", "optimizer.moment_dtype=bfloat16", "optimizer.ema_decay=.9"),
+        ("optimizer=adafactor", "model.param_dtype=bfloat16"),
+        ("model.compute_dtype=int8", "model.high_precision_layers=[first]"),
+        ("model.compute_dtype=float8", "optimizer.offload=true"),
+    ],
+    ids=" ".join,
+)
+def test_rounded_at_random_a_run_goes_on_to_the_bit(folder, door, overrides):
+    run = folder / overrides[0]
+    result = door(run, *overrides)
+    assert result.returncode == 0, result.stderr
+    losses, state = steps(run), state_of(run, 20)
+    assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
+    result = door(run, *overrides, "run.rewind_to=15")
+    assert result.returncode == 0, result.stderr
+    assert "from step 15" in result.stdout
+    jax.tree.map(np.testing.assert_array_equal, state_of(run, 20), state)
+
+
+@pytest.mark.slow
+def test_a_planned_mesh_is_written_out(folder, door):
+    path = folder / "chosen"
+    steps = "train.num_steps=2"
+    result = door(path, "mesh=planned", steps)
+    assert result.returncode == 0, result.stderr
+    assert "mesh=planned: nobody says how fast these devices are" in result.stderr
+    mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
+    assert (mesh["fsdp"], mesh["planned"]) == (2, False)
+    again = door(path, "mesh=planned", steps)  # the same command
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
+    result = door(
+        folder / "diverged",
+        *("optimizer.learning_rate=1e30", "train.max_skipped_steps=2"),
+        "data.skip_batches=[2,4]",
+    )
+    assert result.returncode == 3, result.stderr
+    assert "the last 3 updates were left out" in result.stderr
+    assert "lower the learning rate" in result.stderr
+    assert "Traceback" not in result.stderr
+    found = lines(folder / "diverged")
+    assert [x["grad_norm"] for x in found[-3:]] == [None] * 3  # null: not finite
+    assert found[0]["grad_norm"] > 0
+    skipped = [e for e in read_events(folder / "diverged") if e["event"] == "skipped"]
+    assert [e["step"] for e in skipped[-3:]] == [x["step"] for x in found[-3:]]
+    for event in skipped:
+        assert event["batch"] == event["step"] - 1 + 3 * (event["step"] > 2)
+        assert (event["grad_norm"], event["reason"]) == (None, "not finite")
+    last = skipped[-1]
+    assert f"step {last['step']} (batch {last['batch']}, not finite)" in result.stderr
+
+
+def test_plan_shows_the_layout_for_hardware_that_is_not_there(folder, door):
+    run = folder / "planned"
+    array = "layers.mlp.up.weight"
+    result = door(
+        run,
+        *("runtime.cpu_devices=8", "mesh=fsdp_tensor", f"plan.array={array}"),
+        module="train.plan",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "devices     8 x cpu" in result.stdout
+    table, _, slices = result.stdout.partition(f"{array} 2x32x128 float32")
+    (row,) = [x for x in table.splitlines() if x.startswith(array)]
+    assert "layers embed mlp" in row
+    assert "('pipeline', 'fsdp', 'tensor')" in row
+    found = re.findall(r"fsdp=(\d) tensor=(\d) +\[0:2, (\d+):\d+, (\d+):\d+\]", slices)
+    assert len(found) == 8
+    for fsdp, tensor, first, second in found:
+        assert (int(first), int(second)) == (8 * int(fsdp), 64 * int(tensor))
+    assert not run.exists()
