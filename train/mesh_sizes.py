@@ -173,12 +173,20 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     for axis, field, size in dims:
         entry, what = config.mesh.params.get(axis), f"model.{field}={size}"
         mistakes += dim_mistakes(sizes, axis, entry, size, what)
+        if axis in ("heads", "kv_heads"):  # of which a device computes its own
+            entry = config.mesh.activations.get(axis)
+            mistakes += dim_mistakes(sizes, axis, entry, size, what, "activations")
     if mistakes:
         raise ConfigError(mistakes)
 
 
 def dim_mistakes(
-    sizes: Mapping[str, int], axis: str, entry: Any, dim: int, what: str
+    sizes: Mapping[str, int],
+    axis: str,
+    entry: Any,
+    dim: int,
+    what: str,
+    table: str = "params",
 ) -> list[Mistake]:
     """Return the mistake if `entry`'s mesh axes do not divide a dim, called `what`."""
     names = [entry] if isinstance(entry, str) else entry or ()
@@ -187,7 +195,7 @@ def dim_mistakes(
         return []
     rule = f"puts {what} on {shards} devices, which do not divide it; change size or "
     rule += f"mesh, or map {axis} to null"
-    return [Mistake(f"mesh.params.{axis}", entry, rule)]
+    return [Mistake(f"mesh.{table}.{axis}", entry, rule)]
 
 
 def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:

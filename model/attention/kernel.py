@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -97,6 +98,11 @@ def attention(
     assert drop is None, "settled by train/runtime"
     dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
+    kv_axis = "kv_heads"
+    if rules.spec("heads") != rules.spec("kv_heads"):
+        # A device's keys would not be those of its queries' groups: one for each query.
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        kv_axis = "heads"
 
     def attend(window: int | None) -> Callable[..., Array]:
         if alone:
@@ -104,7 +110,7 @@ def attention(
             own = partial(kernel.attend, window=window, soft_cap=soft_cap)
         else:
             own = across.attend(context, kernel, rules.sequence, window, soft_cap)
-        return _on_shards(own, rules)
+        return _on_shards(own, rules, kv_axis)
 
     arguments = q, k, v, segment_ids_BT, sinks_N
     if window is None or local is None:
@@ -118,12 +124,14 @@ def attention(
     return jax.lax.cond(local.flag, *kinds, *arguments).astype(dtype)
 
 
-def _on_shards(own: Callable[..., Array], rules: AxisRules) -> Callable[..., Array]:
+def _on_shards(
+    own: Callable[..., Array], rules: AxisRules, kv_axis: str
+) -> Callable[..., Array]:
     """Run a kernel shard by shard: XLA cannot partition it by itself."""
     if not rules.activations:
         return own
     q_spec = rules.spec("batch", None, "heads", None)
-    kv_spec = rules.spec("batch", None, "kv_heads", None)
+    kv_spec = rules.spec("batch", None, kv_axis, None)
     ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
     return jax.shard_map(
         own,

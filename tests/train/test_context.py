@@ -58,6 +58,20 @@ def test_gradients_are_those_of_one_device(gradients, batches, model, mesh):
         assert distance(found[1], grads) < 1e-5
 
 
+@pytest.mark.parametrize("way", [RING, ALL_GATHER])
+def test_keys_of_all_heads_on_each_device_meet_their_own_queries(
+    gradients, batches, way
+):
+    """Of eight query heads a device has four, and all four of the keys' heads."""
+    everywhere = ("mesh.params.kv_heads=null", "mesh.activations.kv_heads=null")
+    mesh = ("mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2", way, *everywhere)
+    batch = batches["packed"]
+    loss, grads, _ = gradients(*GROUPED, "mesh=single", batch=batch, devices=1)
+    found = gradients(*GROUPED, *mesh, batch=batch)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
