@@ -1,7 +1,7 @@
 """The stores that a run reads: one, or a mixture of several by name."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,18 +84,22 @@ class Sources:
         return text
 
 
-def open_sources(config: DataConfig) -> Sources:
+def open_sources(
+    config: DataConfig, beat: Callable[[], object] = lambda: None
+) -> Sources:
     """Open, and for text build on first use, what a config names.
+
+    `beat` is called for each piece of text that is encoded meanwhile.
 
     Raises:
         DataError: something is missing or damaged, or tokenizers differ, or there is
             no text to evaluate on.
     """
     if config.source is Source.python:
-        stores = {config.name: cached_store(config)}
+        stores = {config.name: cached_store(config, beat)}
     elif config.source is Source.text:
         with _said_of("data.path", config.path or ""):
-            stores = {config.name: cached_store(config)}
+            stores = {config.name: cached_store(config, beat)}
     else:
         stores = {name: _open(config, name) for name in _names(config)}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
@@ -114,12 +118,15 @@ def open_sources(config: DataConfig) -> Sources:
 
 
 def open_sets(
-    sources: Sources, config: DataConfig, paths: Mapping[str, str]
+    sources: Sources,
+    config: DataConfig,
+    paths: Mapping[str, str],
+    beat: Callable[[], object] = lambda: None,
 ) -> Sources:
     """Add named validation sets to what a config names, encoded by its tokenizer.
 
     Each is a token store, or, if the config reads text, a text file or a folder of
-    them.
+    them; `beat` as in `open_sources`.
 
     Raises:
         DataError: one is missing or damaged, too short, or has another tokenizer.
@@ -130,7 +137,7 @@ def open_sets(
         with _said_of(f"eval.sets.{name}.path", path):
             if config.source in (Source.python, Source.text) and not stored:
                 whole = replace(config, name=name, source=Source.text, path=path)
-                store = cached_store(replace(whole, validation=0.0))
+                store = cached_store(replace(whole, validation=0.0), beat)
             else:
                 store = open_store(path)
         own = next(iter(sources.stores.values())).manifest

@@ -8,7 +8,7 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -40,15 +40,22 @@ class Prepared:
     sources: Sources
     tasks: Tasks | None = None
 
-    def __init__(self, config: Config, cluster: Cluster):
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        beat: Callable[[], object] = lambda: None,
+    ):
         """Prepare both, before anything is written.
+
+        `beat` is called for each piece of text that is encoded.
 
         Raises:
             ConfigError: if the config does not fit the devices or the data.
             DataError: if the data is missing or damaged.
             Exit: if the processes are not equal.
         """
-        self.config = config
+        self.config, self._beat = config, beat
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
@@ -84,7 +91,8 @@ class Prepared:
             lambda: make_program(self.config), self._check_vocab
         )
         data = self.config.data
-        self.sources = open_sets(open_sources(data), data, self.config.eval.paths)
+        sources, sets = open_sources(data, self._beat), self.config.eval.paths
+        self.sources = open_sets(sources, data, sets, self._beat)
         tasks = {}
         if self._loaded:
             judged = self._asked, self.program, self.sources.encoding

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,12 +42,18 @@ _MARK = "unfinished"  # a key in a store that is being written
 _log = logging.getLogger(__name__)
 
 
-def cached_store(config: DataConfig) -> Store:
+def cached_store(
+    config: DataConfig, beat: Callable[[], object] = lambda: None
+) -> Store:
     """Open the store of a config, building it first where there is none yet.
 
     The folder's name holds a hash of what the store is made of, so that a changed
     source makes another store. It is built beside its place and renamed into it: any
     number of processes may prepare at once, and one that dies leaves no store.
+
+    Args:
+        config: of the data.
+        beat: called for each piece of text that was encoded.
 
     Raises:
         DataError: the text or the tokenizer is missing, or the store is damaged.
@@ -74,7 +80,8 @@ def cached_store(config: DataConfig) -> Store:
             parts = building / "parts"
             _make_folder(parts, path.parent, "data.cache_dir")
             storage = Storage(building)
-            build_store(storage, corpus, settings, encoding, parts, usable_cores())
+            given = storage, corpus, settings, encoding, parts, usable_cores()
+            build_store(*given, beat)
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     return open_store(path, encoding)
@@ -142,17 +149,24 @@ def build_store(
     encoding: tiktoken.Encoding,
     parts: Path,
     workers: int,
+    beat: Callable[[], object] = lambda: None,
 ) -> None:
     """Encode a corpus into an empty folder; its manifest, written last, commits it.
 
-    Encoded parts wait in `parts`, where what an earlier attempt left is used.
+    Encoded parts wait in `parts`, where what an earlier attempt left is used. `beat` is
+    called for each that is encoded, and for each that is put into the store.
 
     Raises:
         DataError: text or storage fail, or a split would be empty.
     """
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
-        encode_tasks(tasks, parts, settings, workers, meter.show)
+
+        def show(size: int, tokens: int) -> None:
+            meter.show(size, tokens)
+            beat()
+
+        encode_tasks(tasks, parts, settings, workers, show)
     about = {
         "tokenizer": settings.tokenizer,
         "tokenizer_sha256": settings.tokenizer_sha256,
@@ -161,7 +175,7 @@ def build_store(
         "made_of": made_of(corpus, settings),
     }
     paths = [part_path(parts, task, settings) for task in tasks]
-    segments = _segments(paths, corpus, settings.skip_bad)
+    segments = _segments(paths, corpus, settings.skip_bad, beat)
     try:
         ranks = rank_file(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), about, ranks)
@@ -186,10 +200,13 @@ def cache_dir(config: DataConfig) -> Path:
     return cache_folder() / "stores"
 
 
-def _segments(paths: list[Path], corpus: Corpus, skip_bad: bool) -> Iterator[Segment]:
+def _segments(
+    paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
+) -> Iterator[Segment]:
     """Read parts in order; in the end, refuse a store of which a split is empty."""
     documents, num_bad = collections.Counter(), 0
     for path in paths:
+        beat()
         for segment in read_part(path):
             bad = segment.notes["bad"]
             if bad and not skip_bad:  # an earlier attempt did

@@ -18,6 +18,14 @@ from data.token_store.store import compression_bits_per_byte, open_store
 from tests.data.test_tokenizer import write_ranks
 
 
+def test_whoever_waits_hears_that_text_is_encoded(config, monkeypatch):
+    monkeypatch.setattr("data.token_store.encode._TASK_BYTES", 1000, raising=True)
+    beats = []
+    cached_store(config, lambda: beats.append(1))
+    assert len(beats) > 2
+    cached_store(config, lambda: pytest.fail("nothing is encoded again"))
+
+
 def test_a_store_holds_every_byte_of_its_text(config, folder):
     store = cached_store(config)
     tokens = store.split("train")
