@@ -7,11 +7,13 @@ The environment variable LONGHAUL_DRILL holds one of
   holds of an array of the state, say `params.embedding.weight`, is another one then;
 - `fill:<step>:<array>:<layer>:<value>`: of an array of the state, say
   `params.layers.mlp.up.weight`, all of one layer is `nan` or a number then;
-- `crash:<process>:<step>`: an exception.
+- `crash:<process>:<step>`: an exception;
+- `pace:<seconds>:<file>`: each step takes that long more, until the file is there.
 """
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +38,8 @@ class FaultInjection:
                 time.sleep(10**6)
             case "crash", [process, at] if (process, at) == (self._process, f"{step}"):
                 raise RuntimeError(f"as LONGHAUL_DRILL asks for, after step {step}")
+            case "pace", [seconds, file] if not Path(file).exists():
+                time.sleep(float(seconds))
             case "flip", [at, device, array] if at == str(step):
                 of_mesh: Any = program.mesh.devices.flat[int(device)]
                 return flip(state, array, of_mesh.id)

@@ -103,13 +103,19 @@ def servers(tmp_path) -> Iterator[Servers]:
 
 
 def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
-    """The curve and the arrays are those of the run that nothing disturbed."""
+    """The curve and the arrays are those of the run that nothing disturbed.
+
+    Until the last command is typed a step takes half a second, else a machine on which
+    commands are slow, and steps are not, has ended the run before.
+    """
+    quick = tmp_path / "quick"
     kind = (
         *("cluster=ssh", f"cluster.hosts=[{','.join(HOSTS)}]", "cluster.poll_s=0.3"),
         *(f"cluster.options=[-F,{servers.folder}/config]", "cluster.address=localhost"),
         *(f"cluster.port={free_port()}", "cluster.code=archive"),
     )
-    caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu}}"
+    pace = f"LONGHAUL_DRILL: 'pace:0.5:{quick}'"
+    caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu, {pace}}}"
     run = LaunchedRun(
         *(tmp_path / "x", *kind, "cluster.detach=true"),
         f"cluster.environment={caches}",
@@ -138,6 +144,7 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
     stopped = run.run.step
     assert run.run.sealed()[-1] == stopped < STEPS
     assert "130, 130: the last" in run.verb("status")
+    quick.touch()
     run.verb("resume")
     assert f"finished    {STEPS:,} steps" in run.verb("logs", "follow=true")
     check_equal(run.run, run.straight(2), STEPS)
