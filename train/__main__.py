@@ -1,10 +1,13 @@
 """`python -m train`: train, or continue the run of that name."""
 
+import os
 import shlex
+import signal
 import sys
 
 from train.cli.command import run_command
 from train.config import Config
+from train.errors import PREEMPTED
 
 _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
@@ -26,5 +29,16 @@ def outcome(config: Config) -> tuple[str, float | None]:
     return directory, read_results(run_folder(directory)).get("eval/loss")
 
 
+def leave_when_told() -> None:
+    """Have a preemption notice end this process at once, while nothing has begun.
+
+    Until the trainer hears signals itself, behind the import of JAX; else such a start
+    would count as a crash.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: os._exit(PREEMPTED))
+
+
 if __name__ == "__main__":
+    leave_when_told()
     run_command(main, outcome=outcome)

@@ -60,7 +60,7 @@ def train(config: Config, command: str) -> int:
         folder = run_folder(settled_run_dir(config))
         place = cluster.process, cluster.processes
         with closing(Watchdog(config.watchdog, folder, *place)) as watchdog:
-            prepared = Prepared(config, cluster)
+            prepared = Prepared(config, cluster, watchdog.beat)
             config, sources = prepared.config, prepared.sources
             _check_weights(prepared, folder, cluster)
             with open_run(config, sources, cluster, preemption) as run:
@@ -147,6 +147,9 @@ def _train(trainer: Trainer) -> int:
     program, run, sources = trainer.program, trainer.run, trainer.sources
     rewind_to = run.continuation.rewind_to
     trainer.watchdog.phase("restore")
+    if rewind_to is not None:  # before later steps are set aside
+        steps = trainer.checkpoints.saved.steps()
+        _check_skips(trainer, max((s for s in steps if s <= rewind_to), default=0))
     state = trainer.checkpoints.saved.restore(
         program.state, at_most=rewind_to, repack=program.optimizer.storage.repacked
     )
@@ -236,9 +239,13 @@ def _crashed(
         preemption.crashed(crash)
     if run.judge_crash(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)
+        when, batch = "before its first step", ""
+        if crash.step >= 0:
+            when = f"after step {crash.step}"
+            batch = f". The batch it was at: python -m data.inspect run.dir={run.path} "
+            batch += f"step={crash.step}"
         raise Exit(
             CRASHES_AGAIN,
-            f"crashed after step {crash.step} for the third time, always with this "
-            f"code: another start would do the same. The batch it was at: python -m "
-            f"data.inspect run.dir={run.path} step={crash.step}",
+            f"crashed {when} for the third time, always with this code: another start "
+            f"would do the same{batch}",
         ) from None

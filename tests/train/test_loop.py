@@ -132,6 +132,15 @@ def test_what_would_be_another_run_is_refused_key_by_key(door, copy):
     assert len(list((copy / "starts").iterdir())) == 1
 
 
+def test_a_way_back_that_is_refused_moves_nothing(door, copy):
+    result = door(copy, "run.rewind_to=17", "data.skip_batches=[3,4]")
+    assert result.returncode == 78
+    assert "add run.rewind_to=<a step before them>" in result.stderr
+    assert saved(copy) == [15, 20]
+    assert not (copy / "checkpoints" / "quarantine").exists()
+    assert (copy / "results.json").exists()
+
+
 @pytest.fixture(scope="module")
 def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
     """The run gone on to 24 steps, with a key that it may not change, allowed."""

@@ -59,7 +59,8 @@ class RunDir:
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which goes on after `step` updates, and begin to log.
 
-        Lines of later steps are dropped.
+        Lines of later steps are dropped, and the score of the last step where this
+        start will score it again.
         """
         if self.write:
             try:
@@ -67,7 +68,8 @@ class RunDir:
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
-            self.metrics = open_metrics(self.path, step)
+            at_end = step == self.config.train.num_steps
+            self.metrics = open_metrics(self.path, step, scored_again=at_end)
         self.tracker = open_tracker(
             self.config.tracker,
             self.path,
@@ -80,12 +82,12 @@ class RunDir:
 
     def rewound(self) -> None:
         """Record that this start went back, so that no later one does it again."""
+        if self.write:  # first: a kill in between must not leave the run finished
+            (self.path / "results.json").unlink(missing_ok=True)
         left_out = self.config.data.skip_batches
         rewind_to = self.continuation.rewind_to
         self.events.record("rewind", rewind_to=rewind_to, left_out=left_out)
         self.events.flush()
-        if self.write:
-            (self.path / "results.json").unlink(missing_ok=True)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line of metrics.jsonl, and tell the tracker."""
