@@ -40,7 +40,7 @@ class LogWindow:
 
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
-        self._lapped_steps = 0
+        self._read = self._lapped_steps = 0
         self._began, self._paused = time.monotonic(), 0.0
         self._waited = self._feed.seconds_waited
 
@@ -79,6 +79,20 @@ class LogWindow:
         )
         self._lapped_steps, self._lapped_wait = len(self._metrics), waited
 
+    def read(self, step: int, progress: Progress) -> None:
+        """Wait for the devices, and record what steps tell besides their line.
+
+        Before a save: no start does again what that holds.
+
+        Args:
+            step: completed updates.
+            progress: what the user sees.
+        """
+        steps = jax.device_get(self._metrics[self._read :])
+        self._metrics[self._read :] = steps
+        self._read = len(self._metrics)
+        self.record(step - len(steps), steps, progress)
+
     def close(self, step: int, progress: Progress, write: bool) -> float:
         """Wait for the devices, show and record the window, open the next.
 
@@ -90,10 +104,10 @@ class LogWindow:
         Returns:
             The seconds that its steps took.
         """
-        steps = jax.device_get(self._metrics)
+        self.read(step, progress)
+        steps = self._metrics
         seconds = time.monotonic() - self._began - self._paused
         waited = self._feed.seconds_waited - self._waited
-        self.record(step - len(steps), steps, progress)
         program, last = self._program, steps[-1]
         speed = program.tokens_per_step * len(steps) / seconds
         flops = program.flops_per_step * len(steps) / seconds

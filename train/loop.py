@@ -95,11 +95,14 @@ class Trainer:
                 due = due_after(step, config, request, checkpoints.due(step))
                 if due.log or due.stop:
                     watchdog.pace(window.close(step, progress, write=due.log))
+                elif due.evaluate or due.judge or due.save:
+                    window.read(step, progress)
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
                     log.error(_DIVERGED, step, window.skipped_in_a_row)
                     if watched_step and not window.culprit:  # it may show what is wrong
                         state, metrics = watched_step[0](state, next(feed))
-                        window.record(step, [jax.device_get(metrics)], progress)
+                        window.add(metrics)
+                        window.read(step + 1, progress)
                     return DIVERGED, state
                 if due.evaluate or due.judge:
                     with window.pause("eval"), watchdog.during("eval"):

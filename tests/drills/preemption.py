@@ -10,6 +10,7 @@ from tests.drills.drill import drill, expect
 from tests.drills.ground import HALF, Ground
 from tests.drills.run import Run
 from tests.fleet import Fleet
+from train.run.metrics import read_metrics
 
 
 def after_steps(run: Run, fleet: Fleet, more: int = 3) -> None:
@@ -173,5 +174,7 @@ def sigterm_while_two_processes_end(ground: Ground) -> str:
         assert {*codes} <= {*wanted}, f"{delay_s}: exit codes {codes}"
         assert took < 15, f"{delay_s}: it took {took:.1f} s"
         run.finish(f"train.num_steps={HALF}", count=2)
+        scores = [row for row in read_metrics(run.path) if "eval/loss" in row]
+        assert len(scores) == 1, f"{delay_s}: the last step's score: {scores}"
         seen.append(f"{codes} after {took:.1f} s")
     return "; ".join(seen)

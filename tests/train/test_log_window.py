@@ -24,6 +24,29 @@ def test_late_data_is_said_once_and_not_of_the_first_window():
     assert "takes 3.1% of the time: raise data.prefetch=2" in note
 
 
+def test_what_is_read_before_a_save_is_not_recorded_again():
+    window = object.__new__(LogWindow)
+    events = []
+
+    def record(event: str, **fields: object) -> None:
+        events.append(fields["step"])
+
+    window._run = SimpleNamespace(events=SimpleNamespace(record=record))
+    window._order = SimpleNamespace(batch_number=lambda step: step)
+    window.skipped_in_a_row, window._watched = 0, None
+    window._metrics, window._read = [], 0
+    progress = SimpleNamespace(note=lambda text: None)
+    left_out = dict.fromkeys(("skipped", "loss", "grad_norm"), np.float32(1))
+    for step in range(11, 16):
+        window.add(left_out)
+        if step in (12, 15):
+            window.read(step, progress)
+    assert events == [11, 12, 13, 14, 15]
+    assert window.skipped_in_a_row == 5
+    window.read(15, progress)
+    assert events == [11, 12, 13, 14, 15]
+
+
 def test_updates_left_out_are_recorded_with_their_batches_and_why():
     """Two batches were left out of the data before these; eleven steps in a row."""
     window = object.__new__(LogWindow)

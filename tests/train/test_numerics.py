@@ -191,6 +191,24 @@ def test_what_eight_bits_lose_of_experts(programs, store, mesh, devices):
     assert flushed[1] > 0.03 > 0.01 > flushed[0] >= 0
 
 
+def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(
+    tmp_path, text, forks
+):
+    """What a checkpoint holds no start does again: it crashes after step 5."""
+    words = (
+        *("-m", "train", f"run.dir={tmp_path}/run", *TINY, f"data.path={text}"),
+        *(f"data.cache_dir={tmp_path}/data", "log.numerics_interval_steps=1"),
+        *("log.interval_steps=20", "eval.interval_steps=3", "eval.num_batches=1"),
+        *("checkpoint.save_interval_steps=2", "runtime.cpu_devices=1"),
+    )
+    result = forks.run(words, tmp_path, {"LONGHAUL_DRILL": "crash:0:5"})
+    assert result.returncode == 1, result.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]
+    assert ["eval/loss" in row for row in rows] == [False, False, False, True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "watched"), [(6, [5, 9]), (0, [5])])
 def test_a_run_names_the_layer_to_blame(tmp_path, text, forks, most, watched):

@@ -23,7 +23,7 @@ from data.machine import is_remote
 from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
-from train.run.digests import digests, write_seal
+from train.run.digests import digests, is_sealed, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.restore import ALONE, SavedSteps, unsealed_mark
 from train.run.storage import remove_uncommitted
@@ -133,7 +133,7 @@ class Checkpoints:
             self.failures = self.failures + 1 if error else 0
             if error:
                 failure = f"the save of step {before} failed: {_one_line(error)}"
-                self._remove(before)
+                self._remove(before, whole=before == step or self._other_sealed(before))
         save = step not in self.saved.steps() or failure is not None
         obstacle = None
         if not ended:
@@ -157,13 +157,22 @@ class Checkpoints:
             "fatal": fatal,
         }
 
-    def _remove(self, step: int) -> None:
-        """Remove what a failed save left, before a good step makes way for it."""
+    def _other_sealed(self, step: int) -> bool:
+        others = (self._directory / str(s) for s in self.saved.steps() if s != step)
+        return any(map(is_sealed, others))
+
+    def _remove(self, step: int, whole: bool) -> None:
+        """Remove what a failed save left, before a good step makes way for it.
+
+        A step that lacks its seal alone stays, unless `whole`: where it has taken the
+        place of the only other one it is all there is.
+        """
         try:
-            (self._directory / str(step)).rmtree(missing_ok=True)
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 partial.rmtree()  # a full disk has no room for it
-            unsealed_mark(self._directory, step).unlink(missing_ok=True)
+            if whole:
+                (self._directory / str(step)).rmtree(missing_ok=True)
+                unsealed_mark(self._directory, step).unlink(missing_ok=True)
         except OSError as error:
             log.warning(
                 "could not remove the failed step %d: %s", step, _one_line(error)

@@ -31,18 +31,28 @@ def read_events(run_dir: epath.Path | Path) -> list[Row]:
     return read_rows(run_dir, "events")
 
 
-def open_metrics(run_dir: epath.Path | Path, last_step: int) -> Appender:
+def open_metrics(
+    run_dir: epath.Path | Path, last_step: int, scored_again: bool = False
+) -> Appender:
     """Open the metrics, for lines that have their `step`, to append to them.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         last_step: number of completed updates in the state this start goes on
             from (0 when fresh). Lines of later steps are dropped, atomically.
+        scored_again: drop scores of that step too: a start that was killed behind
+            them has left no results, and this one scores it once more.
 
     Raises:
         OSError: if the lines there are cannot be read, or the later ones dropped.
     """
-    return open_lines(run_dir, "metrics", lambda row: row.get("step", 0) <= last_step)
+
+    def keep(row: Row) -> bool:
+        if scored_again and row.get("step") == last_step:
+            return not any(key.startswith(("eval/", "tasks/")) for key in row)
+        return row.get("step", 0) <= last_step
+
+    return open_lines(run_dir, "metrics", keep)
 
 
 class EventLog:

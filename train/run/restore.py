@@ -114,11 +114,16 @@ class SavedSteps:
         Raises:
             DataError: if there are checkpoints and none is good, or not the one asked
                 for.
-            ConfigError: if all are later than at_most.
+            ConfigError: if all are later than at_most, or the one asked for is not
+                there.
         """
         steps, unsealed = [] if step is None else [step], list[int]()
         if step is None:
             steps, unsealed = self._cluster.broadcast(self._list)
+        elif step not in (there := self.steps()):
+            listed = ", ".join(map(str, there)) or "none yet"
+            rule = f"must be a step that was saved; there are: {listed}"
+            raise ConfigError([Mistake("step", step, rule)])
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:

@@ -83,7 +83,11 @@ def compare_with_run(
         event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
         for event in read_events(path)
     ):
-        log.info("run.rewind_to=%d was done by an earlier start", rewind_to)
+        log.warning(
+            "run.rewind_to=%d was done by an earlier start, and is not done again; to "
+            "go back there once more give run.rewind_to=%d",
+            *(rewind_to, rewind_to + 1),
+        )
         rewind_to = None
     results_step = read_results(path).get("step", -1)
     _check_end(path, config, rewind_to, results_step, last)
@@ -275,7 +279,9 @@ def checkpoint_metadata(
 
 
 def _yaml_value(value: object) -> object:
-    return value if isinstance(value, int | float | list | None) else str(value)
+    if isinstance(value, list | tuple):
+        return [_yaml_value(each) for each in value]
+    return value if isinstance(value, int | float | None) else str(value)
 
 
 def _git_commit() -> str | None:

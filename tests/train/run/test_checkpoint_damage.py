@@ -12,6 +12,7 @@ from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
+from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
 from train.run.digests import SEAL, damage, is_sealed
 from train.run.restore import SavedSteps
@@ -142,6 +143,12 @@ def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
     assert len([*(folder / "unsealed").iterdir()]) == 2  # a command changes nothing
     same(saved().saved.restore(like()), make_state(1))
     assert [*(folder / "unsealed").iterdir()] == []
+
+
+def test_a_step_that_is_not_there_is_asked_for_in_vain(saved):
+    reader = saved(1, 2).saved
+    with pytest.raises(ConfigError, match=r"must be a step that was saved.*: 1, 2"):
+        reader.restore(like(), step=3)
 
 
 def test_a_command_on_a_run_moves_nothing(saved, folder):

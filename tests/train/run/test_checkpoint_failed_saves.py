@@ -47,6 +47,23 @@ def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     same(saved().saved.restore(like()), make_state(4))
 
 
+def test_a_step_without_its_seal_stays_where_it_is_all_there_is(
+    saved, folder, monkeypatch
+):
+    """It has taken the place of the only one before, and none takes its own."""
+    checkpoints = saved(1, keep_latest=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.run.checkpoint.digests", full)
+        assert checkpoints.save(2, make_state(2), ABOUT) is None
+        wait([checkpoints._saving[1]])
+    assert not (folder / "1").exists()
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage("/")._replace(free=7)
+        patch.setattr("shutil.disk_usage", lambda path: usage)
+        assert "7 bytes are free" in checkpoints.save(3, make_state(3), ABOUT)
+    same(saved().saved.restore(like()), make_state(2))
+
+
 def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
     checkpoints = saved(1)
     usage = shutil.disk_usage("/")

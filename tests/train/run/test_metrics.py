@@ -27,6 +27,24 @@ def test_a_restart_leaves_neither_duplicate_nor_missing_steps(tmp_path):
     assert _steps(tmp_path) == list(range(1, 16))
 
 
+def test_a_score_that_came_before_a_kill_is_not_there_twice(tmp_path):
+    """Of the end alone: it is scored again then, what came before it is not."""
+    rows = [
+        {"step": 5, "loss": 1.0},
+        {"step": 5, "eval/loss": 1.0},
+        {"step": 10, "loss": 0.5},
+        {"step": 10, "eval/loss": 0.5, "tasks/mine/acc": 0.2},
+    ]
+    log = open_metrics(tmp_path, 0)
+    for row in rows:
+        log.append(row)
+    log.close()
+    open_metrics(tmp_path, 10).close()
+    assert read_metrics(tmp_path) == rows
+    open_metrics(tmp_path, 10, scored_again=True).close()
+    assert read_metrics(tmp_path) == rows[:3]
+
+
 def test_a_fresh_start_drops_everything(tmp_path):
     _write(tmp_path, range(1, 5), last_step=0)
     _write(tmp_path, range(1, 3), last_step=0)

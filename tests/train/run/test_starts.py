@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -101,6 +101,15 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
 ):
     start = start_with(tmp_path, steps, newest, results, rewind_to=rewind_to)
     assert (start.finished, start.rewind_to) == (finished, rewind_to)
+
+
+def test_what_a_start_changed_is_read_back(tmp_path):
+    first, sources = Config(), SimpleNamespace(fingerprints={})
+    kept: Any = ("mlp_up", "attention_output")
+    later = replace(first, train=replace(first.train, remat=kept))
+    for number, config in enumerate((first, later), 1):
+        record_start(epath.Path(tmp_path), config, cast(Any, sources), number)
+    assert read_run(str(tmp_path)).train.remat == kept
 
 
 def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):
