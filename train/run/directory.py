@@ -1,7 +1,7 @@
 """A run is a directory, open for one start: its lease, its logs, its results.
 
-Process 0 alone looks and writes; the others are told. What the starts before recorded,
-and whether this one may continue them: train/run/starts.py.
+Process 0 alone looks and writes; the others are told. What the starts before recorded:
+train/run/starts.py; whether this one may go on: train/run/continuation.py.
 """
 
 import json
@@ -20,11 +20,12 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
+from train.run.continuation import Continuation, compare_with_run
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
 from train.run.live_report import LiveReport
 from train.run.metrics import EventLog, open_metrics, read_events
-from train.run.starts import Continuation, compare_with_run, record_start
+from train.run.starts import record_start
 from train.run.storage import run_folder, write_whole
 from train.run.tracker import Tracker, open_tracker
 from train.run.versions import code_version

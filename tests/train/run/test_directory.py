@@ -5,9 +5,9 @@ import json
 from etils import epath
 
 from train.config import Config
+from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
-from train.run.starts import Continuation
 
 
 def test_a_report_that_fails_does_not_hide_how_the_run_ended(

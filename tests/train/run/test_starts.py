@@ -14,7 +14,8 @@ from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.cli.schema import to_yaml
 from train.config import Config
 from train.errors import ConfigError
-from train.run.starts import compare_with_run, read_run, record_start
+from train.run.continuation import compare_with_run
+from train.run.starts import read_run, record_start
 
 
 def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
@@ -110,6 +111,21 @@ def test_what_a_start_changed_is_read_back(tmp_path):
     for number, config in enumerate((first, later), 1):
         record_start(epath.Path(tmp_path), config, cast(Any, sources), number)
     assert read_run(str(tmp_path)).train.remat == kept
+
+
+@pytest.mark.parametrize(("now", "refused"), [("abc", None), ("xyz", "data.path")])
+def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
+    first = Config(data=DataConfig(source=Source.tokens, path="here"))
+    then: Any = SimpleNamespace(fingerprints={"train": "abc"})
+    record_start(epath.Path(tmp_path), first, then, 1)
+    moved = replace(first, data=replace(first.data, path="there"))
+    sources: Any = SimpleNamespace(fingerprints={"train": now}, path="there")
+    if refused is None:
+        start = compare_with_run(epath.Path(tmp_path), moved, sources)
+        assert not start.finished
+        return
+    with pytest.raises(ConfigError, match=refused):
+        compare_with_run(epath.Path(tmp_path), moved, sources)
 
 
 def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):

@@ -1,0 +1,170 @@
+"""Whether a start may go on with a run, and how: compared with those before it."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from data.sources import Sources
+from train.cli.schema import read_yaml
+from train.config import Config, Schedule
+from train.errors import ConfigError, Mistake
+from train.identity import ChangeKind, Difference, differences, refused
+from train.run.metrics import read_events
+from train.run.starts import check_data, newest_start, read_results, yaml_value
+
+log = logging.getLogger(__name__)
+
+
+class Continuation(NamedTuple):
+    """How a start goes on from those before it.
+
+    schedule_steps: train.num_steps of the first start, the schedule's length.
+    known_skips: data.skip_batches of earlier starts.
+    skip_batches: the batches that any start leaves out.
+    rewind_to: run.rewind_to, unless an earlier start has done it.
+    finished: whether the run has come to its end.
+    """
+
+    schedule_steps: int
+    known_skips: list[int]
+    skip_batches: list[int]
+    rewind_to: int | None
+    finished: bool
+
+
+def compare_with_run(
+    path: epath.Path, config: Config, sources: Sources
+) -> Continuation:
+    """Return the `Continuation` of the run in a folder by a start with this config.
+
+    Nothing is written.
+
+    Raises:
+        ConfigError: naming every key in which this start would make another run of it.
+        DataError: if the text is not the one that the run was started on.
+    """
+    first, num_steps = path / "config.yaml", config.train.num_steps
+    skip_batches, rewind_to = config.data.skip_batches, config.run.rewind_to
+    if not first.exists():
+        return Continuation(num_steps, [], skip_batches, None, False)
+    earlier, last = read_yaml(first), newest_start(path)
+    changes = differences(earlier, config)
+    if last.get("data_fingerprints") == sources.fingerprints:  # it lies elsewhere now
+        changes = [
+            change._replace(kind=ChangeKind.allowed)
+            if _is_place(change.key)
+            else change
+            for change in changes
+        ]
+    rule = (
+        "differs from the run in {path}, which has {old}; take it back, start "
+        "another run.name, or add run.allow_change=[{key}]"
+    )
+    if wrong := refused(changes, config.run.allow_change):
+        rules = [rule.format(path=path, old=c.old, key=c.key) for c in wrong]
+        new = zip(wrong, rules, strict=True)
+        raise ConfigError([Mistake(c.key, c.new, rule) for c, rule in new])
+    _check_changed_data(path, sources, changes, last.get("changes", {}))
+    known_skips = last.get("changes", {}).get("data.skip_batches")
+    known_skips = known_skips or earlier.data.skip_batches
+    skip_batches = _merged(known_skips, skip_batches)
+    if rewind_to is not None and any(
+        event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
+        for event in read_events(path)
+    ):
+        log.warning(
+            "run.rewind_to=%d was done by an earlier start, and is not done again; to "
+            "go back there once more give run.rewind_to=%d",
+            *(rewind_to, rewind_to + 1),
+        )
+        rewind_to = None
+    results_step = read_results(path).get("step", -1)
+    _check_end(path, config, rewind_to, results_step, last)
+    schedule_steps = earlier.train.num_steps
+    if schedule_steps < num_steps:
+        log.info(
+            "the schedule keeps the length of the first start, %d steps, and "
+            "stays at its last value after them",
+            schedule_steps,
+        )
+        schedule = config.schedule
+        if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
+            log.warning(
+                "that value is 0: nothing is learned after them; add "
+                "schedule.final_fraction=0.1 "
+                "run.allow_change=[schedule.final_fraction]"
+            )
+    finished = rewind_to is None and results_step >= num_steps
+    return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
+
+
+def _check_end(
+    path: epath.Path,
+    config: Config,
+    rewind_to: int | None,
+    results_step: int,
+    last: Mapping[str, Any],
+) -> None:
+    """Refuse an end that a run which is not finished has passed already."""
+    folder = path / "checkpoints"
+    names = [p.name for p in folder.iterdir()] if folder.exists() else []
+    newest = max((int(name) for name in names if name.isdigit()), default=0)
+    if rewind_to is not None:
+        newest = min(newest, rewind_to)
+    num_steps = config.train.num_steps
+    if results_step < newest > num_steps:
+        asked = last.get("changes", {}).get("train.num_steps")
+        asked = asked or read_yaml(path / "config.yaml").train.num_steps
+        rule = (
+            f"is below step {newest}, which the run in {path} has reached on its way "
+            f"to {asked}; give at least {newest}, go back with run.rewind_to, or start "
+            f"another run.name"
+        )
+        raise ConfigError([Mistake("train.num_steps", num_steps, rule)])
+
+
+def _is_place(key: str) -> bool:
+    """Return whether a key says where data lies, not which."""
+    return (
+        key == "data.path" or re.fullmatch(r"data\.sources\..+\.path", key) is not None
+    )
+
+
+def _check_changed_data(
+    path: epath.Path,
+    sources: Sources,
+    changes: list[Difference],
+    before: Mapping[str, Any],
+) -> None:
+    """Check the data, unless this is the first start with other data, allowed by name.
+
+    Raises:
+        DataError: if they differ.
+    """
+    moved = [
+        change
+        for change in changes
+        if change.key.startswith("data.")
+        and change.kind is ChangeKind.refused  # but allowed by name
+        and before.get(change.key) != yaml_value(change.new)
+    ]
+    if moved:
+        log.warning("other data from here on: %s", "; ".join(map(str, moved)))
+    else:
+        check_data(path, sources)
+
+
+def _merged(known: list[int], added: list[int]) -> list[int]:
+    """Unite two lists of first and last batch, ascending."""
+    pairs = [*zip(known[::2], known[1::2], strict=True)]
+    pairs += zip(added[::2], added[1::2], strict=True)
+    merged: list[int] = []
+    for first, last in sorted(set(pairs)):
+        if merged and first <= merged[-1]:
+            merged[-1] = max(merged[-1], last)
+        else:
+            merged += [first, last]
+    return merged
