@@ -50,7 +50,8 @@ class LogWindow:
         if interval is None:
             return False
         # What spoiled the last step may spoil the next, and is seen there.
-        return step % interval == 0 or (self.skipped_in_a_row > 0 and not self._metrics)
+        all_read = self._read == len(self._metrics)
+        return step % interval == 0 or (self.skipped_in_a_row > 0 and all_read)
 
     def add(self, metrics: Metrics) -> None:
         """Keep the metrics of a step that was dispatched, unread."""
