@@ -151,6 +151,13 @@ class DataConfig:
             if not any(weight > 0 for weight in given.values()) and self.sources:
                 rule = f"at step {of_step} need one above 0"
                 mistakes.append(("weight_changes", given, rule))
+            ordered = [given.get(name, 0) for name in self.sources]
+            if any(ordered) and all(0 <= weight < inf for weight in ordered):
+                from data.mixture import too_many_digits  # numpy: slow to import
+
+                if rule := too_many_digits(ordered):
+                    key = "weight_changes" if of_step else "sources"
+                    mistakes.append((key, given, f"at step {of_step} {rule}"))
         return mistakes
 
 

@@ -116,12 +116,13 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
             byte = piece.encode("utf-8", "surrogateescape")
             parts.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
-        for short in _short_pieces(piece):
+        for short in short_pieces(piece):
             parts.append(encoding.encode_to_numpy(short, disallowed_special=()))
     return np.concatenate(parts)
 
 
-def _short_pieces(text: str) -> Iterator[str]:
+def short_pieces(text: str) -> Iterator[str]:
+    """Cut text as `encode` does; what it cuts off is encoded as a text of its own."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         stop = start + _PIECE_CHARS

@@ -44,7 +44,10 @@ class Mixture:
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
         for (_, weights), length in zip(stretches, lengths, strict=True):
-            shares = shares_of([names[int(source)] for source in by_name], weights)
+            ordered = [weights.get(names[int(source)], 0) for source in by_name]
+            if rule := too_many_digits(ordered):
+                raise ValueError(f"the weights {dict(weights)} {rule}")
+            shares = shares_of(ordered)
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
             given = np.eye(len(names), dtype=np.int64)[order]
@@ -124,18 +127,18 @@ def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]
     return order
 
 
-def shares_of(names: Sequence[str], weights: Mapping[str, float]) -> list[Fraction]:
-    """Return each source's share of a row, exactly.
+def shares_of(weights: Sequence[float]) -> list[Fraction]:
+    """Return each source's share of a row, exactly; not all weights are 0."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
 
-    Raises:
-        ValueError: a weight needs too many digits.
-    """
-    exact = [Fraction(str(weights.get(name, 0))) for name in names]
-    shares = [weight / sum(exact) for weight in exact]
-    period = math.lcm(*(share.denominator for share in shares))
-    if period > MAX_PERIOD:
-        raise ValueError(
-            f"the weights {dict(weights)} repeat only after {period} rows, but at most "
-            f"{MAX_PERIOD} can be tabled: round them to fewer digits"
-        )
-    return shares
+
+def too_many_digits(weights: Sequence[float]) -> str | None:
+    """Say what is wrong with weights whose order is too long to be tabled."""
+    period = math.lcm(*(share.denominator for share in shares_of(weights)))
+    if period <= MAX_PERIOD:
+        return None
+    return (
+        f"repeat only after {period} rows, but at most {MAX_PERIOD} can be tabled: "
+        f"round them to fewer digits"
+    )

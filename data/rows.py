@@ -2,10 +2,15 @@
 
 A row is inputs and the targets that follow them, with segments and positions that
 start anew with each document. `Concatenated` rows are the tokens end to end; `Packed`
-rows hold pieces of documents by a plan, which is made once and kept in the cache.
+rows hold pieces of documents by a plan, which is made once and kept in the cache, with
+the SHA-256 of its files; one that is damaged is made anew.
 """
 
+import contextlib
+import hashlib
 import logging
+import secrets
+import shutil
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +27,11 @@ from data.token_store.storage import written_whole
 from data.token_store.store import Store
 
 _PLAN_VERSION = 1
-_PLAN = ("starts", "lengths", "row_offsets")
+_PLAN = ("starts.npy", "lengths.npy", "row_offsets.npy")
+_DIGESTS = "sha256"  # of these files, as sha256sum lists them
+# Larger files are mapped, so that the processes of a host share them in memory.
+_READ_BYTES = 2**26
+_ATTEMPTS = 3  # to plan: other processes may remove what they found damaged
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +135,16 @@ class Packed:
     """Rows by a plan: row r holds the pieces row_offsets[r] to row_offsets[r+1]."""
 
     def __init__(self, tokens: TokenArray, length: int, folder: Path):
-        """Open the plan in `folder`, without reading it."""
+        """Open the plan in `folder`.
+
+        Raises:
+            OSError, ValueError: it is not what was written.
+        """
         self._tokens, self.length = tokens, length
+        if (folder / _DIGESTS).read_bytes() != _digests(folder):
+            raise ValueError("it is not what was written")
         self._starts, self.lengths, self._row_offsets = (
-            np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in _PLAN
+            _load(folder / name) for name in _PLAN
         )
 
     def __len__(self) -> int:
@@ -164,6 +179,20 @@ class Packed:
         return list(map(Piece, columns, starts, lengths))
 
 
+def _load(path: Path) -> np.ndarray:
+    mapped = path.stat().st_size > _READ_BYTES
+    return np.asarray(np.load(path, mmap_mode="r" if mapped else None))
+
+
+def _digests(folder: Path) -> bytes:
+    """Read a plan's files, and list their hashes."""
+    lines = []
+    for name in _PLAN:
+        with (folder / name).open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines).encode()
+
+
 def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
     """Compute which pieces make up which rows; write it beside and rename it."""
     began = time.monotonic()
@@ -176,7 +205,8 @@ def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
         with written_whole(folder) as building:
             building.mkdir(parents=True)
             for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
-                np.save(building / f"{name}.npy", array)
+                np.save(building / name, array)
+            (building / _DIGESTS).write_bytes(_digests(building))
     except OSError as error:
         raise DataError(
             f"{folder}: the plan of rows cannot be kept there ({error}). Name a "
@@ -191,6 +221,14 @@ def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
         100 * packing.fill(lengths, row_offsets, length),
         time.monotonic() - began,
     )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a plan at once, so that no other process sees a part of it."""
+    aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):  # another process was faster, or it stays
+        folder.rename(aside)
+        shutil.rmtree(aside)
 
 
 Rows = Concatenated | Packed  # of a split; numbers to read are int64 [n], in any order
@@ -211,9 +249,19 @@ def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Ro
         return Concatenated(tokens, length, count, config.document_mask)
     name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
     folder = cache / f"{name}-v{_PLAN_VERSION}"
-    if not folder.exists():
-        _plan(tokens, length, config.packing, folder)
-    return Packed(tokens, length, folder)
+    for _ in range(_ATTEMPTS):
+        if not folder.exists():
+            _plan(tokens, length, config.packing, folder)
+        try:
+            return Packed(tokens, length, folder)
+        except (OSError, ValueError) as error:
+            warning = "%s: this plan of rows cannot be trusted (%s); planning anew"
+            log.warning(warning, folder, error)
+            _remove(folder)
+    raise DataError(
+        f"{folder}: the plan of rows stays damaged, or cannot be read or replaced. "
+        f"Look after the disk, or name another folder with data.cache_dir"
+    )
 
 
 def read_rows(

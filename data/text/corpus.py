@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import sysconfig
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -58,6 +59,11 @@ class Corpus:
         if len(self.files) == 1:
             return self._single_text()
         names = {file.name for file in self.files}
+        if self.validation and len(names) < 2:
+            raise DataError(
+                f"{self.root}: is one text {len(self.files)} times, and both splits "
+                f"need some of their own. Name it once"
+            )
         held_out = held_out_ids(names, self.validation) if self.validation else set()
         return [
             unit
@@ -111,6 +117,9 @@ def find_corpus(config: DataConfig) -> Corpus:
 def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     """Find files, in the order of their names.
 
+    Of several inputs, a name begins with the last part of its input's, and where that
+    is not enough to tell two files apart, with more of it.
+
     Args:
         inputs: files, folders and globs; local, or URLs that fsspec knows.
         pattern: which files of a folder. Hidden ones do not count; and where some hold
@@ -119,7 +128,7 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     Raises:
         DataError: one of the inputs is missing, holds nothing or cannot be reached.
     """
-    all_files: list[File] = []
+    found: list[tuple[list[str], File]] = []
     for given in inputs:
         try:
             files = _find(str(given), pattern)
@@ -141,8 +150,39 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
         prefix = PurePosixPath(given.rstrip("/")).name
         if len(inputs) > 1 and [file.name for file in files] != [prefix]:
             files = [replace(file, name=f"{prefix}/{file.name}") for file in files]
-        all_files += files
-    return sorted(all_files, key=lambda file: file.name)
+        folders = _folders_of(given)
+        found += [(folders, file) for file in files]
+    return sorted(_told_apart(found), key=lambda file: file.name)
+
+
+def _folders_of(given: str) -> list[str]:
+    """Return the folders that an input lies in, from the outermost one on."""
+    if is_remote(given):
+        return [*PurePosixPath(given).parts[:-1]]
+    # Without "..", but with links as they are called.
+    path = os.path.normpath(Path(given).expanduser().absolute())
+    return [*PurePosixPath(path).parts[1:-1]]
+
+
+def _told_apart(found: list[tuple[list[str], File]]) -> list[File]:
+    """Put as many of their inputs' folders as it takes before names of several files.
+
+    Other names stay: ids, and so the stores that there are, follow from them.
+    """
+    alike = defaultdict[str, list[tuple[list[str], File]]](list)
+    for folders, file in found:
+        alike[file.name].append((folders, file))
+    counts = {n: len({file.path for _, file in own}) for n, own in alike.items()}
+    taken = {name for name, count in counts.items() if count == 1}
+    for name in sorted(alike.keys() - taken):
+        for depth in range(1, 2 + max(len(folders) for folders, _ in alike[name])):
+            longer = ["/".join([*f[-depth:], name]) for f, _ in alike[name]]
+            if len({*longer}) == counts[name] and not taken & {*longer}:
+                break
+        taken |= {*longer}
+        own = zip(alike[name], longer, strict=True)
+        alike[name] = [(f, replace(file, name=new)) for (f, file), new in own]
+    return [file for own in alike.values() for _, file in own]
 
 
 def held_out_ids(ids: set[str], fraction: float) -> set[str]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.config import DataConfig, MixtureSource, Source, WeightChange
 from data.mixture import Mixture
 
 NAMES = ["arts", "books", "code", "data", "essays", "forums"]
@@ -120,3 +121,31 @@ def test_weights_are_the_decimals_that_were_written():
 def test_mistakes_are_refused_with_the_remedy(stretches, message):
     with pytest.raises(ValueError, match=message):
         Mixture(["a", "b"], stretches)
+
+
+@pytest.mark.parametrize(
+    ("weights", "key"),
+    [
+        ([(812345677, 123456789, 0)], "sources"),
+        ([(0.5, 0.25, 0.333333)], "sources"),
+        ([(1, 1, 1), (0.5, 0.25, 0.333333)], "weight_changes"),
+        ([(1, 1, 1), (1, 2, 0), (812345677, 123456789, 0)], "weight_changes"),
+        ([(0.33, 0.33, 0.34), (1048575, 1, 0)], None),
+    ],
+)
+def test_a_config_lists_the_weights_that_cannot_be_tabled(weights, key):
+    """Just those that the order refuses, with value, rule and remedy."""
+    first, *later = (dict(zip("abc", map(float, w), strict=True)) for w in weights)
+    sources = {name: MixtureSource("x", weight) for name, weight in first.items()}
+    changes = [WeightChange(9 * n, given) for n, given in enumerate(later, 1)]
+    config = DataConfig(source=Source.mixture, sources=sources, weight_changes=changes)
+    if key is None:
+        assert config.mistakes() == []
+        return
+    ((found, value, rule),) = config.mistakes()
+    assert (found, value) == (key, [first, *later][-1])
+    assert rule.startswith(f"at step {9 * len(later)} repeat only after ")
+    assert rule.endswith("round them to fewer digits")
+    stretches = [(9 * n, given) for n, given in enumerate([first, *later])]
+    with pytest.raises(ValueError, match="fewer digits"):
+        Mixture(["a", "b", "c"], stretches)

@@ -1,5 +1,8 @@
 """Each pair of an input and its target is in exactly one row, and in its document."""
 
+import dataclasses
+import random
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -8,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.rows
 from data.config import Packing
-from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan
+from data.errors import DataError
+from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan, open_rows
+from data.sources import open_sources
 from data.token_store.reader import TokenArray
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -85,3 +91,84 @@ def assert_pieces_say_what_stands_there(
             piece.start + 1 + np.arange(piece.length)
         )
     np.testing.assert_array_equal(shown, batch.inputs[number])
+
+
+@pytest.fixture(params=["read", "mapped"])
+def planned(config, request, monkeypatch):
+    """Open the training rows of a config, and find the folder of their plan."""
+    if request.param == "mapped":
+        monkeypatch.setattr(data.rows, "_READ_BYTES", 0)
+    config = dataclasses.replace(config, packing=Packing.best_fit)
+    sources = open_sources(config)
+    (store,) = sources.stores.values()
+
+    def rows() -> Rows:
+        return open_rows(store, config, "train", sources.cache)
+
+    rows()
+    (folder,) = sources.cache.glob("*-train-best_fit-*")
+    return rows, folder
+
+
+def everything(rows: Rows) -> list[bytes]:
+    return [field.tobytes() for field in rows.read(np.arange(len(rows)))]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_flipped_bit_of_a_plan_is_found_and_the_plan_made_anew(planned, caplog):
+    """Forty times, in any file: an array, its header, or the digests."""
+    rows, folder = planned
+    expected, files = everything(rows()), contents(folder)
+    assert len(files) == 4
+    assert not caplog.text
+    draw = random.Random(0)
+    for _ in range(40):
+        name = draw.choice(sorted(files))
+        damaged = bytearray(files[name])
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        (folder / name).write_bytes(damaged)
+        caplog.clear()
+        assert everything(rows()) == expected
+        assert f"{folder}: " in caplog.text
+        assert "is not what was written" in caplog.text
+        assert contents(folder) == files
+        assert [file.name for file in folder.parent.glob("*best_fit*")] == [folder.name]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "gone", "without digests"])
+def test_what_a_power_failure_leaves_of_a_plan_is_made_anew(planned, damage, caplog):
+    rows, folder = planned
+    expected, files = everything(rows()), contents(folder)
+    for name in files if damage != "without digests" else (data.rows._DIGESTS,):
+        if damage in ("gone", "without digests"):
+            (folder / name).unlink()
+        else:
+            kept = len(files[name]) // 2 if damage == "cut" else 0
+            (folder / name).write_bytes(files[name][:kept])
+        caplog.clear()
+        assert everything(rows()) == expected
+        assert "planning anew" in caplog.text
+        assert contents(folder) == files
+
+
+def test_rows_that_are_open_outlive_their_plan(planned):
+    rows, folder = planned
+    opened, expected = rows(), everything(rows())
+    shutil.rmtree(folder)
+    assert everything(opened) == everything(rows()) == expected
+
+
+def test_a_plan_that_is_damaged_each_time_ends_the_start(planned, monkeypatch):
+    rows, folder = planned
+
+    def plan_badly(*what: object) -> None:
+        folder.mkdir()
+        (folder / "starts.npy").touch()
+
+    monkeypatch.setattr(data.rows, "_plan", plan_badly)
+    (folder / "starts.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cache_dir"):
+        rows()

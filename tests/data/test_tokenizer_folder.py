@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import data.encoding
 from data.encoding import FolderEncoding, decode, encode, fingerprint
 from data.errors import DataError
 from data.tokenizer import RANK_FILE_PATTERN, load_tokenizer, parse_ranks, rank_file
@@ -90,6 +91,21 @@ def test_the_ids_are_the_same(tmp_path, pattern):
     assert stored is not None
     assert fingerprint(parse_ranks("stored", stored)) == fingerprint(encoding)
     check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), TEXTS)
+
+
+def test_long_text_is_cut_alike_on_both_sides(tmp_path, monkeypatch):
+    """Right ids are taken, and wrong ones found, wherever `encode` cuts."""
+    content = learned(LLAMA)
+    encoding = load_tokenizer(write(tmp_path, content))
+    texts = ["return" * 500, "a \n\n  b" * 300, *TEXTS]
+    whole = [encode(encoding, text.encode()).tolist() for text in texts]
+    monkeypatch.setattr(data.encoding, "_PIECE_CHARS", 1000)
+    assert [encode(encoding, text.encode()).tolist() for text in texts] != whole
+    check_same_ids(encoding, json.dumps(content), texts)
+    for cut in (1, 1000, 2500):
+        text = "a" * cut + "1234567"
+        with pytest.raises(DataError, match="other ids near"):
+            check_same_ids(encoding, json.dumps(learned(None)), [text])
 
 
 SHUT = {"lstrip": False, "rstrip": False, "single_word": False, "special": False}

@@ -19,7 +19,14 @@ from model.config import ModelConfig
 from model.params import named
 from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained.families import FAMILIES, SOME, Family
-from train.pretrained.settings import KEYS, RATES, ROPE_KEYS, pattern_of, rope_of
+from train.pretrained.settings import (
+    KEYS,
+    RATES,
+    ROPE_KEYS,
+    pattern_of,
+    rope_of,
+    with_layer_types,
+)
 from train.pretrained.tensors import Parts
 from train.program import Program
 
@@ -199,6 +206,7 @@ def _other_settings(
     """
     ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
     ours |= family.settings(model)
+    theirs = with_layer_types(theirs, model.num_layers)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
     kept = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}

@@ -148,6 +148,22 @@ def _layer_types(model: ModelConfig) -> list[str]:
     return [kinds[window is None] for window in model.windows]
 
 
+def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return what config.json says, with the kinds of layers that it leaves unsaid.
+
+    `num_layers` is for where it leaves that unsaid too. Source: transformers 5.23,
+    configuration_*.py of these families: of every so many layers the last is full.
+    """
+    usual = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(settings["model_type"])
+    if usual is None or settings.get("layer_types") is not None:
+        return settings
+    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    every = next(filter(None, map(settings.get, keys)), usual)
+    numbers = range(1, settings.get("num_hidden_layers", num_layers) + 1)
+    kinds = ["sliding_attention" if n % every else "full_attention" for n in numbers]
+    return settings | {"layer_types": kinds}
+
+
 def pattern_of(layer_types: Sequence[str]) -> list[str]:
     """Return the shortest pattern that is repeated over layers, as the model has it."""
     reach = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
@@ -189,6 +205,8 @@ def gpt2(model: ModelConfig) -> dict[str, Any]:
         "n_layer": model.num_layers,
         "n_head": model.num_heads,
         "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
         "layer_norm_epsilon": model.norm_epsilon,
         "embd_pdrop": model.dropout.embedding,
         "attn_pdrop": model.dropout.attention,

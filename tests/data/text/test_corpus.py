@@ -109,6 +109,50 @@ def test_several_inputs_have_names_of_their_own(folder):
     assert [f.name for f in find_files([str(folder)], "**/*")] == ["b.jsonl"]
 
 
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    """And others keep their names."""
+    paths = ("en/corpus.txt", "de/corpus.txt", "a/b/own.txt", "a/x/in/z.txt")
+    paths += ("b/x/in/z.txt", "b/x/in/y.txt", "c/a/x/in/z.txt", "de/one.txt")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    monkeypatch.chdir(tmp_path)
+
+    def found(*inputs: str) -> dict[str, str]:
+        files = find_files(inputs, "**/*")
+        names = [file.name for file in files]
+        assert names == sorted(set(names))
+        return {Path(file.path).read_text(): file.name for file in files}
+
+    two = found("en/corpus.txt", "de/corpus.txt")
+    assert two == {"en/corpus.txt": "en/corpus.txt", "de/corpus.txt": "de/corpus.txt"}
+    assert two == found("de/corpus.txt", f"{tmp_path}/en/corpus.txt")
+    monkeypatch.chdir(tmp_path / "en")
+    assert two == found("corpus.txt", "../de/corpus.txt")
+    monkeypatch.chdir(tmp_path)
+    assert found("a/x/in", "b/x/in/", "c/a/x/in/*.txt", "a/b/own.txt") == {
+        "a/x/in/z.txt": "a/x/in/z.txt",
+        "b/x/in/z.txt": "b/x/in/z.txt",
+        "b/x/in/y.txt": "in/y.txt",
+        "c/a/x/in/z.txt": "*.txt/z.txt",
+        "a/b/own.txt": "own.txt",
+    }
+    assert found("a/x/in/", "c/a/x/in", "de") == {
+        "a/x/in/z.txt": f"{tmp_path.name}/a/x/in/z.txt",
+        "c/a/x/in/z.txt": "c/a/x/in/z.txt",
+        "de/corpus.txt": "de/corpus.txt",
+        "de/one.txt": "de/one.txt",
+    }
+    names = [file.name for file in find_files(["de", *two], "**/*")]
+    lengthened = [f"{tmp_path.name}/{name}" for name in two]
+    assert names == sorted(["de/corpus.txt", "de/one.txt", *lengthened])
+    corpus = Corpus("", tuple(find_files(list(two), "**/*")), 0.1)
+    assert {unit.split for unit in corpus.units()} == set(SPLITS)
+    twice = Corpus("", tuple(find_files(["de/one.txt"] * 2, "**/*")), 0.1)
+    with pytest.raises(DataError, match="Name it once"):
+        twice.units()
+
+
 def test_what_is_missing_is_named(config, folder, tmp_path):
     def refuse(message: str, **changes) -> None:
         with pytest.raises(DataError, match=message):

@@ -23,6 +23,7 @@ from tests.data.token_store.preparations import (
     documents_of,
     refuse,
     some_texts,
+    write_lines,
 )
 from tests.fleet import REPOSITORY
 
@@ -50,6 +51,21 @@ def test_a_store_holds_each_record_once(config, records):
     assert sum(map(store.num_bytes, SPLITS)) == sum(map(len, texts * 2 + rows))
     assert list(store.verify()) == []
     assert not Path(f"{store.path}.work").exists()
+
+
+def test_records_of_files_of_one_name_have_ids_of_their_own(tmp_path):
+    for folder in ("en", "de"):
+        (tmp_path / folder).mkdir()
+        write_lines(tmp_path / folder / "corpus.jsonl", [f"{folder} 1", f"{folder} 2"])
+    inputs = [f"{tmp_path}/{folder}/corpus.jsonl" for folder in ("en", "de")]
+    output = str(tmp_path / "store")
+    store = prepare_store(PrepareConfig(inputs, output, validation=0, workers=1))
+    found = {name: text for (_, name), text in documents_of(store).items()}
+    assert found == {
+        f"{folder}/corpus.jsonl:byte {at}": f"{folder} {number}".encode()
+        for folder in ("en", "de")
+        for number, at in ((1, 0), (2, 25))
+    }
 
 
 def test_the_store_does_not_depend_on_workers_and_tasks(config, tmp_path, request):

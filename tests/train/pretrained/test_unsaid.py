@@ -1,0 +1,68 @@
+"""What an older config.json leaves unsaid is what transformers takes it to be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.pretrained.test_export import BYTES, LENGTH, MODELS
+from train.cli.command import compose
+from train.errors import ConfigError
+from train.pretrained.compare import _family_in
+from train.pretrained.families import family_of
+from train.pretrained.folder import settings_of
+
+
+def of(name: str, *more: str):
+    """Return a model of MODELS, but for some settings."""
+    size = ("model.num_layers=12", f"model.vocab_size={BYTES.n_vocab}")
+    return compose([*MODELS[name], *size, *more]).model
+
+
+def write(folder: Path, name: str, **changed: object) -> str:
+    """Write that model's config.json, but for some settings; None leaves one out."""
+    model = of(name)
+    settings = settings_of(family_of(model), model, BYTES, LENGTH, "float32") | changed
+    said = {key: value for key, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(said))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "pattern"),
+    [
+        ("gemma2", {}, "local,global"),
+        ("gemma2", {"sliding_window_pattern": 3}, "local,local,global"),
+        ("gemma3", {}, "local,local,local,local,local,global"),
+        ("gemma3", {"sliding_window_pattern": 3}, "local,local,global"),
+        ("gemma3", {"_sliding_window_pattern": 4}, "local,local,local,global"),
+        ("gemma3", {"num_hidden_layers": None}, "local,local,local,local,local,global"),
+        ("gpt-oss", {}, "local,global"),
+    ],
+)
+def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
+    folder = write(tmp_path, name, layer_types=None, **said)
+    _family_in(folder, of(name, f"model.layer_pattern=[{pattern}]"))
+    for other in {"local", "local,global", "global,local", "local,local,global"}:
+        if other != pattern:
+            with pytest.raises(ConfigError, match="layer_pattern is") as error:
+                _family_in(folder, of(name, f"model.layer_pattern=[{other}]"))
+            assert f"model.layer_pattern=[{pattern}]" in str(error.value)
+
+
+def test_a_pattern_that_is_said_goes_before_the_usual_one(tmp_path):
+    said = {"layer_types": ["sliding_attention", "full_attention"] * 6}
+    folder = write(tmp_path, "gemma3", **said, _sliding_window_pattern=6)
+    _family_in(folder, of("gemma3"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "other"),
+    [("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False)],
+)
+def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other):
+    for usual in (not other, None):
+        _family_in(write(tmp_path, "gpt2", **{setting: usual}), of("gpt2"))
+    folder = write(tmp_path, "gpt2", **{setting: other})
+    with pytest.raises(ConfigError, match=rf"{setting} is \w+, there \w+"):
+        _family_in(folder, of("gpt2"))
