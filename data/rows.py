@@ -26,7 +26,7 @@ from data.token_store.reader import TokenArray
 from data.token_store.storage import written_whole
 from data.token_store.store import Store
 
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 _PLAN = ("starts.npy", "lengths.npy", "row_offsets.npy")
 _DIGESTS = "sha256"  # of these files, as sha256sum lists them
 # Larger files are mapped, so that the processes of a host share them in memory.
