@@ -8,7 +8,7 @@ of the request is deleted, and made again. It would also go on to hold quota.
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,8 +76,8 @@ class QueuedResource:
         created = answer.get("createTime", "")
         return ResourceState(state.get("state"), why, error.get("code"), created)
 
-    def ensure(self, wait: Wait, poll_s: float) -> bool:
-        """Wait until it is active, made anew as often as needed; False: a signal came.
+    def ensure(self, wait: Wait, poll_s: float, stopped: Callable[[], bool]) -> bool:
+        """Wait until it is active, made anew as often as needed; False: `stopped`.
 
         Raises:
             Exit: it will not be, and why.
@@ -93,6 +93,8 @@ class QueuedResource:
                 pause_s = _ASK_AGAIN_S
                 continue
             self._note(now)
+            if stopped():  # who asked has deleted it, or will
+                return False
             if now.state == ACTIVE:
                 self._failures = 0
                 return True

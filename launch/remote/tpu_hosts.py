@@ -65,7 +65,7 @@ class TpuHosts(Hosts):
         self.resource = QueuedResource(submission.name, cluster, diary)
 
     def _await_machines(self, wait: Wait) -> bool:
-        return self.resource.ensure(wait, self.poll_s)
+        return self.resource.ensure(wait, self.poll_s, lambda: self._stopped(wait))
 
     def _start(self) -> bool:
         started = self._copy_and_start()

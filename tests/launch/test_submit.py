@@ -13,6 +13,7 @@ from launch import __main__ as door
 from launch.archive import files
 from launch.config import Code, LocalCluster, schema_of
 from launch.job import ARCHIVE, UNPACK, Rendered
+from launch.node import STOP
 from launch.plan_check import Machine
 from tests.fleet import REPOSITORY
 from tests.launch.test_archive import contents
@@ -81,6 +82,18 @@ def test_stop_says_at_once_what_it_waits_for(elsewhere, tmp_path, monkeypatch, c
     keys = f"run.dir={tmp_path}/runs/x", "action=stop"
     assert door.main(compose(keys, "launch", schema_of("local"))) == 5
     assert caplog.text.endswith(": has ended\n")
+
+
+def test_what_was_stopped_is_resumed_in_a_folder_without_the_mark(
+    elsewhere, tmp_path, monkeypatch
+):
+    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "tracker=none")
+    (tmp_path / "runs/x/launch/1" / STOP).touch()
+    submitted(
+        monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "action=resume"
+    )
+    assert elsewhere.submission.number == 2
+    assert not (elsewhere.submission.folder / STOP).exists()
 
 
 def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):

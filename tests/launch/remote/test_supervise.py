@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from launch.node import STOP
 from launch.remote import attempt, supervise
+from launch.remote.hosts import Hosts
+from launch.submissions import newest
 from launch.supervisor import Wait
 from tests.launch.remote.stage import Stage, interrupt, until
 
@@ -44,6 +47,46 @@ def test_ctrl_c_while_nobody_answers(stage):
     at.later(lambda: len(at.calls()) > 4, interrupt)
     assert at.submit() == 130
     assert not at.starts()
+
+
+def stop_from_another_machine(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "alive", lambda _: False)  # as seen from there
+    assert at.backend.stop(newest(at.job.run_dir)) == 0
+
+
+def test_stopped_from_another_machine_while_nobody_answers(stage, monkeypatch):
+    """The supervisor starts nothing once they do answer, nor asks for machines."""
+    monkeypatch.setattr(attempt, "LOST_S", 0.1)
+    at = stage(0)
+    off, hosts = at.cut_off(), type(hosts_of(at))
+    start = hosts._start
+
+    def in_vain(self: Hosts) -> bool:
+        monkeypatch.setattr(hosts, "_start", start)
+        assert not start(self)
+        stop_from_another_machine(at, monkeypatch)
+        off.unlink()
+        return False
+
+    monkeypatch.setattr(hosts, "_start", in_vain)
+    assert at.submit() == 130
+    assert not at.starts()
+
+
+def test_stopped_from_another_machine_while_it_starts(stage, monkeypatch):
+    at = stage("run")
+    hosts = type(hosts_of(at))
+    start = hosts._start
+
+    def asked_meanwhile(self: Hosts) -> bool:
+        started = start(self)
+        until(lambda: at.starts() == [1, 1])
+        (at.folder / STOP).touch()
+        return started
+
+    monkeypatch.setattr(hosts, "_start", asked_meanwhile)
+    assert at.submit() == 130
+    assert at.codes == [[130] * 2]
 
 
 def test_another_supervisor_takes_up_what_runs(stage, monkeypatch):
