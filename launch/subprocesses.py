@@ -98,6 +98,11 @@ class ProcessGroup:
         if self._signal is not None:  # it came while they were started
             self._processes[-1].send_signal(self._signal)
 
+    @property
+    def pids(self) -> list[int]:
+        """Their numbers."""
+        return [process.pid for process in self._processes]
+
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> list[int | None]:
         """Wait for all; the rest is killed long after the first has ended.
 
