@@ -16,6 +16,8 @@ from launch.supervisor import Wait
 
 log = logging.getLogger(__name__)
 
+# Of ssh: a connection to a host that is silent for a minute ends.
+KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
 _AGAIN_S = 15.0  # where not all could be reached
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.config import TpuVmCluster
 from launch.remote.gcloud import GcloudError, call, commands, hopeless_status
+from launch.subprocesses import ASK_S
 from launch.supervisor import Wait
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
@@ -63,7 +64,7 @@ class QueuedResource:
             GcloudError: gcloud could not ask.
         """
         try:
-            answer = json.loads(call(self._commands["describe"]))
+            answer = json.loads(call(self._commands["describe"], ASK_S))
         except GcloudError as error:
             if not error.is_status("NOT_FOUND"):
                 raise
