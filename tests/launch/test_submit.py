@@ -96,6 +96,20 @@ def test_what_was_stopped_is_resumed_in_a_folder_without_the_mark(
     assert not (elsewhere.submission.folder / STOP).exists()
 
 
+def test_a_key_that_resume_does_not_heed_is_warned_of(
+    elsewhere, tmp_path, monkeypatch, caplog
+):
+    known = (f"run.dir={tmp_path}/runs/x", "tracker=none", "model.num_layers=2")
+    submitted(monkeypatch, LocalCluster(), *known)
+    keys = "action=resume", "force=true", "run.rewind_to=20", "train.num_steps=99"
+    submitted(monkeypatch, LocalCluster(), *known, *keys)
+    assert elsewhere.submission.arguments == known
+    heard = [text.partition(":")[0] for text in caplog.messages]
+    assert heard == [
+        f"{key} has no effect" for key in ("run.rewind_to", "train.num_steps")
+    ]
+
+
 def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):
     arguments = [f"run.dir={tmp_path}/runs/x", "action=render"]
     cluster = Away()
