@@ -37,7 +37,8 @@ def main(config: Any) -> int:
         return act(config, flags.overrides, str(Path.cwd()))
     submission = submitted(run_directory(config))
     if config.action is Action.resume:
-        return resume(submission, mistakes, config.force)
+        typed = parse_flags(sys.argv[1:]).overrides
+        return resume(submission, typed, mistakes, config.force)
     backend = BACKENDS[submission.kind]
     if config.action is Action.logs:
         return backend.logs(submission, config.follow)

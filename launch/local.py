@@ -4,22 +4,33 @@ One process trains as `python -m train` does; several find each other by torchru
 variables, and on GPUs take one each.
 """
 
+import contextlib
+import json
+import logging
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, exports, shell
 from launch.plan_check import Machine
-from launch.remote.supervise import alive, logs, status, stop, supervise  # noqa: F401
+from launch.remote.supervise import alive, logs, status, supervise  # noqa: F401
+from launch.remote.supervise import stop as stop_supervisor
 from launch.submissions import Submission
 from launch.subprocesses import ProcessGroup, torchrun_variables
-from train.errors import Mistake
+from train.errors import FINISHED, Mistake
+from train.run.liveness import Process
+
+log = logging.getLogger(__name__)
 
 SECRETS_REMEDY = "set it in the environment that you type this command in"
+_PROCESSES = "processes.json"  # that the last attempt started
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
@@ -52,6 +63,30 @@ def submit(
     return supervise(job, cluster, submission, partial(_Attempt, job, cluster))
 
 
+def stop(submission: Submission) -> int:
+    """Let the run save and stop, and wait until it has, also without a supervisor."""
+    kept_running = alive(submission)
+    stop_supervisor(submission)
+    left = _left(submission)
+    if not (kept_running or left):
+        host = submission.handle.get("host")
+        log.warning("nothing of it runs on this machine; it was started on %s", host)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+    while any(process.alive() for process in left):
+        time.sleep(0.1)
+    return FINISHED
+
+
+def _left(submission: Submission) -> list[Process]:
+    """Return the run's processes that outlived a supervisor, of any submission."""
+    files = submission.local_folder().parent.glob(f"*/{_PROCESSES}")
+    kept = [values for file in files for values in json.loads(file.read_text())]
+    processes = filter(None, map(Process.from_dict, kept))
+    return [process for process in processes if process.alive()]
+
+
 class _Attempt:
     """One start of all processes; each writes to a file, and outlives us if need be."""
 
@@ -69,6 +104,8 @@ class _Attempt:
                     stderr=file,
                     start_new_session=True,  # Ctrl-C comes to us alone
                 )
+        started = [asdict(Process.of(pid)) for pid in self._processes.pids]
+        (folder / _PROCESSES).write_text(json.dumps(started))
 
     def wait(self) -> Sequence[int | None]:
         """Wait for all, and show what process 0 writes."""

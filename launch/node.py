@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     split = own.index("--")
     options = parser.parse_args(own[:split])
     rank = int(os.environ.get("NODE_RANK", "0"))
-    if _asked(options.folder):
+    if asked_to_stop(options.folder):
         return STOPPED
     processes = ProcessGroup()
     for number in _SIGNALS:
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     return _counted(code, options.folder / f"crashes-{rank}", options)
 
 
-def _asked(folder: epath.Path | None) -> bool:
+def asked_to_stop(folder: epath.Path | None) -> bool:
+    """Return whether a submission's folder holds `stop`; no while it cannot be read."""
     try:
         return folder is not None and (folder / STOP).exists()
     except Exception as error:  # each store has its own; it may be away for a while
@@ -95,7 +96,7 @@ def _counted(code: int, count: epath.Path, options: argparse.Namespace) -> int:
 
 def _stop_if_asked(processes: ProcessGroup, folder: epath.Path, look_s: float) -> None:
     """Wait until a person asks to stop; pass that on as Ctrl-C, once."""
-    while not _asked(folder):
+    while not asked_to_stop(folder):
         time.sleep(look_s)
     processes.send_signal(signal.SIGINT)
 

@@ -47,6 +47,7 @@ BACKENDS: Mapping[str, Backend] = {
 OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
+_OF_RESUME = {"action", "force", "run.name", "run.dir"}  # keys that it heeds
 
 
 def run_directory(config: Any) -> str:
@@ -96,9 +97,16 @@ def render(config: Any, arguments: Sequence[str], workdir: str) -> int:
 
 
 def resume(
-    submission: Submission, mistakes: Callable[[Any], list[Mistake]], force: bool
+    submission: Submission,
+    typed: Sequence[str],
+    mistakes: Callable[[Any], list[Mistake]],
+    force: bool,
 ) -> int:
-    """Submit again what was submitted."""
+    """Submit again what was submitted; warn of all else in `typed`."""
+    for word in typed:
+        if _key(word) not in _OF_RESUME and word not in submission.arguments:
+            why = "action=resume submits what was submitted, as it was"
+            log.warning("%s has no effect: %s", _key(word), why)
     config = compose(submission.arguments, "launch", schema_of(submission.kind))
     config = dataclasses.replace(
         config,
@@ -151,10 +159,10 @@ def _refuse_twice(directory: str) -> None:
 
 def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     """Leave out what is ours; name the run's directory from the root on."""
-
-    def key(argument: str) -> str:
-        return argument.lstrip("+~").partition("=")[0]
-
-    passed = [a for a in arguments if key(a) != "run.dir"]
-    passed = [a for a in passed if key(a).partition(".")[0] not in OWN]
+    passed = [a for a in arguments if _key(a) != "run.dir"]
+    passed = [a for a in passed if _key(a).partition(".")[0] not in OWN]
     return (*passed, hydra_text("run.dir", directory))
+
+
+def _key(argument: str) -> str:
+    return argument.lstrip("+~").partition("=")[0]

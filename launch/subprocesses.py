@@ -1,5 +1,6 @@
 """Processes of this machine: other commands of this program, and other programs."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,7 +17,8 @@ from train.errors import WRONG_CONFIG, Exit
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]  # where the packages of this program lie
-_TIMEOUT_S = 1800.0
+ASK_S = 120.0  # for an answer: one host that hangs holds up the others so long
+LONGEST_S = 1800.0  # for what copies code, or makes machines
 _POLL_S = 0.05
 
 
@@ -52,27 +54,44 @@ def run_tool(
 
 def run_captured(
     words: Sequence[str],
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = LONGEST_S,
     cwd: Path | None = None,
     stdin: bytes = b"",
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
     It has a session of its own: Ctrl-C does not reach it, and what it began it ends.
-    After `timeout_s` it is killed.
+    After `timeout_s` it is killed with all that it started; the whole lines that it had
+    written by then are returned.
 
     Raises:
         Exit: there is no such program.
     """
-    missing = f"{words[0]} is not installed on this machine, or not on the PATH"
-    options = {"input": stdin, "timeout": timeout_s, "cwd": cwd, "text": False}
+    pipe = subprocess.PIPE
     try:
-        done = run_tool(
-            words, Exit(WRONG_CONFIG, missing), start_new_session=True, **options
+        process = subprocess.Popen(
+            words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=cwd,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return 1, b"", f"{words[0]} took longer than {timeout_s:.0f} s"
-    return done.returncode, done.stdout, done.stderr.decode(errors="replace")
+    except FileNotFoundError:
+        missing = f"{words[0]} is not installed on this machine, or not on the PATH"
+        raise Exit(WRONG_CONFIG, missing) from None
+    with process:
+        try:
+            out, err = process.communicate(stdin, timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            out = error.stdout or b""
+            late = f"{words[0]} took longer than {timeout_s:.0f} s"
+            return 1, out[: out.rfind(b"\n") + 1], late
+    return process.returncode, out, err.decode(errors="replace")
 
 
 def torchrun_variables(local: int, processes: int, node: int = 0) -> dict[str, str]:
@@ -97,6 +116,11 @@ class ProcessGroup:
         self._processes.append(subprocess.Popen(command, **options))
         if self._signal is not None:  # it came while they were started
             self._processes[-1].send_signal(self._signal)
+
+    @property
+    def pids(self) -> list[int]:
+        """Their numbers."""
+        return [process.pid for process in self._processes]
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> list[int | None]:
         """Wait for all; the rest is killed long after the first has ended.

@@ -77,6 +77,7 @@ class Supervisor:
     step: returns the newest step of the run, None if it has none or cannot be asked.
     diary: file that gets a JSON line for each attempt.
     over: called at the end, however that comes about; no signal interrupts it.
+    stopped: returns whether the run was asked to stop, maybe on another machine.
     """
 
     start: Callable[[], Attempt]
@@ -85,6 +86,7 @@ class Supervisor:
     backoff_s: float
     diary: Path
     over: Callable[[], object] = lambda: None
+    stopped: Callable[[], bool] = lambda: False
     _wait: Wait = field(default_factory=Wait, init=False)
     _attempt: Attempt | None = field(default=None, init=False)
     _crashed_at: list[int | None] = field(default_factory=list, init=False)
@@ -106,6 +108,9 @@ class Supervisor:
         """Make one attempt; return an exit code if it was the last."""
         if self._wait.asked is not None:  # in the pause
             return self._wait.exit_code
+        if self.stopped():
+            log.info("asked to stop: does not start")
+            return STOPPED
         began = time.time()
         self._attempt = self.start()
         if self._wait.asked is not None:  # while it started

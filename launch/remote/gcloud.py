@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from launch.config import TpuVmCluster
 from launch.job import options
-from launch.subprocesses import run_captured
+from launch.subprocesses import LONGEST_S, run_captured
 from train.hardware.targets import parse_target
 
 _MOST = 2000  # characters of what it says
@@ -97,14 +97,14 @@ def hopeless_status(code: int | None, message: str) -> bool:
     return code in _HOPELESS or is_quota(message)
 
 
-def call(words: Sequence[str]) -> str:
+def call(words: Sequence[str], timeout_s: float = LONGEST_S) -> str:
     """Run a command; return its output.
 
     Raises:
         GcloudError: it failed, or took too long.
         Exit: there is no gcloud.
     """
-    code, out, err = run_captured(words)
+    code, out, err = run_captured(words, timeout_s)
     if code:
         raise GcloudError(err, code)
     return out.decode(errors="replace")

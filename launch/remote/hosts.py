@@ -4,16 +4,20 @@ Each has a `run.sh` (remote/run_script.py) in a folder of its own.
 """
 
 import logging
+import signal
 from abc import ABC, abstractmethod
 
 from launch.config import Code, SshCluster, TpuVmCluster
 from launch.job import ARCHIVE, UNPACK
+from launch.node import asked_to_stop
 from launch.remote.run_script import RUN, State, read_states, run_words
 from launch.submissions import Submission
 from launch.supervisor import Wait
 
 log = logging.getLogger(__name__)
 
+# Of ssh: a connection to a host that is silent for a minute ends.
+KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
 _AGAIN_S = 15.0  # where not all could be reached
 
 
@@ -40,14 +44,21 @@ class Hosts(ABC):
             wait: pauses.
             take_up: rather watch those that run already, if there are any.
         """
-        while self._await_machines(wait):
+        while not self._stopped(wait) and self._await_machines(wait):
             if take_up and (count := self._running()):
                 log.info("%d processes run there already: watched", count)
                 return True
             if self._start():
+                self._stopped(wait)  # asked meanwhile: the attempt passes it on
                 return True
             wait(_AGAIN_S)
         return False
+
+    def _stopped(self, wait: Wait) -> bool:
+        """Return whether a signal came; `action=stop` anywhere is as good as one."""
+        if asked_to_stop(self._submission.folder):
+            wait.ask(signal.SIGINT)
+        return wait(0)
 
     def ask(self, verb: str, *words: str | int) -> dict[str, State]:
         """Run a verb of run.sh on all; return the states of those who answer."""

@@ -8,7 +8,7 @@ of the request is deleted, and made again. It would also go on to hold quota.
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.config import TpuVmCluster
 from launch.remote.gcloud import GcloudError, call, commands, hopeless_status
+from launch.subprocesses import ASK_S
 from launch.supervisor import Wait
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
@@ -63,7 +64,7 @@ class QueuedResource:
             GcloudError: gcloud could not ask.
         """
         try:
-            answer = json.loads(call(self._commands["describe"]))
+            answer = json.loads(call(self._commands["describe"], ASK_S))
         except GcloudError as error:
             if not error.is_status("NOT_FOUND"):
                 raise
@@ -76,8 +77,8 @@ class QueuedResource:
         created = answer.get("createTime", "")
         return ResourceState(state.get("state"), why, error.get("code"), created)
 
-    def ensure(self, wait: Wait, poll_s: float) -> bool:
-        """Wait until it is active, made anew as often as needed; False: a signal came.
+    def ensure(self, wait: Wait, poll_s: float, stopped: Callable[[], bool]) -> bool:
+        """Wait until it is active, made anew as often as needed; False: `stopped`.
 
         Raises:
             Exit: it will not be, and why.
@@ -93,6 +94,8 @@ class QueuedResource:
                 pause_s = _ASK_AGAIN_S
                 continue
             self._note(now)
+            if stopped():  # who asked has deleted it, or will
+                return False
             if now.state == ACTIVE:
                 self._failures = 0
                 return True

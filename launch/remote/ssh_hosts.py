@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launch.config import SshCluster
 from launch.job import port_of
-from launch.remote.hosts import Hosts, files_of
+from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.run_script import folder_of, read_states, run_words
 from launch.submissions import RECORD, Submission
-from launch.subprocesses import run_captured
+from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
 from train.run.storage import is_remote
@@ -22,7 +22,7 @@ from train.run.storage import is_remote
 log = logging.getLogger(__name__)
 
 # Never a question on a terminal; a host that is off is known to be so soon.
-_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", *KEEP_ALIVE)
 _HOPELESS = ("Permission denied", "Could not resolve", "Host key verification failed")
 _AT_ONCE = 32
 Answers = dict[str, tuple[int, bytes, str]]  # by host: exit code, output, errors
@@ -30,7 +30,8 @@ Answers = dict[str, tuple[int, bytes, str]]  # by host: exit code, output, error
 
 def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
     """Return the command that runs a line of shell on a host."""
-    return ["ssh", *_OPTIONS, *cluster.options, "--", host, line]
+    own = [word for option in _OPTIONS for word in ("-o", option)]
+    return ["ssh", *own, *cluster.options, "--", host, line]
 
 
 def put_line(name: str, file: str) -> str:
@@ -95,7 +96,8 @@ class SshHosts(Hosts):
         if is_remote(self._submission.run_dir):
             return True
         record = shlex.quote(str(self._submission.folder / RECORD))
-        answers = self._on_all(lambda _: f"test -e {record} && echo yes || echo no")
+        line = f"test -e {record} && echo yes || echo no"
+        answers = self._on_all(lambda _: line, timeout_s=ASK_S)
         for host, (_, out, _) in answers.items():
             if out.strip() == b"no":
                 wrong = f"{host} does not see {self._submission.run_dir}: cluster=ssh "
@@ -106,21 +108,27 @@ class SshHosts(Hosts):
     def _run(self, verb: str, *words: str | int) -> str:
         each = self._cluster.processes_per_node
         answers = self._on_all(
-            lambda number: run_words(self._name, verb, number * each, each, *words)
+            lambda number: run_words(self._name, verb, number * each, each, *words),
+            timeout_s=ASK_S,
         )
         return _together(answers)
 
     def _run_on_first(self, line: str) -> bytes:
         host = self._cluster.hosts[0]
-        return run_captured(ssh_command(self._cluster, host, line))[1]
+        return run_captured(ssh_command(self._cluster, host, line), ASK_S)[1]
 
-    def _on_all(self, line: Callable[[int], str], stdin: bytes = b"") -> Answers:
+    def _on_all(
+        self,
+        line: Callable[[int], str],
+        stdin: bytes = b"",
+        timeout_s: float = LONGEST_S,
+    ) -> Answers:
         """Run a line of shell, by the host's number, on many hosts at once."""
         hosts = self._cluster.hosts
 
         def run(number: int) -> tuple[int, bytes, str]:
             command = ssh_command(self._cluster, hosts[number], line(number))
-            return run_captured(command, stdin=stdin)
+            return run_captured(command, timeout_s, stdin=stdin)
 
         with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
             return dict(zip(hosts, pool.map(run, range(len(hosts))), strict=True))

@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
 from launch.job import Job
+from launch.node import STOP, asked_to_stop
 from launch.remote.attempt import RemoteAttempt
 from launch.remote.hosts import Hosts
 from launch.remote.ssh_hosts import SshHosts
@@ -57,6 +58,7 @@ def supervise(
         backoff_s=cluster.backoff_s,
         diary=folder / ATTEMPTS,
         over=over,
+        stopped=partial(asked_to_stop, submission.folder),
     ).run()
 
 
@@ -134,7 +136,11 @@ def logs(submission: Submission, follow: bool) -> int:
 
 
 def stop(submission: Submission) -> int:
-    """Let the run save and stop, wait until it has, and give its machines back."""
+    """Let the run save and stop, wait until it has, and give its machines back.
+
+    A file keeps a supervisor on another machine from starting it again.
+    """
+    (submission.folder / STOP).write_text("")
     if alive(submission):
         os.kill(submission.handle["pid"], signal.SIGINT)
         while alive(submission):

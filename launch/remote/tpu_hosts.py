@@ -12,11 +12,11 @@ from pathlib import Path
 from launch.config import TpuVmCluster
 from launch.remote.attempt import LOST_S
 from launch.remote.gcloud import GcloudError, words
-from launch.remote.hosts import Hosts, files_of
+from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.queued_resource import ACTIVE, QueuedResource
 from launch.remote.run_script import folder_of, read_states, run_words
 from launch.submissions import Submission
-from launch.subprocesses import run_captured
+from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
 from train.hardware.targets import parse_target
 
@@ -32,14 +32,19 @@ def ssh_command(
     name: str, cluster: TpuVmCluster, line: str, where: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
-    more = (*where, *cluster.ssh_options, f"--command={line}")
-    return words("ssh", [name], cluster, *more)
+    more = (*_alive("ssh"), *cluster.ssh_options, f"--command={line}")
+    return words("ssh", [name], cluster, *where, *more)
 
 
 def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
     """Return the command that copies files of the working directory to all VMs."""
     paths = [*files_of(cluster), f"{name}:{folder_of(name)}/incoming/"]
-    return words("scp", paths, cluster, *_ALL, *cluster.ssh_options)
+    return words("scp", paths, cluster, *_ALL, *_alive("scp"), *cluster.ssh_options)
+
+
+def _alive(verb: str) -> list[str]:
+    # In one word each: gcloud splits what it passes on at spaces.
+    return [f"--{verb}-flag=-o{option}" for option in KEEP_ALIVE]
 
 
 def make_line(name: str) -> str:
@@ -65,7 +70,7 @@ class TpuHosts(Hosts):
         self.resource = QueuedResource(submission.name, cluster, diary)
 
     def _await_machines(self, wait: Wait) -> bool:
-        return self.resource.ensure(wait, self.poll_s)
+        return self.resource.ensure(wait, self.poll_s, lambda: self._stopped(wait))
 
     def _start(self) -> bool:
         started = self._copy_and_start()
@@ -91,7 +96,7 @@ class TpuHosts(Hosts):
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        output = self._run_line(start_line(self._name))
+        output = self._run_line(start_line(self._name), timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
     def _files(self) -> Path:
@@ -110,9 +115,11 @@ class TpuHosts(Hosts):
     def _run_on_first(self, line: str) -> bytes:
         return self._run_line(line, _FIRST)
 
-    def _run_line(self, line: str, where: tuple[str, ...] = _ALL) -> bytes:
+    def _run_line(
+        self, line: str, where: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
+    ) -> bytes:
         command = ssh_command(self._name, self._cluster, line, where)
-        code, out, err = run_captured(command)
+        code, out, err = run_captured(command, timeout_s)
         if code:
             log.debug("%s", err)
         return out

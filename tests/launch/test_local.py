@@ -5,17 +5,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from launch.config import LocalCluster
 from launch.job import Job, control_character_mistakes
-from launch.local import render
+from launch.local import _Attempt, render, stop
+from launch.submissions import Submission
 from tests.drills.ground import check_equal
+from tests.launch.fake_gcloud import program
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.launched import STEPS, TIMEOUT_S, LaunchedRun, launch, says
+from tests.launch.remote.stage import until
 from train.cli.quoting import hydra_text
+from train.run.liveness import Process
 
 COUNT = 4
 
@@ -73,6 +78,35 @@ def test_ctrl_c_saves_and_ends(tmp_path):
     assert process.returncode == 130, said
     assert f"saved step {run.run.step}" in said
     assert not run.processes()
+
+
+SAVES = """#!/usr/bin/env bash
+trap 'echo saved; exit 130' INT
+echo trains
+for _ in {1..12000}; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["as-it-is", "resumed-since"])
+def test_stop_ends_what_outlived_its_supervisor(tmp_path, monkeypatch, caplog, number):
+    """After kill -9 of the supervisor of submission 1 its processes live on."""
+    program(tmp_path / "python", SAVES)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with subprocess.Popen(["sleep", "600"]) as supervisor:
+        handle = asdict(Process.of(supervisor.pid))
+        supervisor.kill()
+    run = f"{tmp_path}/run"
+    folder = Submission(run, 1, "local", "base", (), "").local_folder()
+    _Attempt(job(tmp_path, []), LocalCluster(processes=2), folder, show=False)
+    files = [folder / "process-0.log", folder / "process-1.log"]
+    until(lambda: all(file.read_text() for file in files))
+    submission = Submission(run, number, "local", "base", (), "", handle=handle)
+    submission.local_folder()
+    assert stop(submission) == 0
+    assert [file.read_text() for file in files] == ["trains\nsaved\n"] * 2
+    assert not caplog.text
+    stop(submission)
+    assert "nothing of it runs on this machine; it was started on" in caplog.text
 
 
 def test_verbs_need_a_run(tmp_path):

@@ -109,5 +109,5 @@ def test_a_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
         def exists(self) -> bool:
             raise ConnectionError("no route")
 
-    assert not node._asked(Away())  # type: ignore[arg-type]
+    assert not node.asked_to_stop(Away())  # type: ignore[arg-type]
     assert "no route" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from launch import __main__ as door
 from launch.archive import files
 from launch.config import Code, LocalCluster, schema_of
 from launch.job import ARCHIVE, UNPACK, Rendered
+from launch.node import STOP
 from launch.plan_check import Machine
 from tests.fleet import REPOSITORY
 from tests.launch.test_archive import contents
@@ -81,6 +82,32 @@ def test_stop_says_at_once_what_it_waits_for(elsewhere, tmp_path, monkeypatch, c
     keys = f"run.dir={tmp_path}/runs/x", "action=stop"
     assert door.main(compose(keys, "launch", schema_of("local"))) == 5
     assert caplog.text.endswith(": has ended\n")
+
+
+def test_what_was_stopped_is_resumed_in_a_folder_without_the_mark(
+    elsewhere, tmp_path, monkeypatch
+):
+    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "tracker=none")
+    (tmp_path / "runs/x/launch/1" / STOP).touch()
+    submitted(
+        monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x", "action=resume"
+    )
+    assert elsewhere.submission.number == 2
+    assert not (elsewhere.submission.folder / STOP).exists()
+
+
+def test_a_key_that_resume_does_not_heed_is_warned_of(
+    elsewhere, tmp_path, monkeypatch, caplog
+):
+    known = (f"run.dir={tmp_path}/runs/x", "tracker=none", "model.num_layers=2")
+    submitted(monkeypatch, LocalCluster(), *known)
+    keys = "action=resume", "force=true", "run.rewind_to=20", "train.num_steps=99"
+    submitted(monkeypatch, LocalCluster(), *known, *keys)
+    assert elsewhere.submission.arguments == known
+    heard = [text.partition(":")[0] for text in caplog.messages]
+    assert heard == [
+        f"{key} has no effect" for key in ("run.rewind_to", "train.num_steps")
+    ]
 
 
 def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsys):

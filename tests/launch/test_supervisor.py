@@ -110,6 +110,21 @@ def test_a_signal_in_a_pause_ends_it(tmp_path):
     assert len(made) == 1
 
 
+def test_asked_to_stop_elsewhere_it_starts_no_more(tmp_path):
+    made = []
+
+    def start():
+        made.append(Played([42]))
+        return made[-1]
+
+    diary = tmp_path / "attempts.jsonl"
+    supervisor = Supervisor(
+        start, lambda: None, 3, 0, diary, stopped=lambda: bool(made)
+    )
+    assert supervisor.run() == 130
+    assert len(made) == 1
+
+
 def test_the_diary_is_for_people_too(play, tmp_path):
     play([None, 134], [0, 0])
     first, second = describe_attempts(tmp_path / "attempts.jsonl")

@@ -41,7 +41,11 @@ class Process:
     @classmethod
     def current(cls) -> "Process":
         """Describe the calling process."""
-        pid = os.getpid()
+        return Process.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """Describe a process of this machine."""
         return Process(socket.gethostname(), _machine(), pid, state_and_start(pid)[1])
 
     @classmethod

@@ -104,14 +104,18 @@ class Stage:
     def calls(self) -> list[list[str]]:
         return fake_gcloud.calls(self.fake)
 
-    def later(self, holds: Callable[[], object], act: Callable[[], object]) -> None:
+    def later(
+        self, holds: Callable[[], object], act: Callable[[], object]
+    ) -> threading.Thread:
         """Act, in another thread, as soon as something holds."""
 
         def run() -> None:
             until(holds)
             act()
 
-        threading.Thread(target=run, daemon=True).start()
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
 
 
 class SshStage(Stage):

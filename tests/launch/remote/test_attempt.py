@@ -16,6 +16,8 @@ from launch.remote.attempt import RemoteAttempt
 from launch.remote.run_script import State
 from launch.subprocesses import run_captured
 from launch.supervisor import Wait
+from tests.launch.remote.stage import until
+from train.run.liveness import Process
 
 
 def test_a_signal_ends_a_pause():
@@ -38,6 +40,15 @@ def test_what_takes_too_long_is_an_error():
     code, _, said = run_captured(["sleep", "30"], timeout_s=0.1)
     assert code == 1
     assert said == "sleep took longer than 0 s"
+
+
+def test_what_hangs_is_killed_with_all_it_started_and_what_it_said_counts(tmp_path):
+    """As gcloud's ssh to all machines, of which one hangs."""
+    line = f"sleep 600 & echo $! >{tmp_path}/pid; echo said; printf half; wait"
+    code, out, _ = run_captured(["bash", "-c", line], timeout_s=4)
+    assert (code, out) == (1, b"said\n")
+    started = int((tmp_path / "pid").read_text())
+    until(lambda: not Process.of(started).alive())
 
 
 class Scripted:

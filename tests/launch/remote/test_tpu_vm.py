@@ -3,6 +3,7 @@
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from launch.supervisor import Wait
 from tests.launch import fake_gcloud
 from tests.launch.hostile import argument_printer, printed
 from tests.launch.remote.stage import TPU, TpuStage, interrupt, until
+from tests.launch.remote.test_supervise import stop_from_another_machine
 from train.errors import Exit
 
 STAGES = (TpuStage,)
@@ -100,6 +102,17 @@ def test_ctrl_c_while_it_waits_for_machines(stage):
     at = stage(plan=[["WAITING_FOR_RESOURCES"]])
     at.later(lambda: at.verbs().count("describe") > 2, interrupt)
     assert at.submit() == 130
+    assert not at.left
+
+
+def test_stopped_from_another_machine_while_it_waits_for_machines(stage, monkeypatch):
+    at = stage(0, plan=[["WAITING_FOR_RESOURCES"], ["ACTIVE"]])
+    stop = partial(stop_from_another_machine, at, monkeypatch)
+    stopping = at.later(lambda: at.verbs().count("describe") > 2, stop)
+    code = at.submit()
+    stopping.join()  # else it would go on in the next test
+    assert code == 130
+    assert at.verbs().count("create") == 1
     assert not at.left
 
 

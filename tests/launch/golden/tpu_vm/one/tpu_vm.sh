@@ -3,14 +3,14 @@ gcloud compute tpus queued-resources create base-1b-12345678 --zone=us-west4-a -
 # Are they?
 gcloud compute tpus queued-resources describe base-1b-12345678 --zone=us-west4-a --quiet --format=json
 # Make room for the files
-gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all '--command=mkdir -p longhaul/base-1b-12345678/incoming'
+gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all --ssh-flag=-oServerAliveInterval=15 --ssh-flag=-oServerAliveCountMax=4 '--command=mkdir -p longhaul/base-1b-12345678/incoming'
 # Copy them, from the folder of this file
-gcloud compute tpus queued-resources scp run.sh unpack.py code.tar.gz base-1b-12345678:longhaul/base-1b-12345678/incoming/ --zone=us-west4-a --quiet --node=all --worker=all
+gcloud compute tpus queued-resources scp run.sh unpack.py code.tar.gz base-1b-12345678:longhaul/base-1b-12345678/incoming/ --zone=us-west4-a --quiet --node=all --worker=all --scp-flag=-oServerAliveInterval=15 --scp-flag=-oServerAliveCountMax=4
 # Start training
-gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all '--command=mv -f longhaul/base-1b-12345678/incoming/* longhaul/base-1b-12345678/ && bash longhaul/base-1b-12345678/run.sh start 0 1'
+gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all --ssh-flag=-oServerAliveInterval=15 --ssh-flag=-oServerAliveCountMax=4 '--command=mv -f longhaul/base-1b-12345678/incoming/* longhaul/base-1b-12345678/ && bash longhaul/base-1b-12345678/run.sh start 0 1'
 # Does it run?
-gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all '--command=bash longhaul/base-1b-12345678/run.sh poll 0 1'
+gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all --ssh-flag=-oServerAliveInterval=15 --ssh-flag=-oServerAliveCountMax=4 '--command=bash longhaul/base-1b-12345678/run.sh poll 0 1'
 # Let it save and stop
-gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all '--command=bash longhaul/base-1b-12345678/run.sh signal 0 1 INT'
+gcloud compute tpus queued-resources ssh base-1b-12345678 --zone=us-west4-a --quiet --node=all --worker=all --ssh-flag=-oServerAliveInterval=15 --ssh-flag=-oServerAliveCountMax=4 '--command=bash longhaul/base-1b-12345678/run.sh signal 0 1 INT'
 # Delete the machines
 gcloud compute tpus queued-resources delete base-1b-12345678 --zone=us-west4-a --quiet --force
