@@ -1,4 +1,4 @@
-"""Spot nodes of GKE: can the run save before they are taken away?"""
+"""Of what ends a run with a notice: does that leave the time to save?"""
 
 import json
 import logging
@@ -10,11 +10,9 @@ from launch.job import Job
 
 log = logging.getLogger(__name__)
 
-_NOTICE_S = 15  # to user pods. Source: GKE, "Spot VMs", graceful termination
 
-
-def warn_of_short_notice(job: Job) -> None:
-    """Warn where a save takes longer than what a spot node leaves.
+def warn_of_short_notice(job: Job, notice_s: float, what: str) -> None:
+    """Warn where a save takes longer than the notice, in words that begin with `what`.
 
     The run's own saves say so, if it was ever started; else the plan, by an estimate.
     """
@@ -26,11 +24,11 @@ def warn_of_short_notice(job: Job) -> None:
         took = f"takes some {save_s:.0f} s, estimated at 1 GB/s a host"
     else:
         return
-    if save_s > _NOTICE_S:
+    if save_s > notice_s:
         log.warning(
-            "cluster.spot: GKE leaves pods %d s, but a save %s: a preemption loses the "
-            "steps since the save before; checkpoint.save_interval_minutes bounds them",
-            *(_NOTICE_S, took),
+            "%s %.0f s, but a save %s: that may cost the steps since the save before; "
+            "checkpoint.save_interval_minutes bounds them",
+            *(what, notice_s, took),
         )
 
 
