@@ -32,7 +32,8 @@ again() {
 }
 
 # Says what becomes of this job: it is running; it was put_back by Slurm, or by us before
-# its end; it was cut_off by a time limit, and to put it back is ours; it was cancelled.
+# its end; it was cut_off by a time limit, or for a job of a higher priority where that
+# cancels (PreemptMode), and to put it back is ours; it was cancelled.
 fate() {
 	local job
 	job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
@@ -41,7 +42,7 @@ fate() {
 	elif [[ $job =~ Restarts=([0-9]+) ]] &&
 		((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0})); then
 		echo put_back
-	elif [[ $job == *" Reason=TimeLimit "* ]]; then
+	elif [[ $job =~ " "(Reason=TimeLimit" "|PreemptTime=[0-9]) ]]; then
 		echo cut_off
 	else
 		echo cancelled
@@ -150,7 +151,7 @@ began=$(date +%s)
 attempt
 judge
 
-# A time limit leaves it to us. Anything else that ends this job is Slurm's affair.
+# What cuts it off leaves it to us. Anything else that ends this job is Slurm's affair.
 if [[ $verdict != done ]]; then
 	case $(fate) in
 	put_back)

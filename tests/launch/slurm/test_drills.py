@@ -133,6 +133,18 @@ def test_a_save_longer_than_a_time_limit_leaves_is_not_the_end(tmp_path):
     assert "restarts    1" in training.verb("status")
 
 
+def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
+    training = SlurmRun(tmp_path)
+    training.submit()
+    training.await_steps()
+    subprocess.run(["srun", "--partition=urgent", "--nodes=2", "true"], check=True)
+    first = training.await_attempts(1)
+    assert (first["verdict"], first["codes"]) == ("again", [42, 42])
+    training.await_steps()
+    training.verb("stop")
+    assert "restarts    1" in training.verb("status")
+
+
 def test_what_another_start_would_not_mend_is_not_started_again(tmp_path):
     training = SlurmRun(tmp_path)
     training.submit("data.path=gone.txt", "cluster.code=archive")

@@ -106,25 +106,29 @@ def test_pauses_are_those_of_the_policy(stubs, tmp_path):
     assert stubs.told() == []
 
 
+NOW = "2030-01-02T03:04:05"
+
+
 def test_a_killed_shell_counts_as_srun_tells_it(stubs, tmp_path):
     assert stubs.attempt(rendered(tmp_path), [None, 134]) == 137
     assert len(stubs.told()) == 2  # a crash: a lost node is Slurm's own affair
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "restarts", "codes", "told", "over"),
+    ("job", "codes", "told", "over"),
     [
-        ("COMPLETING", "None", 1, [137, 134], [], False),  # put back by Slurm
-        ("COMPLETING", "None", 0, [42, 42], [], True),  # cancelled
-        ("COMPLETING", "None", 0, [0, 0], [], True),
-        ("COMPLETING", "TimeLimit", 0, [42, 42], ["requeue 7"], False),
-        ("RUNNING", "None", 0, [42, 42], ["requeue 7"], False),
+        (("COMPLETING", "None", 1), [137, 134], [], False),  # put back by Slurm
+        (("COMPLETING", "None", 1, NOW), [42, 42], [], False),
+        (("COMPLETING", "None", 0), [42, 42], [], True),  # cancelled
+        (("COMPLETING", "None", 0), [0, 0], [], True),
+        (("COMPLETING", "None", 0, NOW), [0, 0], [], True),
+        (("COMPLETING", "None", 0, NOW), [42, 42], ["requeue 7"], False),  # preempted
+        (("COMPLETING", "TimeLimit", 0), [42, 42], ["requeue 7"], False),
+        (("RUNNING", "None", 0), [42, 42], ["requeue 7"], False),
     ],
 )
-def test_what_slurm_does_is_left_to_it(
-    stubs, tmp_path, state, reason, restarts, codes, told, over
-):
-    stubs.slurm_says(state, reason, restarts)
+def test_what_slurm_does_is_left_to_it(stubs, tmp_path, job, codes, told, over):
+    stubs.slurm_says(*job)
     code = stubs.attempt(rendered(tmp_path), codes)
     assert (code, stubs.told()) == (judge(codes)[1], told)
     (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
