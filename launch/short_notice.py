@@ -2,8 +2,7 @@
 
 import json
 import logging
-
-from etils import epath
+from pathlib import Path
 
 from launch.host_resources import estimated_save_s
 from launch.job import Job
@@ -14,16 +13,16 @@ log = logging.getLogger(__name__)
 def warn_of_short_notice(job: Job, notice_s: float, what: str) -> None:
     """Warn where a save takes longer than the notice, in words that begin with `what`.
 
-    The run's own saves say so, if it was ever started; else the plan, by an estimate.
+    The longer of two counts: what the plan says, by an estimate, and what saves of the
+    run have held it up, which is less than they took where they go on behind training.
     """
-    if measured := _saves_s(job):
-        save_s = max(measured)
-        took = f"took {save_s:.0f} s in this run"
-    elif job.staged_bytes is not None:
+    known = [
+        (save_s, f"took {save_s:.0f} s or more in this run") for save_s in _held(job)
+    ]
+    if job.staged_bytes is not None:
         save_s = estimated_save_s(job.staged_bytes)
-        took = f"takes some {save_s:.0f} s, estimated at 1 GB/s a host"
-    else:
-        return
+        known.append((save_s, f"takes some {save_s:.0f} s, estimated at 1 GB/s a host"))
+    save_s, took = max(known, default=(0.0, ""))
     if save_s > notice_s:
         log.warning(
             "%s %.0f s, but a save %s: that may cost the steps since the save before; "
@@ -32,9 +31,9 @@ def warn_of_short_notice(job: Job, notice_s: float, what: str) -> None:
         )
 
 
-def _saves_s(job: Job) -> list[float]:
-    """Return how long each save of the run has held it up."""
-    file = epath.Path(job.run_dir) / "events.jsonl"
+def _held(job: Job) -> list[float]:
+    """Return the seconds that each save of a local run has held it up."""
+    file = Path(job.run_dir) / "events.jsonl"  # an object store has parts of it
     try:
         events = [json.loads(line) for line in file.read_text().splitlines()]
     except (OSError, ValueError):  # never started, or a line was cut off

@@ -12,8 +12,11 @@ from tests.launch.test_backend import JOB
         (None, "", None),
         (14 << 30, "", "takes some 15 s, estimated"),
         (13 << 30, "", None),
-        (1, '{"event": "save", "seconds": 16.2}\n', "took 16 s in this run"),
-        (14 << 30, '{"event": "save", "seconds": 3}\n{"event": "step"}\n', None),
+        (1, '{"event": "save", "seconds": 16.2}\n', "took 16 s or more in this run"),
+        (None, '{"event": "save", "seconds": 16.2}\n{"event": "x"}\n', "took 16 s"),
+        # The loop stood still for a copy in memory; then it was written.
+        (14 << 30, '{"event": "save", "seconds": 3}\n', "takes some 15 s, estimated"),
+        (13 << 30, '{"event": "save", "seconds": 3}\n', None),
         (14 << 30, '{"event": "save", "sec', "estimated"),
     ],
 )
