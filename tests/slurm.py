@@ -43,6 +43,10 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 # Names that resolve everywhere: process 0 is found by the first.
 NodeName=127.0.0.[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs=2
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+# Its jobs take the nodes of the others'.
+PartitionName=urgent Nodes=ALL PriorityTier=2 MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 """
 
 

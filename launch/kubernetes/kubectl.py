@@ -17,7 +17,7 @@ from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE, kubectl
 from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
-from launch.kubernetes.spot import warn_of_short_notice
+from launch.short_notice import warn_of_short_notice
 from launch.submissions import Submission
 from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 _MARGIN_S = 120  # for what is left to do once the last pod has ended
+_SPOT_NOTICE_S = 15  # to user pods. Source: GKE, "Spot VMs", graceful termination
 _OVER = ("Completed", "Failed")
 _PODS_OF = "jobset.sigs.k8s.io/jobset-name="
 _FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
@@ -38,7 +39,7 @@ def submit(
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
     if cluster.spot:
-        warn_of_short_notice(job)
+        warn_of_short_notice(job, _SPOT_NOTICE_S, "cluster.spot: GKE leaves pods")
     submission = submission.with_handle(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )

@@ -31,6 +31,35 @@ again() {
 	exit "$code" # Slurm ends this script anyway
 }
 
+# Says what becomes of this job: it is running; it was put_back by Slurm, or by us before
+# its end; it was cut_off by a time limit, or for a job of a higher priority where that
+# cancels (PreemptMode), and to put it back is ours; it was cancelled.
+fate() {
+	local job
+	job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+	if [[ ! $job =~ JobState=([A-Z_]+) || ${BASH_REMATCH[1]} == RUNNING ]]; then
+		echo running
+	elif [[ $job =~ Restarts=([0-9]+) ]] &&
+		((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0})); then
+		echo put_back
+	elif [[ $job =~ " "(Reason=TimeLimit" "|PreemptTime=[0-9]) ]]; then
+		echo cut_off
+	else
+		echo cancelled
+	fi
+}
+
+# Called by a SIGTERM: of those that Slurm means to kill, a while later, if they have not
+# ended. This script is among them, so it puts the job back at once, and waits on: a save
+# that takes longer must not be the end of the run.
+put_back_in_time() {
+	trap '' TERM # one more would end scontrol
+	if [[ ! -e $stop && $(fate) == cut_off ]] && scontrol requeue "$SLURM_JOB_ID"; then
+		say "Slurm is about to end this job: it is in the queue again; saves, if it can"
+	fi
+	trap put_back_in_time TERM
+}
+
 found_one() { [[ " ${found[*]} " == *" $1 "* ]]; }
 
 # Sets verdict and code from what was found.
@@ -97,6 +126,7 @@ attempt() {
 	local shell='trap : TERM INT USR1 USR2; folder=$1; shift
 		echo "$SLURMD_NODENAME" >"$folder/nodes/$SLURM_PROCID"; "$@"; code=$?
 		echo "$code" >"$folder/codes/$SLURM_PROCID"; exit "$code"'
+	trap put_back_in_time TERM
 	"${srun[@]}" sh -c "$shell" sh "$folder" "${train[@]}" &
 	local pid=$! file
 	# A signal ends a wait: the last one, when it is over, gives the code.
@@ -104,6 +134,7 @@ attempt() {
 	while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
 	wait "$pid"
 	highest=$?
+	trap : TERM
 	found=()
 	for file in "$folder/codes"/*; do
 		[[ -s $file ]] && found+=("$(<"$file")")
@@ -120,16 +151,16 @@ began=$(date +%s)
 attempt
 judge
 
-# A time limit leaves it to us. Anything else that ends this job is Slurm's affair.
-job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
-if [[ $job =~ JobState=([A-Z_]+) && ${BASH_REMATCH[1]} != RUNNING &&
-	$job != *" Reason=TimeLimit "* && $verdict != done ]]; then
-	if [[ $job =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0})); then
+# What cuts it off leaves it to us. Anything else that ends this job is Slurm's affair.
+if [[ $verdict != done ]]; then
+	case $(fate) in
+	put_back)
 		note again false >>"$diary"
 		say "ended with ${found[*]}: Slurm starts it again, this does not count"
 		exit "$code"
-	fi
-	finish stop "$code" "ended with ${found[*]}: Slurm has cancelled the job"
+		;;
+	cancelled) finish stop "$code" "ended with ${found[*]}: Slurm has cancelled the job" ;;
+	esac
 fi
 case $verdict in
 done) finish done 0 "finished" ;;

@@ -13,6 +13,7 @@ from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
+from launch.short_notice import warn_of_short_notice
 from launch.slurm.checks import mistakes as mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script
 from launch.slurm.squeue import QueuedJob, ask
@@ -52,6 +53,8 @@ def submit(
     job: Job, cluster: SlurmCluster, rendered: Rendered, submission: Submission
 ) -> int:
     """Hand the script to sbatch."""
+    before = "cluster.signal_s: before a time limit Slurm leaves"
+    warn_of_short_notice(job, cluster.signal_s, before)
     folder = Path(folder_of(job))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])

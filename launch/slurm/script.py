@@ -4,7 +4,7 @@ Slurm knows only whether a script failed. So this one waits for all processes, r
 their exit codes (each leaves its own in a file: srun tells the highest alone, which
 hides a wrong config behind a lost peer), judges them as `launch/policy.py` does, and
 puts its own job into the queue again, or not, and says why. What Slurm does by itself
-(a lost node, a preemption, scancel) it leaves alone, and does not count.
+(a lost node, a preemption that requeues, scancel) it leaves alone, and does not count.
 
 Signals reach the processes without it: those of `--signal` and `scancel --signal` go
 to the step, those of a requeue, a preemption and a time limit to all there is.

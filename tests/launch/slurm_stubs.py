@@ -60,9 +60,17 @@ class Stubs:
         file.write_text(f"#!/usr/bin/env bash\n{text}")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
-    def slurm_says(self, state: str, reason: str = "None", restarts: int = 0) -> None:
+    def slurm_says(
+        self,
+        state: str,
+        reason: str = "None",
+        restarts: int = 0,
+        preempted: str = "None",
+    ) -> None:
         said = f"JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) "
-        (self.bin / "scontrol.job").write_text(f"{said}Requeue=1 Restarts={restarts}\n")
+        said += f"Requeue=1 Restarts={restarts} PreemptEligibleTime=2030-01-02T03:04:05"
+        said += f" PreemptTime={preempted} SuspendTime=None\n"
+        (self.bin / "scontrol.job").write_text(said)
 
     def run(self, text: str, **more: str) -> subprocess.CompletedProcess[str]:
         told = self.bin / "scontrol.told"

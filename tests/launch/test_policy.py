@@ -1,6 +1,16 @@
+import re
+
 import pytest
 
-from launch.policy import LONGEST_BACKOFF_S, Verdict, backoff, judge
+from launch.policy import (
+    AGAIN,
+    LONGEST_BACKOFF_S,
+    NEVER_AGAIN,
+    Verdict,
+    backoff,
+    judge,
+)
+from tests.fleet import REPOSITORY
 from train import errors as exits
 
 
@@ -38,6 +48,18 @@ def test_every_code_of_training_has_its_place():
     again = {code for code, verdict in found.items() if verdict is Verdict.again}
     assert again == {exits.PREEMPTED, exits.ABORTED, exits.OWNED}
     assert {found[code] for code in set(found) - again} == {Verdict.stop}
+
+
+def test_the_documentation_gives_every_code_its_row():
+    text = (REPOSITORY / "docs/launch.md").read_text()
+    table = text.partition("| how it ended |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    said = {int(n): then for ended, then in rows for n in re.findall(r"\d+", ended)}
+    assert {*said} == {exits.FINISHED, *AGAIN, *NEVER_AGAIN}
+    for code, then in said.items():
+        free = judge([code])[0] is Verdict.again
+        assert ("again, without limit" in then) is free, code
+        assert (then.strip() == "never") is not free, code
 
 
 def test_pauses_double_up_to_a_limit():

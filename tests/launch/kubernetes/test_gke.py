@@ -10,7 +10,6 @@ from launch.config import GkeGpuCluster, schema_of
 from launch.job import Job
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.kubernetes.jobset import FILE
-from launch.kubernetes.spot import warn_of_short_notice
 from launch.manifest import merged, to_yaml
 from launch.policy import Verdict, judge
 from tests.fleet import REPOSITORY
@@ -95,24 +94,6 @@ def test_cores_and_memory_are_those_of_the_plan(cluster, requests):
     assert refused(planned) == []
     plain = manifest(replace(cluster, cpus=None, memory=None))
     assert pod_of(plain)["containers"][0]["resources"].keys() == {"limits"}
-
-
-@pytest.mark.parametrize(
-    ("staged", "events", "said"),
-    [
-        (None, "", None),
-        (14 << 30, "", "takes some 15 s, estimated"),
-        (13 << 30, "", None),
-        (1, '{"event": "save", "seconds": 16.2}\n', "took 16 s in this run"),
-        (14 << 30, '{"event": "save", "seconds": 3}\n{"event": "step"}\n', None),
-        (14 << 30, '{"event": "save", "sec', "estimated"),
-    ],
-)
-def test_a_notice_too_short_to_save_in_is_said(tmp_path, caplog, staged, events, said):
-    (tmp_path / "events.jsonl").write_text(events)
-    warn_of_short_notice(replace(JOB, run_dir=str(tmp_path), staged_bytes=staged))
-    assert (said is not None) == ("15 s, but a save" in caplog.text)
-    assert (said or "") in caplog.text
 
 
 @pytest.mark.parametrize("cluster", [TPU, GPU])

@@ -11,6 +11,7 @@ from launch.plan_check import check_plan
 from launch.slurm import backend as slurm
 from launch.slurm.script import script
 from launch.slurm.squeue import QueuedJob
+from launch.submissions import Submission
 from tests.launch.hostile import VALUES
 from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
@@ -106,6 +107,24 @@ def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):
         assert not folder.exists()
         folder.mkdir(parents=True)  # typed by hand: the next has another folder
         folder = folder.with_name(str(number + 1))
+
+
+@pytest.mark.parametrize(("signal_s", "warned"), [(120, False), (119, True)])
+def test_who_leaves_no_time_to_save_is_told(
+    tmp_path, monkeypatch, caplog, signal_s, warned
+):
+    stubs = Stubs(tmp_path)
+    monkeypatch.setenv("PATH", f"{stubs.bin}:{os.environ['PATH']}")
+    stubs.program("sbatch", "echo 7")
+    submission = Submission(str(tmp_path / "run"), 1, "slurm", JOB.name, (), "/here")
+    folder = Path(submission.folder)
+    folder.mkdir(parents=True)
+    job = replace(JOB, run_dir=submission.run_dir, folder=str(folder))
+    job = replace(job, staged_bytes=120 * 10**9)
+    cluster = SlurmCluster(signal_s=signal_s)
+    assert slurm.submit(job, cluster, slurm.render(job, cluster), submission) == 0
+    told = f"Slurm leaves {signal_s} s, but a save takes some 120 s"
+    assert (told in caplog.text) is warned
 
 
 def test_what_the_queue_says(tmp_path, monkeypatch):

@@ -113,6 +113,38 @@ def test_a_time_limit(tmp_path):
     assert re.search("cancelled|failed", status), status  # it may have begun again
 
 
+# Hears no SIGTERM, as in a save that takes too long; its next start ends at once.
+TOO_LONG = """#!/bin/sh
+[ -z "$SLURM_RESTART_COUNT" ] || exit 0
+trap '' TERM
+exec sleep 3600
+"""
+
+
+def test_a_save_longer_than_a_time_limit_leaves_is_not_the_end(tmp_path):
+    """Slurm kills all of it, the script too; the job is in the queue by then."""
+    training, python = SlurmRun(tmp_path), tmp_path / "python"
+    python.write_text(TOO_LONG)
+    python.chmod(0o755)
+    training.submit("cluster.time=1", f"cluster.python={python}")
+    assert "in the queue again" in training.verb("logs", "follow=true")
+    ended = training.await_attempts(1)
+    assert (ended["verdict"], ended["codes"]) == ("done", [0, 0])
+    assert "restarts    1" in training.verb("status")
+
+
+def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
+    training = SlurmRun(tmp_path)
+    training.submit()
+    training.await_steps()
+    subprocess.run(["srun", "--partition=urgent", "--nodes=2", "true"], check=True)
+    first = training.await_attempts(1)
+    assert (first["verdict"], first["codes"]) == ("again", [42, 42])
+    training.await_steps()
+    training.verb("stop")
+    assert "restarts    1" in training.verb("status")
+
+
 def test_what_another_start_would_not_mend_is_not_started_again(tmp_path):
     training = SlurmRun(tmp_path)
     training.submit("data.path=gone.txt", "cluster.code=archive")

@@ -106,25 +106,29 @@ def test_pauses_are_those_of_the_policy(stubs, tmp_path):
     assert stubs.told() == []
 
 
+NOW = "2030-01-02T03:04:05"
+
+
 def test_a_killed_shell_counts_as_srun_tells_it(stubs, tmp_path):
     assert stubs.attempt(rendered(tmp_path), [None, 134]) == 137
     assert len(stubs.told()) == 2  # a crash: a lost node is Slurm's own affair
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "restarts", "codes", "told", "over"),
+    ("job", "codes", "told", "over"),
     [
-        ("COMPLETING", "None", 1, [137, 134], [], False),  # put back by Slurm
-        ("COMPLETING", "None", 0, [42, 42], [], True),  # cancelled
-        ("COMPLETING", "None", 0, [0, 0], [], True),
-        ("COMPLETING", "TimeLimit", 0, [42, 42], ["requeue 7"], False),
-        ("RUNNING", "None", 0, [42, 42], ["requeue 7"], False),
+        (("COMPLETING", "None", 1), [137, 134], [], False),  # put back by Slurm
+        (("COMPLETING", "None", 1, NOW), [42, 42], [], False),
+        (("COMPLETING", "None", 0), [42, 42], [], True),  # cancelled
+        (("COMPLETING", "None", 0), [0, 0], [], True),
+        (("COMPLETING", "None", 0, NOW), [0, 0], [], True),
+        (("COMPLETING", "None", 0, NOW), [42, 42], ["requeue 7"], False),  # preempted
+        (("COMPLETING", "TimeLimit", 0), [42, 42], ["requeue 7"], False),
+        (("RUNNING", "None", 0), [42, 42], ["requeue 7"], False),
     ],
 )
-def test_what_slurm_does_is_left_to_it(
-    stubs, tmp_path, state, reason, restarts, codes, told, over
-):
-    stubs.slurm_says(state, reason, restarts)
+def test_what_slurm_does_is_left_to_it(stubs, tmp_path, job, codes, told, over):
+    stubs.slurm_says(*job)
     code = stubs.attempt(rendered(tmp_path), codes)
     assert (code, stubs.told()) == (judge(codes)[1], told)
     (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
@@ -186,6 +190,43 @@ def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
     stubs.program("srun", f"kill -TERM $PPID\nsleep 0.3\nkill -CONT $PPID\n{SRUN}")
     assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
     assert stubs.told() == ["requeue 7"]
+
+
+# What Slurm says once it has been asked to put the job back.
+REQUEUED = """
+[[ $1 != requeue ]] || sed -i s/Restarts=0/Restarts=1/ "$0.job"
+"""
+# A time limit passes: the script is told, and a while later all are killed.
+TIME_LIMIT = """
+said=${0%/*}/scontrol
+sed -i 's/RUNNING Reason=None/COMPLETING Reason=TimeLimit/' "$said.job"
+kill -TERM $PPID
+for ((look = 0; look < looks; look++)); do
+	[[ -s $said.told ]] && break
+	sleep 0.1
+done
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_save_longer_than_what_slurm_waits_is_not_the_end(stubs, tmp_path, killed):
+    """It is back in the queue before the kill, and once only if no kill was needed."""
+    stubs.program("scontrol", REQUEUED + SCONTROL)
+    kill = "kill -KILL $PPID; exit\n" * killed
+    stubs.program("srun", f"looks=300{TIME_LIMIT}{kill}{SRUN}")
+    code = stubs.attempt(rendered(tmp_path), [42, 42])
+    assert (code, stubs.told()) == (-9 if killed else 42, ["requeue 7"])
+    if not killed:
+        (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
+        noted = json.loads(line)
+        assert (noted["verdict"], noted["over"]) == ("again", False)
+
+
+def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
+    stop = f"touch {tmp_path}/stop\nlooks=10"
+    stubs.program("srun", f"{stop}{TIME_LIMIT}{SRUN}")
+    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
+    assert stubs.told() == []
 
 
 def test_values_arrive_verbatim(stubs, tmp_path):
