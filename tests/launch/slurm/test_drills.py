@@ -135,7 +135,7 @@ def test_a_save_longer_than_a_time_limit_leaves_is_not_the_end(tmp_path):
 
 def test_cancelled_for_a_job_of_a_higher_priority(tmp_path):
     training = SlurmRun(tmp_path)
-    training.submit()
+    training.submit(*LONG)
     training.await_steps()
     subprocess.run(["srun", "--partition=urgent", "--nodes=2", "true"], check=True)
     first = training.await_attempts(1)
