@@ -172,10 +172,11 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
         entry, what = config.mesh.params.get(axis), f"model.{field}={size}"
-        mistakes += dim_mistakes(sizes, axis, entry, size, what)
+        found = dim_mistakes(sizes, axis, entry, size, what)
         if axis in ("heads", "kv_heads"):  # of which a device computes its own
             entry = config.mesh.activations.get(axis)
-            mistakes += dim_mistakes(sizes, axis, entry, size, what, "activations")
+            found = found or dim_mistakes(sizes, axis, entry, size, what, "activations")
+        mistakes += found
     if mistakes:
         raise ConfigError(mistakes)
 

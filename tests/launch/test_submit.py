@@ -104,7 +104,8 @@ def test_a_key_that_resume_does_not_heed_is_warned_of(
     keys = "action=resume", "force=true", "run.rewind_to=20", "train.num_steps=99"
     submitted(monkeypatch, LocalCluster(), *known, *keys)
     assert elsewhere.submission.arguments == known
-    heard = [text.partition(":")[0] for text in caplog.messages]
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    heard = [text.partition(":")[0] for text in warnings]
     assert heard == [
         f"{key} has no effect" for key in ("run.rewind_to", "train.num_steps")
     ]

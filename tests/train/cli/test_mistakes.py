@@ -141,6 +141,9 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     assert result.stderr.startswith("4 mistakes")
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
     assert "num_kv_heads=4 on 8" in entry(result, "mesh.params.kv_heads = tensor")
+    whole = ("mesh.tensor=8", "mesh.params.kv_heads=null")
+    result = run(*sizes, *whole, "model.num_hedas=3")
+    assert "num_kv_heads=4 on 8" in entry(result, "mesh.activations.kv_heads = tensor")
 
 
 def test_habits_of_other_programs_are_answered(run):
