@@ -37,6 +37,7 @@ def meaning(code: int | None) -> str:
         None: "unknown, left no exit code",
         FINISHED: "finished",
         DIVERGED: "diverged",
+        DOES_NOT_FIT: "does not fit in the devices' memory",
         PREEMPTED: "preempted",
         WRONG_DATA: "data missing or damaged",
         CRASHES_AGAIN: "crashed at one step again and again",

@@ -128,9 +128,7 @@ def _check_end(
 
 def _is_place(key: str) -> bool:
     """Return whether a key says where data lies, not which."""
-    return (
-        key == "data.path" or re.fullmatch(r"data\.sources\..+\.path", key) is not None
-    )
+    return re.fullmatch(r"data\.(sources\..+\.)?path", key) is not None
 
 
 def _check_changed_data(
