@@ -145,15 +145,16 @@ class GPT(nnx.Module):
     @property
     def _loops(self) -> list[tuple[list[Block], list[bool], Sequence[bool]]]:
         """The stacks that each loop over layers runs, in order; local; precise ones."""
-        found, local = [], [window is not None for window in self.config.windows]
-        apart, precise = self.config.layers_before_experts, self.config.precise
-        loops = (self.dense_layers,), (self.layers_between, self.layers)
-        # Of a pipeline's layers there may be one stage's here, which has any of these.
-        for each, own in zip(loops, (precise[:apart], precise[apart:]), strict=True):
+        found, apart = [], self.config.layers_before_experts
+        local = [window is not None for window in self.config.windows]
+        dense = (self.dense_layers,), slice(apart)
+        rest = (self.layers_between, self.layers), slice(apart, None)
+        for each, own in (dense, rest):
             stacks = [stack for stack in each if stack is not None]
+            # One stage's layers of a pipeline: `local` is alike in all, not `precise`.
             depth = sum(map(depth_of, stacks))
-            found += [(stacks, local[:depth], own)] if stacks else []
-            local = local[depth:]
+            here = local[own][:depth], self.config.precise[own]
+            found += [(stacks, *here)] if stacks else []
         return found
 
     @property

@@ -33,6 +33,10 @@ MODELS = {
     "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
     "experts": MOE,
     "every": (*MOE, "model.num_layers=6", "model.experts_every=3"),
+    "mixed": (
+        *(*MOE, "model.num_layers=8", "model.dense_layers=2", "model.mlp_dim=24"),
+        *("model.window=5", "model.layer_pattern=[local,local,global]"),
+    ),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
 }
 FAST = [
@@ -65,6 +69,7 @@ SLOW = [
     ("experts", "pipeline=2 context=2 expert=2"),
     ("every", "fsdp=2 expert=2 tensor=2 train.remat=full"),
     ("every", "pipeline=2 fsdp=2 expert=2"),
+    ("mixed", "pipeline=2 data=2 expert=2"),
 ]
 
 
