@@ -21,6 +21,7 @@ from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained.families import FAMILIES, SOME, Family
 from train.pretrained.settings import (
     KEYS,
+    NULL_IS_NONE,
     RATES,
     ROPE_KEYS,
     pattern_of,
@@ -181,9 +182,12 @@ def _family_in(path: str, model: ModelConfig) -> Family:
             differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
         if not differing:
             return family
+        own = family.settings(model)
         for name, key in _keys(family).items():  # what follows from keys that change
-            if name in theirs and getattr(model, key) is None:
-                differing.setdefault(f"model.{key}", (None, theirs[name]))
+            there = theirs.get(name) if name in own else None
+            if there is not None and getattr(model, key) is None:
+                there = pattern_of(there) if name == "layer_types" else there
+                differing.setdefault(f"model.{key}", (None, there))
         rule = f"holds a model of type {kind}, and model.* makes another:"
         for key, (here, there) in differing.items():
             there = "set" if there is SOME else as_typed(there)
@@ -222,10 +226,11 @@ def _other_settings(
     for own, their, keys in pairs:
         for name, value in own.items():
             there = their.get(name)
-            if there is not None and there != value:
+            said = there is not None or (name in their and name in NULL_IS_NONE)
+            if said and there != value:
                 key = f"model.{keys[name]}" if name in keys else name
-                said = {"rope_type": _kind, "layer_types": pattern_of}.get(name)
-                found[key] = (said(value), said(there)) if said else (value, there)
+                words = {"rope_type": _kind, "layer_types": pattern_of}.get(name)
+                found[key] = (words(value), words(there)) if words else (value, there)
     return found
 
 

@@ -21,7 +21,7 @@ from data.tokenizer_json import (
     tokenizer_config,
     tokenizer_json,
 )
-from model.choices import Position
+from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
 from train.config import Config
@@ -109,6 +109,10 @@ def settings_of(
     """Return the content of config.json; `length` is a training row's."""
     if model.position is Position.learned:
         length = model.max_sequence_length or length
+    scaling = model.rope_scaling
+    if scaling.kind is Scaling.yarn and scaling.original_length:
+        # Version 4 of transformers takes the factor from the two lengths.
+        length = round(scaling.factor * scaling.original_length)
     return {
         "architectures": [family.architecture],
         "model_type": family.name,

@@ -23,6 +23,7 @@ _FREE = (
     *("model.name", "model.vocab_size", "model.init", "model.embedding_std"),
     *("model.param_dtype", "model.compute_dtype", "model.attention", "model.dropout"),
     *("model.layer_unroll", "model.router_aux_weight", "model.router_z_weight"),
+    "model.high_precision_layers",
 )
 
 

@@ -102,7 +102,10 @@ class _Reader:
         if "vocab" in info.axes:
             dim = info.axes.index("vocab")
             first, last = inside[dim]
-            inside[dim] = (first, max(first, min(last, self.parts.vocab_size)))
+            last = min(last, self.parts.vocab_size)
+            if last <= first:
+                return
+            inside[dim] = first, last
         place = tuple(slice(0, last - first) for first, last in inside)
         for local in np.ndindex(part.shape[:lead]):
             at = tuple(i + first for i, (first, _) in zip(local, spans, strict=False))

@@ -9,6 +9,11 @@ from model.config import ModelConfig
 # Keys of dropout: others' rates do not bind a training of ours.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
+# Of these null says that there is none; of others, that it follows from the rest.
+NULL_IS_NONE = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+)
+
 # Keys of `model.*` that make a setting what it is.
 KEYS = {
     **{"hidden_size": "embed_dim", "n_embd": "embed_dim"},
@@ -35,7 +40,11 @@ _SCALING = {
     **{"low_freq_factor": "rope_scaling.slow_turns"},
     **{"high_freq_factor": "rope_scaling.fast_turns"},
     **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
+    "attention_factor": "rope_scaling.attention_factor",
 }
+# What is meant where config.json leaves rope_theta unsaid, if it is not 10,000. Source:
+# transformers 5.23, configuration_*.py of these families.
+_USUAL_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
 # The same of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
@@ -130,13 +139,8 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
 
 def gpt_oss(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of gpt-oss."""
-    settings = llama(model)
-    del settings["mlp_bias"]  # there always is one
-    return settings | {
-        "intermediate_size": model.expert_size,
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "sliding_window": model.window,
+    return mixtral(model) | {
+        "attention_bias": model.bias,
         "layer_types": _layer_types(model),
         "swiglu_alpha": model.swiglu_alpha,
         "swiglu_limit": model.swiglu_limit,
@@ -222,11 +226,13 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     given = settings.get("rope_parameters") or {}
     if "full_attention" in given:
         return given
-    theta = {"rope_type": "default", "rope_theta": settings.get("rope_theta")}
-    usual = theta | (settings.get("rope_scaling") or {}) | given
+    kind = str(settings.get("model_type"))
+    theta = settings.get("rope_theta") or _USUAL_THETA.get(kind, 10e3)
+    usual = {"rope_type": "default", "rope_theta": theta}
+    usual = usual | (settings.get("rope_scaling") or {}) | given
     usual["rope_type"] = usual.pop("type", usual["rope_type"])
-    local = settings.get("rope_local_base_freq")
-    if local is None:
+    if kind != "gemma3_text":
         return {"full_attention": usual}
+    local = settings.get("rope_local_base_freq") or 10e3
     of_local = {"rope_type": "default", "rope_theta": local}
     return {"full_attention": usual, "sliding_attention": of_local}

@@ -96,6 +96,16 @@ def model(request, programs):
     return program, params
 
 
+def test_yarns_factor_is_that_of_the_two_lengths(configure):
+    # Version 4 of transformers computes it from them.
+    model = configure(*MODELS["llama, yarn"]).model
+    settings = settings_of(family_of(model), model, BYTES, LENGTH, "float32")
+    scaling = settings["rope_scaling"]
+    factor = settings["max_position_embeddings"] / 16
+    assert factor == scaling["factor"] == 4
+    assert scaling["original_max_position_embeddings"] == 16
+
+
 def export(folder, program, params, dtype="float32"):
     family = family_of(program.config.model)
     parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)

@@ -66,3 +66,45 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
     folder = write(tmp_path, "gpt2", **{setting: other})
     with pytest.raises(ConfigError, match=rf"{setting} is \w+, there \w+"):
         _family_in(folder, of("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("llama", "rope_theta=10000", "rope_theta=500000"),
+        ("mixtral", "rope_theta=1000000", "rope_theta=10000"),
+        ("gemma3", "rope_theta_local=10000", "rope_theta_local=20000"),
+    ],
+)
+def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
+    keys = ("rope_parameters", "rope_theta", "rope_local_base_freq")
+    folder = write(tmp_path, name, **dict.fromkeys(keys))
+    _family_in(folder, of(name, f"model.{usual}"))
+    with pytest.raises(ConfigError, match=f"model.{other.split('=')[0]} is"):
+        _family_in(folder, of(name, f"model.{other}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "key"),
+    [
+        ("mistral", "sliding_window", "window"),
+        ("gemma2", "attn_logit_softcapping", "attention_soft_cap"),
+        ("gemma2", "final_logit_softcapping", "logit_soft_cap"),
+    ],
+)
+def test_null_says_that_there_is_none(tmp_path, name, setting, key):
+    folder, model = write(tmp_path, name), of(name)
+    _family_in(folder, model)
+    said = json.loads((tmp_path / "config.json").read_text()) | {setting: None}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=rf"model\.{key} is \S+, there null"):
+        _family_in(folder, model)
+
+
+def test_what_a_family_does_not_read_is_not_advised(tmp_path):
+    said = {"sliding_window": 131072, "layer_types": ["full_attention"] * 12}
+    folder = write(tmp_path, "qwen2", **said)
+    with pytest.raises(ConfigError, match=r"model\.embed_dim=128") as error:
+        _family_in(folder, of("qwen2", "model.embed_dim=64"))
+    assert "model.window" not in str(error.value)
+    assert "layer_pattern" not in str(error.value)
