@@ -45,12 +45,7 @@ def attend(
     Queries are the last T of S positions. With a window, blocks that lie behind it are
     skipped too. `interpret` is for tests.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
+    splash, masks = _library()
 
     (T, N, H), S = q_BTNH.shape[1:], k_BSKH.shape[1]
     if segment_ids_BS is None:
@@ -107,9 +102,7 @@ def forward(
     The kernel's own derivative takes no log-sum-exp of other keys, hence jax's private
     functions here and in `backward`; they are the same in jax 0.10.2 and 0.12.0.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
+    splash, _ = _library()
 
     kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
@@ -138,9 +131,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Run a step of a ring backward."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
+    splash, _ = _library()
 
     kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
@@ -164,9 +155,7 @@ def _step_kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
+    _, masks = _library()
 
     shape = q_BNTH.shape[2], k_BKSH.shape[2]
     seen = masks.CausalMask(shape) if causal else masks.FullMask(shape)
@@ -181,12 +170,7 @@ def _step_kernel(
 
 def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:
     """Make the kernel of a mask that all heads share."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
+    splash, masks = _library()
 
     return splash.make_splash_mha(
         masks.MultiHeadMask([seen] * num_heads),
@@ -213,6 +197,16 @@ def _computed(T: int, S: int, window: int) -> tuple[int, int]:
     return seen, len(firsts) * (S // block)
 
 
+def _library() -> tuple[Any, Any]:
+    """Import jax's kernel and its masks, which a start on a CPU does not wait for."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    return splash_attention_kernel, splash_attention_mask
+
+
 def _block(T: int) -> int:
     # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
     # v5p and v6e hold up to 1024 in vector memory with head dims up to 256; 2048 is too
@@ -221,9 +215,7 @@ def _block(T: int) -> int:
 
 
 def _block_sizes(T: int):
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as splash,
-    )
+    splash, _ = _library()
 
     block = _block(T)
     return splash.BlockSizes(
