@@ -29,6 +29,7 @@ from model.gpt import (
 from model.params import Kind, is_info, named, param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
+from train.execution import execution
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
     Pipeline,
@@ -39,7 +40,7 @@ from train.mesh_sizes import (
     pipeline_of,
 )
 from train.optimizer.update import Optimizer, make_optimizer
-from train.runtime import compiler_options, execution
+from train.runtime import compiler_options
 from train.sharding import (
     axis_rules,
     batch_sharding,

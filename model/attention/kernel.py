@@ -95,7 +95,7 @@ def attention(
         mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
         more = compute, soft_cap, sinks_N, drop
         return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
-    assert drop is None, "settled by train/runtime"
+    assert drop is None, "settled by train/execution"
     dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"

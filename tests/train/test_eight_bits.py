@@ -14,8 +14,8 @@ from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
 from train.config import MESH_AXES
 from train.errors import ConfigError
+from train.execution import execution
 from train.feed import place
-from train.runtime import execution
 from train.sharding import axis_rules
 
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")

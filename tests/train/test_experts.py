@@ -11,7 +11,7 @@ from data.batches import Order
 from tests.train.test_meshes import distance
 from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.runtime import execution
+from train.execution import execution
 from train.sharding import axis_rules
 from train.step import balanced
 

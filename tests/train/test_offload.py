@@ -13,10 +13,10 @@ from model.params import named
 from train.config import MESH_AXES, CheckpointConfig
 from train.distributed.replicas import compare, flip, make_checksums
 from train.errors import ConfigError
+from train.execution import execution
 from train.plan.estimated.local_step import local_step
 from train.plan.estimated.temporaries import saved_bytes
 from train.run.checkpoint import Checkpoints
-from train.runtime import execution
 from train.sharding import axis_rules, moments_of
 
 LAYERS = ("model.num_layers=2", "train.remat=full")

@@ -1,0 +1,32 @@
+"""What a device cannot do is refused, with what to type instead."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from train.errors import ConfigError
+from train.execution import _kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "typed", "rule"),
+    [
+        ("NVIDIA H100 80GB HBM3", "9.0", ["model.head_dim=256"], ""),
+        ("NVIDIA A100-SXM4-80GB", "8.0", [], ""),
+        ("NVIDIA A100-SXM4-80GB", None, ["model.head_dim=256"], "up to 128 dims"),
+        ("NVIDIA L4", "8.9", ["model.head_dim=256"], "not 256; take model.attention=x"),
+        ("NVIDIA L4", "8.9", ["model.attention=cudnn_packed"], "needs Hopper or later"),
+        ("NVIDIA H100 80GB HBM3", "9.0", ["model.compute_dtype=float32"], "=auto or"),
+    ],
+)
+def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
+    configure, name, version, typed, rule
+):
+    known = {"platform": "gpu", "device_kind": name, "compute_capability": version}
+    typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
+    config, gpu = configure(*typed), SimpleNamespace(**known)
+    if not rule:
+        assert _kernel(config, gpu) == "cudnn"
+        return
+    with pytest.raises(ConfigError, match=rule):
+        _kernel(config, gpu)
