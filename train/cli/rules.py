@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 from data.config import DataConfig, Source
@@ -27,6 +28,14 @@ from train.identity import differences
 from train.watching import EvalSet
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
+# What no array of a table has.
+_UNUSED = {"params": "batch", "activations": "layers"}
+# Dims of one activation, which cannot lie on one mesh axis.
+_OF_ROWS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
+_TOGETHER = (
+    *product(_OF_ROWS, ("batch", "seq")),
+    *product(["head_dim"], ("heads", "kv_heads")),
+)
 
 
 def validate(config: Config) -> list[Mistake]:
@@ -36,6 +45,7 @@ def validate(config: Config) -> list[Mistake]:
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
         *_across(config),
         *_mesh(config.mesh),
+        *_tables(config.mesh),
         *_experts(config),
         *_pipeline(config),
         *_offload(config),
@@ -104,7 +114,7 @@ def set_mistakes(
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
-    """Sizes of the axes, their factors across hosts, and the two rule tables."""
+    """Yield what is wrong with sizes of the axes, or their factors across hosts."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     rest = [axis for axis, size in sizes.items() if size == -1]
     for axis, size in sizes.items():
@@ -115,7 +125,11 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}, of which it is the part across hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule)
-    sequence = mesh.activations.get("seq")
+
+
+def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
+    """Yield what is wrong with the two tables of rules, or missing from them."""
+    sequence = mesh.activations.get("seq", "context")  # that it is missing comes below
     if sequence != "context" and (sequence is not None or mesh.context != 1):
         rule = "must be context, which cuts rows; or null with mesh.context=1"
         yield Mistake("mesh.activations.seq", sequence, rule)
@@ -123,21 +137,33 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
     if "context" in _listed(rows):
         rule = "must not name context, along which devices share rows; leave it out"
         yield Mistake("mesh.activations.batch", rows, rule)
-    tables = {"params": mesh.params, "activations": mesh.activations}
-    for key, name, axes in (
-        (f"mesh.{table}.{name}", name, axes)
-        for table, entries in tables.items()
-        for name, axes in entries.items()
-    ):
-        if name not in LOGICAL_AXES:
-            rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
-            yield Mistake(key, axes, rule)
-        listed = axes if isinstance(axes, list) else [axes]
-        if axes is not None and any(axis not in MESH_AXES for axis in listed):
-            rule = f"must be a mesh axis ({', '.join(MESH_AXES)}), a list, or null"
-            yield Mistake(key, axes, rule)
-        elif len(set(listed)) < len(listed):
-            yield Mistake(key, axes, "must name each mesh axis once")
+    for table, unused in _UNUSED.items():
+        entries = getattr(mesh, table)
+        for name in LOGICAL_AXES:
+            if name not in entries and name != unused:
+                rule = "is missing, and every logical axis needs a rule; give a mesh "
+                rule += "axis, a list, or null (replicated): configs/mesh/rules.yaml"
+                yield Mistake(f"mesh.{table}.{name}", "", rule)
+        for name, axes in entries.items():
+            yield from _entry(f"mesh.{table}.{name}", name, axes)
+    for name, other in _TOGETHER:
+        axes, taken = mesh.activations.get(name), mesh.activations.get(other)
+        if both := [axis for axis in _listed(axes) if axis in _listed(taken)]:
+            rule = f"must not name {both[0]}, on which mesh.activations.{other} lies: "
+            rule += "both are dims of one array; take another mesh axis, or null"
+            yield Mistake(f"mesh.activations.{name}", axes, rule)
+
+
+def _entry(key: str, name: str, axes: Any) -> Iterator[Mistake]:
+    """Yield what is wrong with one rule by itself."""
+    if name not in LOGICAL_AXES:
+        rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
+        yield Mistake(key, axes, rule)
+    if any(axis not in MESH_AXES for axis in _listed(axes)):
+        rule = f"must be a mesh axis ({', '.join(MESH_AXES)}), a list, or null"
+        yield Mistake(key, axes, rule)
+    elif len({*_listed(axes)}) < len(_listed(axes)):
+        yield Mistake(key, axes, "must name each mesh axis once")
 
 
 def _pipeline(config: Config) -> Iterator[Mistake]:
