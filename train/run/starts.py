@@ -2,8 +2,8 @@
 
 `config.yaml` is the config of the first start and is never rewritten. Start n leaves
 `starts/<n>.yaml`: the keys in which it differs from the first, the fingerprints of its
-data, the machine, and the versions of all that decides what a step computes. Whether
-another may continue it: train/run/continuation.py.
+data, the schedule's length, the machine, and the versions of all that decides what a
+step computes. Whether another may continue it: train/run/continuation.py.
 """
 
 import datetime
@@ -103,7 +103,7 @@ def read_results(path: epath.Path) -> dict[str, Any]:
 
 
 def record_start(
-    path: epath.Path, config: Config, sources: Sources, start: int
+    path: epath.Path, config: Config, sources: Sources, start: int, schedule_steps: int
 ) -> None:
     """Write `starts/<start>.yaml`, and at the first start `config.yaml`.
 
@@ -124,6 +124,7 @@ def record_start(
         "devices": [str(device) for device in jax.devices()],
         "changes": {change.key: yaml_value(change.new) for change in changes},
         "data_fingerprints": sources.fingerprints,
+        "schedule_steps": schedule_steps,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
