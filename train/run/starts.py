@@ -74,6 +74,19 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     return {**start, "changes": dict(renamed(key, value) for key, value in changes)}
 
 
+def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
+    """Return the folder of a run that is there.
+
+    Raises:
+        ConfigError: of `key`, if there is none.
+    """
+    folder = run_folder(directory, key)
+    if not (folder / "config.yaml").exists():
+        rule = f"must name the directory of a run; there is no {folder}/config.yaml"
+        raise ConfigError([Mistake(key, directory, rule)])
+    return folder
+
+
 def read_run(directory: str | None, step: int | None = None) -> Config:
     """Read the config of an existing run, with what its starts changed.
 
@@ -84,15 +97,12 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
     Raises:
         ConfigError: if run.dir is not given or holds no run.
     """
-    rule = "must name the directory of a run, say run.dir=runs/base"
     if not directory:
+        rule = "must name the directory of a run, say run.dir=runs/base"
         raise ConfigError([Mistake("run.dir", directory, rule)])
-    file = run_folder(directory) / "config.yaml"
-    if not file.exists():
-        rule += f"; there is no {file}"
-        raise ConfigError([Mistake("run.dir", directory, rule)])
-    changes = newest_start(file.parent, step).get("changes", {})
-    config = read_yaml(file, changes=changes)
+    folder = existing_run(directory)
+    changes = newest_start(folder, step).get("changes", {})
+    config = read_yaml(folder / "config.yaml", changes=changes)
     return replace(config, run=replace(config.run, dir=directory))
 
 
