@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from data.config import DataConfig, MixtureSource, Source
-from model.choices import Activation, Mlp, Position
+from model.choices import Activation, Mlp, NormSpan, Position, RopeScaling, Scaling
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.presets import CONFIG_DIR
@@ -27,7 +27,7 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
-from train.identity import flatten
+from train.identity import differences, flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 from train.watching import (
@@ -70,6 +70,7 @@ def test_the_defaults_are_right():
     [
         (Config(runtime=RuntimeConfig(cpu_devices=0)), "runtime.cpu_devices"),
         (Config(model=ModelConfig(num_heads=3)), "model.embed_dim"),
+        (Config(model=ModelConfig(rope_theta=1.0)), "model.rope_theta"),
         (Config(data=DataConfig(batch_size=0)), "data.batch_size"),
         (
             Config(data=DataConfig(sources={"a": MixtureSource("x", -1.0)})),
@@ -199,6 +200,34 @@ def test_a_setting_without_effect_is_named():
     assert (
         without_effect(Config(optimizer=replace(adamw, name=OptimizerName.muon))) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (
+            {"rope_scaling": RopeScaling(factor=8.0, original_length=8192)},
+            "model.rope_scaling.kind is none",
+        ),
+        (
+            {
+                "position": Position.learned,
+                "rope_theta_local": 10.0,
+                "rope_scaling": RopeScaling(Scaling.linear, 2.0),
+                "rotary_fraction": 0.5,
+            },
+            "model.position is learned",
+        ),
+        ({"qk_norm_over": NormSpan.projection}, "model.qk_norm is false"),
+        ({"swiglu_alpha": 2.0, "swiglu_limit": 3.0}, "model.activation is swiglu"),
+    ],
+)
+def test_so_are_settings_of_what_a_model_does_not_have(model: dict, why: str):
+    config = Config(model=ModelConfig(**model))
+    changed = {diff.key for diff in differences(Config(), config)}
+    assert set(without_effect(config)) == {
+        f"{key} has no effect: {why}" for key in changed - {"model.position"}
+    }
 
 
 def test_so_is_how_to_judge_by_no_task():

@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from data.config import DataConfig, Source
-from model.choices import Mlp, Position
-from model.config import LOGICAL_AXES
+from model.choices import Activation, Mlp, Position, Scaling
+from model.config import LOGICAL_AXES, ModelConfig
 from train.config import (
     MESH_AXES,
     Config,
@@ -235,33 +235,42 @@ def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
         yield True, f"optimizer.{key}", f"optimizer.name is {optimizer}"
 
 
+def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield the keys of a model that other choices of it read."""
+    learned, scaling = model.position is Position.learned, model.rope_scaling.kind
+    for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
+        yield learned, f"model.{key}", "model.position is learned"
+    unscaled = scaling is Scaling.none and not learned
+    yield unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
+    yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
+    other = model.activation is not Activation.clamped_swiglu
+    yield other, "model.swiglu_", f"model.activation is {model.activation}"
+    for key in (
+        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
+        *("dense_layers", "experts_every", "router"),
+    ):
+        yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
+
+
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
     changed = sorted(diff.key for diff in differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model = config.model
-    learned = model.position is Position.learned
     unread = [
         *_unread_by(config.optimizer.name),
+        *_unread_of(model),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
-        (learned, "model.rope_theta", "model.position is learned"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
-        (learned, "model.rotary_fraction", "model.position is learned"),
+        (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
     ]
-    unread.append((not config.eval.tasks, "eval.task_", "eval.tasks is []"))
     for name in (tracker.name for tracker in fields(config.tracker)):
         off = not getattr(config.tracker, name).enabled
         unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
-    experts = (
-        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
-        *("dense_layers", "experts_every", "router"),
-    )
-    dense = config.model.mlp is Mlp.dense
-    unread += [(dense, f"model.{key}", "model.mlp is dense") for key in experts]
     unread += [
         (stored, f"data.{key}", f"data.source is {source}")
         for key in ("validation", "tokenizer", "pattern")
