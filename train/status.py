@@ -22,7 +22,7 @@ from train.config import Config, RunConfig
 from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
-from train.run.digests import is_sealed
+from train.run.digests import is_sealed, saved_steps
 from train.run.goodput import BUCKETS, Goodput, Start, account
 from train.run.jsonl import newest_rows
 from train.run.lease import read_owner
@@ -193,15 +193,15 @@ def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
 
 
 def _last_save(folder: epath.Path) -> Save | None:
-    steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+    steps = saved_steps(folder)
     if not steps:
         return None
-    newest = max(steps, key=lambda path: int(path.name))
+    newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
     saved = (newest / "digests.json").stat().mtime if sealed else 0
     # Object stores keep no such time where it is looked for.
     age_s = max(0.0, time.time() - saved) if saved else None
-    return Save(int(newest.name), sealed, age_s)
+    return Save(steps[-1], sealed, age_s)
 
 
 def _plain(status: Status) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from train.config import (
 )
 from train.errors import Mistake, nearest
 from train.identity import differences
+from train.mesh_sizes import listed
 from train.watching import EvalSet
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
@@ -134,7 +135,7 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
         rule = "must be context, which cuts rows; or null with mesh.context=1"
         yield Mistake("mesh.activations.seq", sequence, rule)
     rows = mesh.activations.get("batch")
-    if "context" in _listed(rows):
+    if "context" in listed(rows):
         rule = "must not name context, along which devices share rows; leave it out"
         yield Mistake("mesh.activations.batch", rows, rule)
     for table, unused in _UNUSED.items():
@@ -148,7 +149,7 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
             yield from _entry(f"mesh.{table}.{name}", name, axes)
     for name, other in _TOGETHER:
         axes, taken = mesh.activations.get(name), mesh.activations.get(other)
-        if both := [axis for axis in _listed(axes) if axis in _listed(taken)]:
+        if both := [axis for axis in listed(axes) if axis in listed(taken)]:
             rule = f"must not name {both[0]}, on which mesh.activations.{other} lies: "
             rule += "both are dims of one array; take another mesh axis, or null"
             yield Mistake(f"mesh.activations.{name}", axes, rule)
@@ -159,10 +160,10 @@ def _entry(key: str, name: str, axes: Any) -> Iterator[Mistake]:
     if name not in LOGICAL_AXES:
         rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
         yield Mistake(key, axes, rule)
-    if any(axis not in MESH_AXES for axis in _listed(axes)):
+    if any(axis not in MESH_AXES for axis in listed(axes)):
         rule = f"must be a mesh axis ({', '.join(MESH_AXES)}), a list, or null"
         yield Mistake(key, axes, rule)
-    elif len({*_listed(axes)}) < len(_listed(axes)):
+    elif len({*listed(axes)}) < len(listed(axes)):
         yield Mistake(key, axes, "must name each mesh axis once")
 
 
@@ -172,7 +173,7 @@ def _pipeline(config: Config) -> Iterator[Mistake]:
     if layers not in (None, "pipeline"):
         rule = "must be pipeline, whose devices are the stages of layers, or null"
         yield Mistake("mesh.params.layers", layers, rule)
-    rows = [*_listed(mesh.activations.get("batch")), None]
+    rows = [*listed(mesh.activations.get("batch")), None]
     if mesh.pipeline != 1 and not (layers == "pipeline" == rows[0]):
         rule = "needs mesh.params.layers=pipeline, and pipeline as the first of "
         rule += "mesh.activations.batch; change these, or take mesh.data instead"
@@ -210,17 +211,12 @@ def _experts(config: Config) -> Iterator[Mistake]:
     if dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; take mesh.data "
         yield Mistake("mesh.expert", mesh.expert, rule + "or mesh.fsdp instead")
-    axes = {*_listed(mesh.params.get("experts"))}
-    rows = {*_listed(mesh.activations.get("batch"))}
-    if not dense and not axes <= rows:
+    axes = listed(mesh.params.get("experts"))
+    rows = listed(mesh.activations.get("batch"))
+    if not dense and any(axis not in rows for axis in axes):
         rule = "must be mesh axes that mesh.activations.batch has too: devices with "
         rule += "other experts bring each other tokens; add them there, or say null"
         yield Mistake("mesh.params.experts", mesh.params.get("experts"), rule)
-
-
-def _listed(axes: Any) -> list[Any]:
-    """Return an entry of a rule table as a list."""
-    return axes if isinstance(axes, list) else [axes] if axes is not None else []
 
 
 def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:

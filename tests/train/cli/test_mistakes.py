@@ -155,6 +155,10 @@ def test_rules_that_are_missing_or_clash_are_named(run):
     assert "batch lies" in entry(result, "mesh.activations.embed = data")
     assert "kv_heads lies" in result.stderr
     assert result.stderr.startswith("5 mistakes")
+    result = run(
+        "mesh.params.embed=5", "model=moe_nano", "mesh.params.experts=[{a: 1}]"
+    )
+    assert "must be a mesh axis" in entry(result, "mesh.params.embed = 5")
 
 
 def test_habits_of_other_programs_are_answered(run):
