@@ -122,11 +122,12 @@ def open_sets(
     config: DataConfig,
     paths: Mapping[str, str],
     beat: Callable[[], object] = lambda: None,
+    table: str = "eval.sets",
 ) -> Sources:
     """Add named validation sets to what a config names, encoded by its tokenizer.
 
     Each is a token store, or, if the config reads text, a text file or a folder of
-    them; `beat` as in `open_sources`.
+    them; `beat` as in `open_sources`. `table` is the key that names them.
 
     Raises:
         DataError: one is missing or damaged, too short, or has another tokenizer.
@@ -134,7 +135,7 @@ def open_sets(
     sets = {}
     for name, path in paths.items():
         stored = is_remote(path) or (Path(path) / MANIFEST).exists()
-        with _said_of(f"eval.sets.{name}.path", path):
+        with _said_of(f"{table}.{name}.path", path):
             if config.source in (Source.python, Source.text) and not stored:
                 whole = replace(config, name=name, source=Source.text, path=path)
                 store = cached_store(replace(whole, validation=0.0), beat)
@@ -143,13 +144,13 @@ def open_sets(
         own = next(iter(sources.stores.values())).manifest
         if store.manifest["tokenizer_fingerprint"] != own["tokenizer_fingerprint"]:
             raise DataError(
-                f"eval.sets.{name}: {path} has the tokenizer "
+                f"{table}.{name}: {path} has the tokenizer "
                 f"{store.manifest['tokenizer']}, the run's is {own['tokenizer']}. "
                 f"Prepare it with that one"
             )
         alone = Sources({name: store}, sources.cache)
         if alone.num_tokens(alone.held_out) < 2:
-            raise DataError(f"eval.sets.{name}: {path} has no token to predict")
+            raise DataError(f"{table}.{name}: {path} has no token to predict")
         sets[name] = store
     return replace(sources, sets=sets)
 

@@ -74,7 +74,8 @@ class ModelConfig:
     norm_unit_offset: bool = False  # norms multiply by 1 + scale, zero at first
     norm_epsilon: Annotated[float, Gt(0)] = 1e-5  # added to the mean square
     position: Position = Position.rotary  # how the model knows where a token stands
-    rope_theta: float = 10000.0  # the longest wavelength of rotary positions / 2 pi
+    # The longest wavelength of rotary positions / 2 pi.
+    rope_theta: Annotated[float, Gt(1)] = 10000.0
     # The same of local layers, which are not scaled then; null: as in the others.
     rope_theta_local: Annotated[float, Gt(0)] | None = None
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)

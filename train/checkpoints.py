@@ -3,10 +3,14 @@
 import time
 from dataclasses import dataclass, field
 
+from etils import epath
+
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, RunConfig
 from train.errors import WRONG_DATA
+
+_DAMAGED = "DAMAGED"
 
 
 @dataclass(frozen=True)
@@ -18,24 +22,20 @@ class CheckpointsConfig:
 
 
 def main(asked: CheckpointsConfig) -> int:
-    """Print step, size, age and verdict of each; exit 65 if one is damaged."""
+    """Print step, size, age and verdict of each; exit 65 if one is damaged.
+
+    Raises:
+        ConfigError: if there is no such run.
+    """
     from train.console import print_table
     from train.identity import run_dir
-    from train.run.digests import damage, is_sealed, size
-    from train.run.storage import run_folder, written_at
-    from train.units import format_bytes
+    from train.run.digests import saved_steps
+    from train.run.starts import existing_run
 
-    folder = run_folder(run_dir(Config(run=asked.run))) / "checkpoints"
-    rows, all_good = [], True
-    steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
-    for path in sorted(steps, key=lambda path: int(path.name)):
-        verdict = "sealed" if is_sealed(path) else "not sealed yet"
-        if asked.verify and is_sealed(path):
-            wrong = damage(path)
-            verdict = "verified" if wrong is None else f"DAMAGED: {wrong}"
-            all_good = all_good and wrong is None
-        minutes = (time.time() - written_at(path)) / 60
-        rows.append([path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict])
+    folder = existing_run(run_dir(Config(run=asked.run))) / "checkpoints"
+    seen = [_row(folder / str(step), asked.verify) for step in saved_steps(folder)]
+    rows = [row for row in seen if row]
+    all_good = not any(row[-1].startswith(_DAMAGED) for row in rows)
     print_table(
         rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"
     )
@@ -44,6 +44,26 @@ def main(asked: CheckpointsConfig) -> int:
     if aside:
         print(f"set aside in {quarantine}: {', '.join(aside)}")
     return 0 if all_good else WRONG_DATA
+
+
+def _row(path: epath.Path, verify: bool) -> list[str] | None:
+    """Return the row of a step; None if it has made way for newer ones meanwhile."""
+    from train.run.digests import damage, is_sealed, size
+    from train.run.storage import written_at
+    from train.units import format_bytes
+
+    try:
+        verdict = "sealed" if is_sealed(path) else "not sealed yet"
+        if verify and is_sealed(path):
+            wrong = damage(path)
+            verdict = "verified" if wrong is None else f"{_DAMAGED}: {wrong}"
+        minutes = (time.time() - written_at(path)) / 60
+        row = [path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict]
+    except FileNotFoundError:
+        if path.exists():
+            raise
+        return None
+    return row if path.exists() else None
 
 
 if __name__ == "__main__":

@@ -215,6 +215,15 @@ class ScheduleConfig:
     decay_steps: Count | None = None  # wsd: length of the last part; null: 30 %
     final_fraction: Annotated[float, Ge(0), Le(1)] = 0.1  # of the peak, at the end
 
+    def decay_within(self, num_steps: int) -> int:
+        """Return over how many steps `wsd` falls: of null 30 %, behind the warm-up."""
+        most = max(1, num_steps - self.warmup_steps)
+        return self.decay_steps or min(max(1, round(0.3 * num_steps)), most)
+
+    def falls_from(self, num_steps: int) -> int:
+        """Return the step from which on `wsd` falls."""
+        return max(self.warmup_steps, num_steps - self.decay_within(num_steps))
+
 
 @dataclass(frozen=True)
 class TrainConfig:

@@ -43,7 +43,8 @@ ALLOWED = (
         "train.loss_chunk_tokens",
         "train.max_skipped_steps",
     ),
-    *("train.accumulation_steps", "data.skip_batches"),
+    *("train.accumulation_steps", "train.pipeline_microbatches"),
+    "data.skip_batches",
 )
 
 

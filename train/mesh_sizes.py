@@ -18,6 +18,13 @@ _TELLING = (
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
 
 
+def listed(entry: Any) -> list[Any]:
+    """Return an entry of a rule table, a mesh axis, several or None, as a list."""
+    if entry is None:
+        return []
+    return [*entry] if isinstance(entry, list | tuple) else [entry]
+
+
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     """Return every axis' size, -1 replaced by what is left, or 1 if that is no number.
 
@@ -49,8 +56,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
     """Return into how many parts a dim on these mesh axes is cut."""
-    names = [axes] if isinstance(axes, str) else axes or ()
-    return math.prod(sizes[axis] for axis in names)
+    return math.prod(sizes[axis] for axis in listed(axes))
 
 
 class Pipeline(NamedTuple):
@@ -190,8 +196,7 @@ def dim_mistakes(
     table: str = "params",
 ) -> list[Mistake]:
     """Return the mistake if `entry`'s mesh axes do not divide a dim, called `what`."""
-    names = [entry] if isinstance(entry, str) else entry or ()
-    shards = math.prod(sizes.get(name, 1) for name in names)
+    shards = math.prod(sizes.get(name, 1) for name in listed(entry))
     if dim % shards == 0:
         return []
     rule = f"puts {what} on {shards} devices, which do not divide it; change size or "
@@ -209,7 +214,8 @@ def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     """
     count = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")
-    known = {*([batch] if isinstance(batch, str) else batch or ())} <= {*MESH_AXES}
+    rules = (*config.mesh.params.values(), *config.mesh.activations.values())
+    known = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
     if config.mesh.planned or not known:
         return []
     sizes = least_sizes(config.mesh, count or 1)

@@ -108,7 +108,8 @@ def _about_program(config: Config) -> dict[str, str]:
     """Return the hashes of config and code, and the libraries' versions."""
     same = replace(config, distributed=DistributedConfig())  # the process' own number
     text = json.dumps(asdict(same), sort_keys=True, default=str)
-    program = {"config": _short(text.encode()), "code": code_version()}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    program = {"config": digest[:12], "code": code_version()}
     return program | {"Python": platform.python_version()} | versions()
 
 
@@ -123,7 +124,3 @@ def _about_data(sources: Sources) -> dict[str, str]:
     sets = {name: store.fingerprint for name, store in sources.sets.items()}
     both = {**sources.fingerprints, **sets}
     return {f"data {name}": str(at) for name, at in both.items()}
-
-
-def _short(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:12]

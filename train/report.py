@@ -1,9 +1,10 @@
 """`python -m train.report runs=[runs/a,runs/b]`: compare runs, or draw one again."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from train.cli.command import run_command
-from train.errors import ConfigError, Mistake
+from train.errors import Mistake, check_all
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,9 @@ def main(asked: ReportConfig) -> int:
     from train.run.comparison import compare
     from train.run.page import write_page
     from train.run.report import TEMPLATE, write_report
-    from train.run.storage import run_folder
+    from train.run.starts import existing_run
 
-    folders = [run_folder(run, "runs") for run in asked.runs]
-    rule = "must be the directory of a run; there is no {}/config.yaml"
-    missing = [folder for folder in folders if not (folder / "config.yaml").exists()]
-    if missing:
-        raise ConfigError(
-            [Mistake("runs", str(folder), rule.format(folder)) for folder in missing]
-        )
+    folders = check_all(*(partial(existing_run, run, "runs") for run in asked.runs))
     if len(folders) == 1:
         print(write_report(folders[0]))
         return 0

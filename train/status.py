@@ -20,15 +20,14 @@ from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, RunConfig
 from train.console import print_table
-from train.errors import ConfigError, Mistake, meaning
+from train.errors import Mistake, meaning
 from train.identity import run_dir
-from train.run.digests import is_sealed
+from train.run.digests import is_sealed, saved_steps
 from train.run.goodput import BUCKETS, Goodput, Start, account
 from train.run.jsonl import newest_rows
 from train.run.lease import read_owner
 from train.run.metrics import read_events
-from train.run.starts import newest_start, read_results
-from train.run.storage import run_folder
+from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
@@ -76,14 +75,7 @@ class Status:
 
 
 def read_status(folder: epath.Path) -> Status:
-    """Read how far a run is, live or not; nothing is written.
-
-    Raises:
-        ConfigError: if there is no run in the folder.
-    """
-    if not (folder / "config.yaml").exists():
-        rule = f"must name the directory of a run; there is no {folder}/config.yaml"
-        raise ConfigError([Mistake("run.dir", str(folder), rule)])
+    """Read how far the run in a folder is, live or not; nothing is written."""
     events, start = read_events(folder), newest_start(folder)
     goodput, silent_s = account(events), None
     num_steps = start.get("changes", {}).get("train.num_steps")
@@ -119,8 +111,12 @@ def validate(config: StatusConfig) -> list[Mistake]:
 
 
 def main(asked: StatusConfig) -> int:
-    """Print the status of a run."""
-    folder = run_folder(run_dir(Config(run=asked.run)))
+    """Print the status of a run.
+
+    Raises:
+        ConfigError: if there is no such run.
+    """
+    folder = existing_run(run_dir(Config(run=asked.run)))
     status = read_status(folder)
     if asked.follow:
         _follow(folder, status)
@@ -197,15 +193,15 @@ def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
 
 
 def _last_save(folder: epath.Path) -> Save | None:
-    steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+    steps = saved_steps(folder)
     if not steps:
         return None
-    newest = max(steps, key=lambda path: int(path.name))
+    newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
     saved = (newest / "digests.json").stat().mtime if sealed else 0
     # Object stores keep no such time where it is looked for.
     age_s = max(0.0, time.time() - saved) if saved else None
-    return Save(int(newest.name), sealed, age_s)
+    return Save(steps[-1], sealed, age_s)
 
 
 def _plain(status: Status) -> dict[str, Any]:

@@ -291,6 +291,8 @@ def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
     config = mixture(stores)
     with pytest.raises(DataError, match=rf"^eval\.sets\.own\.path = {gone}\n"):
         open_sets(open_sources(config), config, {"own": gone})
+    with pytest.raises(DataError, match=rf"^sets\.own\.path = {gone}\n"):
+        open_sets(open_sources(config), config, {"own": gone}, table="sets")
     config.sources["other"] = MixtureSource(gone)
     with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {gone}\n"):
         open_sources(config)

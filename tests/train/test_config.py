@@ -4,11 +4,13 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import pytest
+import yaml
 
 from data.config import DataConfig, MixtureSource, Source
-from model.choices import Activation, Mlp, Position
+from model.choices import Activation, Mlp, NormSpan, Position, RopeScaling, Scaling
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
+from train.cli.presets import CONFIG_DIR
 from train.cli.rules import must_name_run, validate, without_effect
 from train.cli.schema import convert
 from train.config import (
@@ -25,7 +27,7 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
-from train.identity import flatten
+from train.identity import differences, flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 from train.watching import (
@@ -38,21 +40,28 @@ from train.watching import (
 )
 
 MOE = ModelConfig(mlp=Mlp.moe)
+RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
 
 
 def _wandb(**values: Any) -> Config:
     return Config(tracker=TrackerConfig(wandb=WandbConfig(**values)))
 
 
+def mistakes(config: Config) -> list[Mistake]:
+    """List mistakes between keys, rules that a mesh lacks being those of presets."""
+    tables = {name: RULES[name] | getattr(config.mesh, name) for name in RULES}
+    return validate(replace(config, mesh=replace(config.mesh, **tables)))
+
+
 def keys(config: Any) -> list[str]:
     """List the keys of mistakes: by type and bounds, or else by rules between keys."""
-    _, mistakes = convert(asdict(config), type(config))
-    between = validate if isinstance(config, Config) else must_name_run
-    return [mistake.key for mistake in mistakes or between(config)]
+    _, wrong = convert(asdict(config), type(config))
+    between = mistakes if isinstance(config, Config) else must_name_run
+    return [mistake.key for mistake in wrong or between(config)]
 
 
 def test_the_defaults_are_right():
-    assert validate(Config()) == []
+    assert mistakes(Config()) == []
     assert without_effect(Config()) == []
 
 
@@ -61,6 +70,7 @@ def test_the_defaults_are_right():
     [
         (Config(runtime=RuntimeConfig(cpu_devices=0)), "runtime.cpu_devices"),
         (Config(model=ModelConfig(num_heads=3)), "model.embed_dim"),
+        (Config(model=ModelConfig(rope_theta=1.0)), "model.rope_theta"),
         (Config(data=DataConfig(batch_size=0)), "data.batch_size"),
         (
             Config(data=DataConfig(sources={"a": MixtureSource("x", -1.0)})),
@@ -104,10 +114,20 @@ def test_the_defaults_are_right():
         ),
         (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
         (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
-        (Config(mesh=MeshConfig(context=2)), "mesh.activations.seq"),
+        (
+            Config(mesh=MeshConfig(context=2, activations={"seq": None})),
+            "mesh.activations.seq",
+        ),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
-        (Config(mesh=MeshConfig(pipeline=2)), "mesh.pipeline"),  # without the tables
+        (
+            Config(mesh=MeshConfig(pipeline=2, params={"layers": None})),
+            "mesh.pipeline",
+        ),
+        (
+            Config(mesh=MeshConfig(activations={"mlp": ["tensor", "fsdp"]})),
+            "mesh.activations.mlp",
+        ),
         (
             Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
             "mesh.params.experts",
@@ -144,8 +164,13 @@ def test_what_is_allowed_at_the_edge():
     schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
     train = TrainConfig(num_steps=10)
     assert (
-        validate(Config(mesh=mesh, profile=steps, schedule=schedule, train=train)) == []
+        mistakes(Config(mesh=mesh, profile=steps, schedule=schedule, train=train)) == []
     )
+
+
+def test_a_mesh_without_rules_is_told_each():
+    names = [*RULES["params"], *RULES["activations"]]
+    assert sorted(m.key.split(".")[2] for m in validate(Config())) == sorted(names)
 
 
 def test_learned_positions_bound_the_rows():
@@ -175,6 +200,34 @@ def test_a_setting_without_effect_is_named():
     assert (
         without_effect(Config(optimizer=replace(adamw, name=OptimizerName.muon))) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (
+            {"rope_scaling": RopeScaling(factor=8.0, original_length=8192)},
+            "model.rope_scaling.kind is none",
+        ),
+        (
+            {
+                "position": Position.learned,
+                "rope_theta_local": 10.0,
+                "rope_scaling": RopeScaling(Scaling.linear, 2.0),
+                "rotary_fraction": 0.5,
+            },
+            "model.position is learned",
+        ),
+        ({"qk_norm_over": NormSpan.projection}, "model.qk_norm is false"),
+        ({"swiglu_alpha": 2.0, "swiglu_limit": 3.0}, "model.activation is swiglu"),
+    ],
+)
+def test_so_are_settings_of_what_a_model_does_not_have(model: dict, why: str):
+    config = Config(model=ModelConfig(**model))
+    changed = {diff.key for diff in differences(Config(), config)}
+    assert set(without_effect(config)) == {
+        f"{key} has no effect: {why}" for key in changed - {"model.position"}
+    }
 
 
 def test_so_is_how_to_judge_by_no_task():
@@ -212,13 +265,13 @@ def test_to_keep_what_a_model_does_not_make_is_named(key):
 
 def test_what_cannot_wait_in_host_memory_is_refused():
     kept = TrainConfig(remat=("query",), offload=("residual", "query"))
-    assert [m.key for m in validate(Config(train=kept))] == ["train.offload"]
+    assert [m.key for m in mistakes(Config(train=kept))] == ["train.offload"]
     config = Config(train=TrainConfig(offload=("residual",)))
     config = replace(config, mesh=replace(config.mesh, pipeline=2))
-    rules = [m.rule for m in validate(config) if m.key == "train.offload"]
+    rules = [m.rule for m in mistakes(config) if m.key == "train.offload"]
     assert ["train.remat" in rule for rule in rules] == [True, True]
     muon = OptimizerConfig(name=OptimizerName.muon, offload=True)
-    (mistake,) = validate(Config(optimizer=muon))
+    (mistake,) = mistakes(Config(optimizer=muon))
     assert "take optimizer=adamw" in mistake.rule
 
 
@@ -260,7 +313,7 @@ def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
 def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
     assert nearest(value, step) == f"nearest: {said}"
     data, train = DataConfig(batch_size=value), TrainConfig(accumulation_steps=step)
-    (mistake,) = validate(Config(data=data, train=train))
+    (mistake,) = mistakes(Config(data=data, train=train))
     assert mistake.rule.endswith(f"nearest: {said}")
 
 

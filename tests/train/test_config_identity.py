@@ -28,6 +28,11 @@ def test_the_name_is_of_what_makes_the_run():
         replace(config, train=TrainConfig(num_steps=5, remat=Remat.full)),
         replace(config, train=TrainConfig(accumulation_steps=2)),
         replace(config, mesh=MeshConfig(data=8)),
+        replace(
+            config,
+            mesh=MeshConfig(pipeline=2),
+            train=TrainConfig(pipeline_microbatches=4),
+        ),
         replace(config, runtime=RuntimeConfig(cpu_devices=4)),
         replace(config, data=DataConfig(prefetch=9, cache_dir="x")),
         replace(config, eval=EvalConfig(num_batches=1)),
@@ -54,7 +59,7 @@ def test_differences_are_classified():
         model=ModelConfig(attention=Attention.xla, num_layers=9),
         data=DataConfig(cache_dir="x", batch_size=4),
         mesh=MeshConfig(fsdp=2, params={"embed": "fsdp"}),
-        train=TrainConfig(num_steps=2000),
+        train=TrainConfig(num_steps=2000, pipeline_microbatches=4),
         eval=EvalConfig(interval_steps=7),
     )
     kinds = {diff.key: diff.kind for diff in differences(Config(), new)}
@@ -67,6 +72,7 @@ def test_differences_are_classified():
         "mesh.fsdp": ChangeKind.allowed,
         "mesh.params.embed": ChangeKind.allowed,
         "train.num_steps": ChangeKind.allowed,
+        "train.pipeline_microbatches": ChangeKind.allowed,
         "eval.interval_steps": ChangeKind.harmless,
     }
     diffs = differences(Config(), new)

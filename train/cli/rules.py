@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 from data.config import DataConfig, Source
-from model.choices import Mlp, Position
-from model.config import LOGICAL_AXES
+from model.choices import Activation, Mlp, Position, Scaling
+from model.config import LOGICAL_AXES, ModelConfig
 from train.config import (
     MESH_AXES,
     Config,
@@ -24,9 +25,18 @@ from train.config import (
 )
 from train.errors import Mistake, nearest
 from train.identity import differences
+from train.mesh_sizes import listed
 from train.watching import EvalSet
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
+# What no array of a table has.
+_UNUSED = {"params": "batch", "activations": "layers"}
+# Dims of one activation, which cannot lie on one mesh axis.
+_OF_ROWS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
+_TOGETHER = (
+    *product(_OF_ROWS, ("batch", "seq")),
+    *product(["head_dim"], ("heads", "kv_heads")),
+)
 
 
 def validate(config: Config) -> list[Mistake]:
@@ -36,6 +46,7 @@ def validate(config: Config) -> list[Mistake]:
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
         *_across(config),
         *_mesh(config.mesh),
+        *_tables(config.mesh),
         *_experts(config),
         *_pipeline(config),
         *_offload(config),
@@ -104,7 +115,7 @@ def set_mistakes(
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
-    """Sizes of the axes, their factors across hosts, and the two rule tables."""
+    """Yield what is wrong with sizes of the axes, or their factors across hosts."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     rest = [axis for axis, size in sizes.items() if size == -1]
     for axis, size in sizes.items():
@@ -115,29 +126,45 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}, of which it is the part across hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule)
-    sequence = mesh.activations.get("seq")
+
+
+def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
+    """Yield what is wrong with the two tables of rules, or missing from them."""
+    sequence = mesh.activations.get("seq", "context")  # that it is missing comes below
     if sequence != "context" and (sequence is not None or mesh.context != 1):
         rule = "must be context, which cuts rows; or null with mesh.context=1"
         yield Mistake("mesh.activations.seq", sequence, rule)
     rows = mesh.activations.get("batch")
-    if "context" in _listed(rows):
+    if "context" in listed(rows):
         rule = "must not name context, along which devices share rows; leave it out"
         yield Mistake("mesh.activations.batch", rows, rule)
-    tables = {"params": mesh.params, "activations": mesh.activations}
-    for key, name, axes in (
-        (f"mesh.{table}.{name}", name, axes)
-        for table, entries in tables.items()
-        for name, axes in entries.items()
-    ):
-        if name not in LOGICAL_AXES:
-            rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
-            yield Mistake(key, axes, rule)
-        listed = axes if isinstance(axes, list) else [axes]
-        if axes is not None and any(axis not in MESH_AXES for axis in listed):
-            rule = f"must be a mesh axis ({', '.join(MESH_AXES)}), a list, or null"
-            yield Mistake(key, axes, rule)
-        elif len(set(listed)) < len(listed):
-            yield Mistake(key, axes, "must name each mesh axis once")
+    for table, unused in _UNUSED.items():
+        entries = getattr(mesh, table)
+        for name in LOGICAL_AXES:
+            if name not in entries and name != unused:
+                rule = "is missing, and every logical axis needs a rule; give a mesh "
+                rule += "axis, a list, or null (replicated): configs/mesh/rules.yaml"
+                yield Mistake(f"mesh.{table}.{name}", "", rule)
+        for name, axes in entries.items():
+            yield from _entry(f"mesh.{table}.{name}", name, axes)
+    for name, other in _TOGETHER:
+        axes, taken = mesh.activations.get(name), mesh.activations.get(other)
+        if both := [axis for axis in listed(axes) if axis in listed(taken)]:
+            rule = f"must not name {both[0]}, on which mesh.activations.{other} lies: "
+            rule += "both are dims of one array; take another mesh axis, or null"
+            yield Mistake(f"mesh.activations.{name}", axes, rule)
+
+
+def _entry(key: str, name: str, axes: Any) -> Iterator[Mistake]:
+    """Yield what is wrong with one rule by itself."""
+    if name not in LOGICAL_AXES:
+        rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
+        yield Mistake(key, axes, rule)
+    if any(axis not in MESH_AXES for axis in listed(axes)):
+        rule = f"must be a mesh axis ({', '.join(MESH_AXES)}), a list, or null"
+        yield Mistake(key, axes, rule)
+    elif len({*listed(axes)}) < len(listed(axes)):
+        yield Mistake(key, axes, "must name each mesh axis once")
 
 
 def _pipeline(config: Config) -> Iterator[Mistake]:
@@ -146,7 +173,7 @@ def _pipeline(config: Config) -> Iterator[Mistake]:
     if layers not in (None, "pipeline"):
         rule = "must be pipeline, whose devices are the stages of layers, or null"
         yield Mistake("mesh.params.layers", layers, rule)
-    rows = [*_listed(mesh.activations.get("batch")), None]
+    rows = [*listed(mesh.activations.get("batch")), None]
     if mesh.pipeline != 1 and not (layers == "pipeline" == rows[0]):
         rule = "needs mesh.params.layers=pipeline, and pipeline as the first of "
         rule += "mesh.activations.batch; change these, or take mesh.data instead"
@@ -184,17 +211,12 @@ def _experts(config: Config) -> Iterator[Mistake]:
     if dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; take mesh.data "
         yield Mistake("mesh.expert", mesh.expert, rule + "or mesh.fsdp instead")
-    axes = {*_listed(mesh.params.get("experts"))}
-    rows = {*_listed(mesh.activations.get("batch"))}
-    if not dense and not axes <= rows:
+    axes = listed(mesh.params.get("experts"))
+    rows = listed(mesh.activations.get("batch"))
+    if not dense and any(axis not in rows for axis in axes):
         rule = "must be mesh axes that mesh.activations.batch has too: devices with "
         rule += "other experts bring each other tokens; add them there, or say null"
         yield Mistake("mesh.params.experts", mesh.params.get("experts"), rule)
-
-
-def _listed(axes: Any) -> list[Any]:
-    """Return an entry of a rule table as a list."""
-    return axes if isinstance(axes, list) else [axes] if axes is not None else []
 
 
 def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
@@ -209,33 +231,42 @@ def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
         yield True, f"optimizer.{key}", f"optimizer.name is {optimizer}"
 
 
+def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield the keys of a model that other choices of it read."""
+    learned, scaling = model.position is Position.learned, model.rope_scaling.kind
+    for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
+        yield learned, f"model.{key}", "model.position is learned"
+    unscaled = scaling is Scaling.none and not learned
+    yield unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
+    yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
+    other = model.activation is not Activation.clamped_swiglu
+    yield other, "model.swiglu_", f"model.activation is {model.activation}"
+    for key in (
+        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
+        *("dense_layers", "experts_every", "router"),
+    ):
+        yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
+
+
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
     changed = sorted(diff.key for diff in differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model = config.model
-    learned = model.position is Position.learned
     unread = [
         *_unread_by(config.optimizer.name),
+        *_unread_of(model),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
-        (learned, "model.rope_theta", "model.position is learned"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
-        (learned, "model.rotary_fraction", "model.position is learned"),
+        (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
     ]
-    unread.append((not config.eval.tasks, "eval.task_", "eval.tasks is []"))
     for name in (tracker.name for tracker in fields(config.tracker)):
         off = not getattr(config.tracker, name).enabled
         unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
-    experts = (
-        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
-        *("dense_layers", "experts_every", "router"),
-    )
-    dense = config.model.mlp is Mlp.dense
-    unread += [(dense, f"model.{key}", "model.mlp is dense") for key in experts]
     unread += [
         (stored, f"data.{key}", f"data.source is {source}")
         for key in ("validation", "tokenizer", "pattern")

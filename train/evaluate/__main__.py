@@ -129,7 +129,7 @@ def _on_sets(asked: EvaluateConfig) -> Found:
     if mistakes := [*set_mistakes(asked.sets, config.data, "sets")]:
         raise ConfigError(mistakes)
     paths = config.eval.paths | {name: each.path for name, each in asked.sets.items()}
-    sources = open_sets(sources, config.data, paths)
+    sources = open_sets(sources, config.data, paths, table="sets")
     with jax.set_mesh(program.mesh):
         scores = evaluate_all(program, params, sources, asked.num_batches)
     metrics, targets = as_metrics(scores), scores[""].num_targets

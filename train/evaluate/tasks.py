@@ -23,7 +23,7 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, as_typed
 from train.program import Program
 
 _SEED = 1234  # of the examples that are shown first, and of the harness' own commands
@@ -45,6 +45,11 @@ class Asked(NamedTuple):
     limit: float | None
     num_fewshot: int | None
     key: str = "tasks"
+
+    @property
+    def path_key(self) -> str:
+        """The key of the folder of task files, beside `key`."""
+        return f"{self.key.removesuffix('tasks')}task_path"
 
 
 def load_tasks(asked: Asked) -> dict[str, Any]:
@@ -78,11 +83,11 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
         rule += "that are on this machine: load the task once where there is one, or "
-        rule += "take task files of your own (task_path)"
+        rule += f"take task files of your own ({asked.path_key})"
         raise ConfigError([Mistake(asked.key, [*asked.names], rule)]) from error
     if unknown:
         rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
-        rule += f"folder task_path={asked.path}"
+        rule += f"folder {asked.path_key}={as_typed(asked.path)}"
         raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
     for task in loaded["tasks"].values():
         # As the harness' own command: a task that says 0 keeps it.

@@ -173,9 +173,10 @@ def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool
     """Choose whether layers are updated one by one.
 
     XLA:GPU holds moments of eight bits of all layers at once in float32. Muon's
-    matrices travel together, and stages of a pipeline have other layers each.
+    matrices travel together, Adafactor has no moments of eight bits, and stages of a
+    pipeline have other layers each.
     """
     staged = mesh is not None and mesh.shape["pipeline"] > 1
     in_eight = config.moment_dtype is MomentDtype.int8
-    alike = config.name is not OptimizerName.muon and not staged
+    alike = config.name in (OptimizerName.adamw, OptimizerName.lion) and not staged
     return config.offload or (platform == "gpu" and in_eight and alike)

@@ -37,12 +37,9 @@ def main(asked: ProfileConfig) -> int:
         ConfigError: no such run, nobody trains it, or no such profile.
         Exit: the trainer does not answer, or is gone.
     """
-    from train.run.storage import run_folder
+    from train.run.starts import existing_run
 
-    folder = run_folder(run_dir(Config(run=asked.run)))
-    if not (folder / "config.yaml").exists():
-        rule = f"must name the directory of a run; there is no {folder}/config.yaml"
-        raise ConfigError([Mistake("run.dir", str(folder), rule)])
+    folder = existing_run(run_dir(Config(run=asked.run)))
     if asked.step is None:
         profile = _ask(folder, asked)
     else:

@@ -4,7 +4,6 @@ The parts add up to the time between the first traced step's start and the last 
 end, whatever overlaps.
 """
 
-import functools
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -39,16 +38,15 @@ def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
 
 
 def _of_device(events: list[Event], begin: float, end: float, labels: Labels):
-    @functools.cache
-    def label(instruction: str, program: str) -> Label | None:
-        return labels.label(instruction, program)
+    def label(event: Event) -> Label | None:
+        return labels.label(event.instruction, event.program)
 
     def rank(event: Event) -> int:
-        known = label(event.instruction, event.program)
+        known = label(event)
         return known is not None and known.kind in ("collectives", "copies")
 
-    own = [e for e in events if label(e.instruction, e.program) is not None]
+    own = [event for event in events if label(event) is not None]
     for event, spent_ns in time_spent(own, begin, end, rank).items():
         waiting = Label(WAITING, WAITING)
-        known = label(event.instruction, event.program) if event else waiting
+        known = label(event) if event else waiting
         yield known or waiting, spent_ns

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from etils import epath
 
 from data.sources import Sources
@@ -12,6 +13,8 @@ from train.cli.schema import read_yaml
 from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, differences, refused
+from train.optimizer.schedule import factor
+from train.run.digests import saved_steps
 from train.run.metrics import read_events
 from train.run.starts import check_data, newest_start, read_results, yaml_value
 
@@ -21,7 +24,8 @@ log = logging.getLogger(__name__)
 class Continuation(NamedTuple):
     """How a start goes on from those before it.
 
-    schedule_steps: train.num_steps of the first start, the schedule's length.
+    schedule_steps: the schedule's length, train.num_steps of the first start; `wsd`
+        takes another one that comes before it falls.
     known_skips: data.skip_batches of earlier starts.
     skip_batches: the batches that any start leaves out.
     rewind_to: run.rewind_to, unless an earlier start has done it.
@@ -82,39 +86,63 @@ def compare_with_run(
         )
         rewind_to = None
     results_step = read_results(path).get("step", -1)
-    _check_end(path, config, rewind_to, results_step, last)
-    schedule_steps = earlier.train.num_steps
-    if schedule_steps < num_steps:
+    newest = max(saved_steps(path / "checkpoints"), default=0)
+    newest = newest if rewind_to is None else min(newest, rewind_to)
+    _check_end(path, num_steps, newest, results_step, last)
+    finished = rewind_to is None and results_step >= num_steps
+    schedule_steps = last.get("schedule_steps") or earlier.train.num_steps
+    if not finished:
+        schedule_steps = _schedule_steps(config, schedule_steps, newest)
+    return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
+
+
+def _schedule_steps(config: Config, before: int, newest: int) -> int:
+    """Return the schedule's length, and say so if it is not what is asked for.
+
+    Args:
+        config: of this start.
+        before: the length so far.
+        newest: step to go on from.
+    """
+    schedule, asked = config.schedule, config.train.num_steps
+    if asked == before or schedule.name is Schedule.constant:
+        return before
+    falls_from = min(schedule.falls_from(before), schedule.falls_from(asked))
+    if schedule.name is Schedule.wsd and newest <= falls_from:  # the past is the same
+        log.info("the schedule's length was %d steps, and is %d now", before, asked)
+        return asked
+    if asked > before:
         log.info(
-            "the schedule keeps the length of the first start, %d steps, and "
-            "stays at its last value after them",
-            schedule_steps,
+            "the schedule keeps its length, %d steps, and stays at its last value "
+            "after them",
+            before,
         )
-        schedule = config.schedule
-        if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
+        if schedule.final_fraction == 0:
             log.warning(
                 "that value is 0: nothing is learned after them; add "
                 "schedule.final_fraction=0.1 "
                 "run.allow_change=[schedule.final_fraction]"
             )
-    finished = rewind_to is None and results_step >= num_steps
-    return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
+        return before
+    rate, remedy = factor(schedule, before), "one of that length needs another run.name"
+    if schedule.name is Schedule.wsd:
+        remedy = f"add run.rewind_to={falls_from}, if a checkpoint up to there is kept"
+    log.warning(
+        "the schedule keeps its length, %d steps: the run ends at %.0f%% of the peak "
+        "rate; %s",
+        *(before, 100 * float(rate(jnp.int32(asked - 1))), remedy),
+    )
+    return before
 
 
 def _check_end(
     path: epath.Path,
-    config: Config,
-    rewind_to: int | None,
+    num_steps: int,
+    newest: int,
     results_step: int,
     last: Mapping[str, Any],
 ) -> None:
     """Refuse an end that a run which is not finished has passed already."""
-    folder = path / "checkpoints"
-    names = [p.name for p in folder.iterdir()] if folder.exists() else []
-    newest = max((int(name) for name in names if name.isdigit()), default=0)
-    if rewind_to is not None:
-        newest = min(newest, rewind_to)
-    num_steps = config.train.num_steps
     if results_step < newest > num_steps:
         asked = last.get("changes", {}).get("train.num_steps")
         asked = asked or read_yaml(path / "config.yaml").train.num_steps

@@ -52,6 +52,13 @@ def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
     write_whole(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 
+def saved_steps(checkpoints: epath.Path) -> list[int]:
+    """List the steps that lie in a run's folder of checkpoints, ascending."""
+    if not checkpoints.exists():
+        return []
+    return sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
+
+
 def is_sealed(step: epath.Path) -> bool:
     """Return whether a step was hashed; not whether it is still what it was."""
     return (step / SEAL).exists()

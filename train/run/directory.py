@@ -64,8 +64,9 @@ class RunDir:
         start will score it again.
         """
         if self.write:
+            number, schedule_steps = self.events.start, self.continuation.schedule_steps
             try:
-                record_start(self.path, self.config, sources, self.events.start)
+                record_start(self.path, self.config, sources, number, schedule_steps)
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error

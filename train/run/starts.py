@@ -2,8 +2,8 @@
 
 `config.yaml` is the config of the first start and is never rewritten. Start n leaves
 `starts/<n>.yaml`: the keys in which it differs from the first, the fingerprints of its
-data, the machine, and the versions of all that decides what a step computes. Whether
-another may continue it: train/run/continuation.py.
+data, the schedule's length, the machine, and the versions of all that decides what a
+step computes. Whether another may continue it: train/run/continuation.py.
 """
 
 import datetime
@@ -74,6 +74,19 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     return {**start, "changes": dict(renamed(key, value) for key, value in changes)}
 
 
+def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
+    """Return the folder of a run that is there.
+
+    Raises:
+        ConfigError: of `key`, if there is none.
+    """
+    folder = run_folder(directory, key)
+    if not (folder / "config.yaml").exists():
+        rule = f"must name the directory of a run; there is no {folder}/config.yaml"
+        raise ConfigError([Mistake(key, directory, rule)])
+    return folder
+
+
 def read_run(directory: str | None, step: int | None = None) -> Config:
     """Read the config of an existing run, with what its starts changed.
 
@@ -84,15 +97,12 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
     Raises:
         ConfigError: if run.dir is not given or holds no run.
     """
-    rule = "must name the directory of a run, say run.dir=runs/base"
     if not directory:
+        rule = "must name the directory of a run, say run.dir=runs/base"
         raise ConfigError([Mistake("run.dir", directory, rule)])
-    file = run_folder(directory) / "config.yaml"
-    if not file.exists():
-        rule += f"; there is no {file}"
-        raise ConfigError([Mistake("run.dir", directory, rule)])
-    changes = newest_start(file.parent, step).get("changes", {})
-    config = read_yaml(file, changes=changes)
+    folder = existing_run(directory)
+    changes = newest_start(folder, step).get("changes", {})
+    config = read_yaml(folder / "config.yaml", changes=changes)
     return replace(config, run=replace(config.run, dir=directory))
 
 
@@ -103,7 +113,7 @@ def read_results(path: epath.Path) -> dict[str, Any]:
 
 
 def record_start(
-    path: epath.Path, config: Config, sources: Sources, start: int
+    path: epath.Path, config: Config, sources: Sources, start: int, schedule_steps: int
 ) -> None:
     """Write `starts/<start>.yaml`, and at the first start `config.yaml`.
 
@@ -124,6 +134,7 @@ def record_start(
         "devices": [str(device) for device in jax.devices()],
         "changes": {change.key: yaml_value(change.new) for change in changes},
         "data_fingerprints": sources.fingerprints,
+        "schedule_steps": schedule_steps,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),

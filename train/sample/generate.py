@@ -27,7 +27,7 @@ class Sampling(NamedTuple):
     """How a token is drawn. temperature 0 takes the likeliest."""
 
     temperature: float = 0.8
-    top_k: int | None = None  # among the k likeliest
+    top_k: int | None = None  # among the k likeliest; 0 or less: all
     top_p: float | None = None  # among the likeliest that together reach p
 
 
@@ -150,7 +150,7 @@ def pick(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / sampling.temperature
-    if sampling.top_k is not None:
+    if sampling.top_k is not None and sampling.top_k > 0:
         k = min(sampling.top_k, logits_BV.shape[-1])
         least = jax.lax.top_k(logits_BV, k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)

@@ -33,10 +33,12 @@ def test_the_command_line_has_the_last_word(run):
     assert result.returncode == 0
     assert "num_layers: 2\n" in result.stdout
     assert "learning_rate: 0.001\n" in result.stdout
-    result = run("+mesh.activations.layers=null", "~mesh.params.vocab", "run.name=5")
+    added = ("+mesh.activations.layers=null", "+mesh.params.batch=data")
+    result = run(*added, "~mesh.params.batch", "mesh.params.vocab=null", "run.name=5")
     assert result.returncode == 0
     assert "name: '5'" in result.stdout
     assert result.stdout.count("vocab: tensor") == 1  # of activations
+    assert "batch: data" not in result.stdout
 
 
 @pytest.mark.parametrize(

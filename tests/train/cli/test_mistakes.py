@@ -146,6 +146,21 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     assert "num_kv_heads=4 on 8" in entry(result, "mesh.activations.kv_heads = tensor")
 
 
+def test_rules_that_are_missing_or_clash_are_named(run):
+    removed = ("~mesh.params.experts", "~mesh.activations.seq")
+    clashing = ("mesh.activations.embed=data", "mesh.activations.head_dim=tensor")
+    result = run(*removed, *clashing)
+    for name in ("mesh.params.experts", "mesh.activations.seq"):
+        assert "or null (replicated)" in entry(result, name)
+    assert "batch lies" in entry(result, "mesh.activations.embed = data")
+    assert "kv_heads lies" in result.stderr
+    assert result.stderr.startswith("5 mistakes")
+    result = run(
+        "mesh.params.embed=5", "model=moe_nano", "mesh.params.experts=[{a: 1}]"
+    )
+    assert "must be a mesh axis" in entry(result, "mesh.params.embed = 5")
+
+
 def test_habits_of_other_programs_are_answered(run):
     result = run("--num_steps=30", "resume=true", "data.tokenizer=gpt3")
     assert "train.num_steps=30?" in entry(result, "--num_steps=30")

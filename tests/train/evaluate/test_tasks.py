@@ -185,11 +185,11 @@ def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def rule_of(*asked) -> str:
+def rule_of(*asked, key: str = "tasks") -> str:
     with pytest.raises(ConfigError) as error:
-        load_tasks(Asked(*asked))
+        load_tasks(Asked(*asked, key))
     (mistake,) = error.value.mistakes
-    assert mistake.key == "tasks"
+    assert mistake.key == key
     return mistake.rule
 
 
@@ -198,7 +198,9 @@ def test_what_is_not_there_is_said_when_tasks_are_loaded(
 ):
     own = partial(TaskManager, include_defaults=False)  # listing all takes seconds
     monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
-    assert "is no task of" in rule_of(["toy_choises"], asked.path, None, None)
+    unknown = ["toy_choises"], asked.path, None, None
+    assert f"of the folder task_path={asked.path}" in rule_of(*unknown)
+    assert "folder eval.task_path=" in rule_of(*unknown, key="eval.tasks")
     lost = write_tasks(tmp_path / "lost", json="EleutherAI/nowhere")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert "Without a network" in rule_of(["toy_texts"], lost, None, None)

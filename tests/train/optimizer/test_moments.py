@@ -152,11 +152,15 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [OptimizerName.adamw, pytest.param(OptimizerName.lion, marks=pytest.mark.slow)],
+    ("name", "apart"),
+    [
+        (OptimizerName.adamw, True),
+        pytest.param(OptimizerName.lion, True, marks=pytest.mark.slow),
+        (OptimizerName.adafactor, False),
+    ],
 )
-def test_an_update_by_layers_is_that_of_all_at_once(name):
-    """As GPUs update moments of eight bits."""
+def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
+    """As GPUs update moments of eight bits; Adafactor has none, only matrices whole."""
     infos = {
         "layers": {
             "matrix": ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1),
@@ -173,14 +177,14 @@ def test_an_update_by_layers_is_that_of_all_at_once(name):
     results = []
     for platform in ("cpu", "gpu"):
         optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
-        assert optimizer.by_layer == (platform == "gpu")
+        assert optimizer.by_layer == (apart and platform == "gpu")
         params = drawn(0)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):
             params, state = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)
     staged = SimpleNamespace(shape={"pipeline": 2})
-    apart = make_optimizer(config, LEVEL, 3, infos, mesh=staged, platform="gpu")
-    assert not apart.by_layer
+    stages = make_optimizer(config, LEVEL, 3, infos, mesh=staged, platform="gpu")
+    assert not stages.by_layer
     close = partial(np.testing.assert_allclose, rtol=1e-6)
     jax.tree.map(close, *results)

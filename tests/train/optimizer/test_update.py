@@ -151,6 +151,16 @@ def test_schedules_at_known_points(name, extra, points):
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6), step
 
 
+@pytest.mark.parametrize(("warmup", "start"), [(100, 100), (84, 84), (83, 84)])
+def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
+    """Of 120 steps 30 % are 36, which begin at step 84 at the earliest."""
+    config = ScheduleConfig(Schedule.wsd, warmup_steps=warmup, final_fraction=0)
+    schedule = factor(config, num_steps=120)
+    for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():
+        assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6)
+    assert config.falls_from(120) == start
+
+
 def test_without_warmup_the_first_step_is_whole():
     assert float(factor(LEVEL, 10)(jnp.int32(0))) == 1
 

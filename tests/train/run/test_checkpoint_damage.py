@@ -14,7 +14,7 @@ from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, damage, is_sealed
+from train.run.digests import SEAL, damage, is_sealed, size
 from train.run.restore import SavedSteps
 
 
@@ -175,10 +175,16 @@ def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
     assert not left.exists()
 
 
-def test_the_command_lists_and_checks(saved, folder, capsys):
+@pytest.fixture
+def asked(folder) -> CheckpointsConfig:
+    """Ask for the checkpoints of a run."""
+    (folder.parent / "config.yaml").write_text("")
+    return CheckpointsConfig(RunConfig(dir=str(folder.parent)))
+
+
+def test_the_command_lists_and_checks(saved, folder, asked, capsys):
     """A run's checkpoints from outside: which are what was written."""
     saved(1, 2)
-    asked = CheckpointsConfig(RunConfig(dir=str(folder.parent)))
     assert main(asked) == 0
     assert capsys.readouterr().out.count("verified") == 2
     flip_a_bit(Path(folder) / "2")
@@ -187,3 +193,20 @@ def test_the_command_lists_and_checks(saved, folder, capsys):
     assert main(asked) == 65
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "DAMAGED" in line] == ["2"]
+
+
+def test_a_step_that_makes_way_meanwhile_is_left_out(saved, asked, capsys, monkeypatch):
+    def gone(step):
+        if step.name == "1":
+            step.rmtree()
+        return size(step)
+
+    saved(1, 2)
+    monkeypatch.setattr("train.run.digests.size", gone)
+    assert main(asked) == 0
+    assert capsys.readouterr().out.count("verified") == 1
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=rf"there is no {tmp_path}/typo/config\.yaml"):
+        main(CheckpointsConfig(RunConfig(dir=f"{tmp_path}/typo")))

@@ -12,10 +12,14 @@ from etils import epath
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.cli.schema import to_yaml
-from train.config import Config
+from train.config import Config, Schedule, ScheduleConfig
 from train.errors import ConfigError
 from train.run.continuation import compare_with_run
 from train.run.starts import read_run, record_start
+
+WSD, COSINE, CONSTANT = map(
+    ScheduleConfig, (Schedule.wsd, Schedule.cosine, Schedule.constant)
+)
 
 
 def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
@@ -66,11 +70,23 @@ def test_no_run_is_named(tmp_path):
 
 
 def start_with(
-    folder: Path, steps: int, newest: int, results: int | None = None, **run
+    folder: Path,
+    steps: int,
+    newest: int,
+    results: int | None = None,
+    schedule: ScheduleConfig = COSINE,
+    recorded: int | None = None,
+    **run,
 ):
-    """Compare a start that asks for some steps with a run of 1,600 that came so far."""
-    folder, first = epath.Path(folder), Config()
+    """Compare a start that asks for some steps with a run of 1,600 that came so far.
+
+    `recorded` is the schedule's length in its last start, if that is known.
+    """
+    folder, first = epath.Path(folder), Config(schedule=schedule)
     write_run(Path(folder), first, (0, {}))
+    if recorded:
+        text = yaml.safe_dump({"schedule_steps": recorded, "data_fingerprints": {}})
+        (folder / "starts" / "2.yaml").write_text(text)
     (folder / "checkpoints" / str(newest)).mkdir(parents=True)
     (folder / "checkpoints" / "quarantine").mkdir()
     if results:
@@ -104,12 +120,56 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
     assert (start.finished, start.rewind_to) == (finished, rewind_to)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "steps", "newest", "rewind_to", "length", "said"),
+    [
+        (WSD, 1600, 1500, None, 1600, ""),
+        (WSD, 800, 560, None, 800, "was 1600 steps, and is 800 now"),
+        (WSD, 2400, 1120, None, 2400, "was 1600 steps, and is 2400 now"),
+        (
+            WSD,
+            800,
+            561,
+            None,
+            1600,
+            "100% of the peak rate; add run.rewind_to=560",
+        ),
+        (WSD, 800, 561, 560, 800, "is 800 now"),
+        (WSD, 2400, 1121, None, 1600, "stays at its last value"),
+        (WSD, 1360, 1200, None, 1600, "ends at 55% of the peak rate"),
+        (COSINE, 850, 400, None, 1600, "ends at 55% of the peak rate; one of that"),
+        (COSINE, 2400, 400, None, 1600, "stays at its last value"),
+        (CONSTANT, 800, 400, None, 1600, ""),
+    ],
+)
+def test_only_wsd_takes_another_length_and_only_before_it_falls(
+    tmp_path, caplog, schedule, steps, newest, rewind_to, length, said
+):
+    """Of 1,600 steps it falls from 1,120 on, of 800 from 560 on."""
+    caplog.set_level("INFO", "train")
+    start = start_with(tmp_path, steps, newest, schedule=schedule, rewind_to=rewind_to)
+    assert start.schedule_steps == length
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest", "length"),
+    [(800, 700, 800), (1600, 700, 800), (1600, 300, 1600)],
+)
+def test_a_later_start_goes_on_with_the_length_that_was_taken(
+    tmp_path, steps, newest, length
+):
+    start = start_with(tmp_path, steps, newest, schedule=WSD, recorded=800)
+    assert start.schedule_steps == length
+
+
 def test_what_a_start_changed_is_read_back(tmp_path):
     first, sources = Config(), SimpleNamespace(fingerprints={})
     kept: Any = ("mlp_up", "attention_output")
     later = replace(first, train=replace(first.train, remat=kept))
     for number, config in enumerate((first, later), 1):
-        record_start(epath.Path(tmp_path), config, cast(Any, sources), number)
+        record_start(epath.Path(tmp_path), config, cast(Any, sources), number, 1600)
     assert read_run(str(tmp_path)).train.remat == kept
 
 
@@ -117,7 +177,7 @@ def test_what_a_start_changed_is_read_back(tmp_path):
 def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
     first = Config(data=DataConfig(source=Source.tokens, path="here"))
     then: Any = SimpleNamespace(fingerprints={"train": "abc"})
-    record_start(epath.Path(tmp_path), first, then, 1)
+    record_start(epath.Path(tmp_path), first, then, 1, 1600)
     moved = replace(first, data=replace(first.data, path="there"))
     sources: Any = SimpleNamespace(fingerprints={"train": now}, path="there")
     if refused is None:
@@ -130,6 +190,7 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
 
 def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):
     sources: Any = SimpleNamespace(fingerprints={})
-    record_start(epath.Path(tmp_path), Config(), sources, 1)
+    record_start(epath.Path(tmp_path), Config(), sources, 1, 1600)
     written = yaml.safe_load((tmp_path / "starts" / "1.yaml").read_text())
     assert written["mesh"]["context_attention"] == "auto"
+    assert written["schedule_steps"] == 1600

@@ -101,6 +101,7 @@ def drawn(sampling: Sampling) -> np.ndarray:
         (Sampling(1.0), [0, 1, 2, 3]),
         (Sampling(1.0, top_k=3), [1, 2, 3]),
         (Sampling(1.0, top_k=99), [0, 1, 2, 3]),
+        (Sampling(1.0, top_k=0), [0, 1, 2, 3]),
         (Sampling(1.0, top_p=0.7), [1, 3]),
         (Sampling(1.0, top_p=0.45), [1]),
         (Sampling(1.0, top_p=0.85), [1, 2, 3]),
