@@ -1,5 +1,6 @@
 """Contenders of `benchmarks.step` and `benchmarks.gpu`: processes, and their table."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -50,9 +51,11 @@ class Contender:
         """Send a command and wait for its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
         if not line:
             raise EndedEarly(f"{self.name} ended early: see its message above")
         return json.loads(line)
@@ -66,7 +69,8 @@ class Contender:
     def quit(self) -> None:
         """End the process."""
         if self.process.stdin:
-            self.process.stdin.close()  # ends its loop over lines
+            with contextlib.suppress(BrokenPipeError):  # it is gone already
+                self.process.stdin.close()  # ends its loop over lines
         self.process.wait()
 
 
@@ -111,8 +115,11 @@ def hardware(device: str) -> str:
     if device == "cpu":
         return cpu
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return f"{gpus.splitlines()[0]}; {cpu}"
+    try:
+        gpus = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # figures are worth more
+        return f"a GPU that nvidia-smi does not name; {cpu}"
+    return f"{gpus.stdout.splitlines()[0]}; {cpu}"
 
 
 def versions() -> dict[str, str]:
