@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,7 +17,9 @@ import numpy as np
 
 from benchmarks.step_worker import MFU_CONVENTION, NUM_BATCHES, Spec
 from data.machine import usable_cores
+from train.run.versions import versions
 
+_LIBRARIES = ("torch", "jax", "jaxlib", "flax", "numpy")
 CHECK_STEPS = 5 * NUM_BATCHES  # first and last loss are of one batch
 
 
@@ -122,17 +123,6 @@ def hardware(device: str) -> str:
     return f"{gpus.stdout.splitlines()[0]}; {cpu}"
 
 
-def versions() -> dict[str, str]:
-    """Return those of Python and of the libraries that are there."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "jax", "jaxlib", "flax", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def setting(spec: Spec) -> dict[str, Any]:
     """Say when, where and with what a measurement was made."""
     return {
@@ -140,7 +130,7 @@ def setting(spec: Spec) -> dict[str, Any]:
         "hardware": hardware(spec.device),
         "load_average": os.getloadavg(),
         "threads": spec.threads,
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **versions(_LIBRARIES)},
         "preset": spec.preset,
         "shape": asdict(spec.shape),
         "mfu_convention": MFU_CONVENTION,
