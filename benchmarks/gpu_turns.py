@@ -64,7 +64,8 @@ def tune(spec: Spec) -> dict[int, float]:
         found[batch_size] = speed
         if worse:
             break
-    require(bool(found), f"{spec.name}: no batch of {spec.preset} fits")
+    rule = f"no batch of {spec.preset} fits, or it cannot run at all: see above"
+    require(bool(found), f"{spec.name}: {rule}")
     return found
 
 
