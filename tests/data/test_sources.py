@@ -221,14 +221,6 @@ def test_a_store_without_validation_text_is_refused(stores, tmp_path):
         open_sources(dataclasses.replace(short, cache_dir=f"{tmp_path}/c"))
 
 
-def test_a_store_without_validation_text_can_be_looked_at(stores, tmp_path, capsys):
-    given, output = f"{stores}/code.jsonl", f"{tmp_path}/all"
-    prepare_store(PrepareConfig(input=given, output=output, validation=0))
-    small = InspectConfig(output, step=0, sequence_length=16, batch_size=2)
-    assert data.inspect.main(small) == 0
-    assert "code" in capsys.readouterr().out
-
-
 def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path):
     config = mixture(stores)
     sources = open_sources(config)
@@ -249,28 +241,6 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
     assert (whole.held_out, whole.num_bytes("train")) == ("train", 17)
     (batch,) = validation_batches(whole, text)
     assert (batch.targets >= 0).sum() == whole.num_tokens("train") - 1
-
-
-@pytest.mark.parametrize("packing", Packing)
-@pytest.mark.parametrize("size", [2, 7, 30])
-def test_a_set_that_holds_nothing_out_is_scored_to_its_end(tmp_path, size, packing):
-    """Also one that is shorter than a row, or whose last row is not full."""
-    (tmp_path / "own.txt").write_text("a text to train on, and to hold some out of it")
-    (tmp_path / "note.txt").write_text("x" * size)
-    config = DataConfig(
-        source=Source.text,
-        path=f"{tmp_path}/own.txt",
-        packing=packing,
-        sequence_length=16,
-        batch_size=8,
-        cache_dir=f"{tmp_path}/c",
-    )
-    sources = open_sets(
-        open_sources(config), config, {"note": f"{tmp_path}/note.txt"}
-    ).validation_sets(by_source=False)["note"]
-    assert sources.held_out == "train"
-    (batch,) = validation_batches(sources, config)
-    assert (batch.targets >= 0).sum() == sources.num_tokens("train") - 1 == size - 1
 
 
 @pytest.mark.parametrize(
