@@ -1,7 +1,7 @@
 """Contenders of `benchmarks.step` and `benchmarks.gpu`: processes, and their table."""
 
+import contextlib
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,7 +17,9 @@ import numpy as np
 
 from benchmarks.step_worker import MFU_CONVENTION, NUM_BATCHES, Spec
 from data.machine import usable_cores
+from train.run.versions import versions
 
+_LIBRARIES = ("torch", "jax", "jaxlib", "flax", "numpy")
 CHECK_STEPS = 5 * NUM_BATCHES  # first and last loss are of one batch
 
 
@@ -50,9 +52,11 @@ class Contender:
         """Send a command and wait for its answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
         if not line:
             raise EndedEarly(f"{self.name} ended early: see its message above")
         return json.loads(line)
@@ -66,7 +70,8 @@ class Contender:
     def quit(self) -> None:
         """End the process."""
         if self.process.stdin:
-            self.process.stdin.close()  # ends its loop over lines
+            with contextlib.suppress(BrokenPipeError):  # it is gone already
+                self.process.stdin.close()  # ends its loop over lines
         self.process.wait()
 
 
@@ -111,19 +116,11 @@ def hardware(device: str) -> str:
     if device == "cpu":
         return cpu
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return f"{gpus.splitlines()[0]}; {cpu}"
-
-
-def versions() -> dict[str, str]:
-    """Return those of Python and of the libraries that are there."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "jax", "jaxlib", "flax", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    try:
+        gpus = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # figures are worth more
+        return f"a GPU that nvidia-smi does not name; {cpu}"
+    return f"{gpus.stdout.splitlines()[0]}; {cpu}"
 
 
 def setting(spec: Spec) -> dict[str, Any]:
@@ -133,7 +130,7 @@ def setting(spec: Spec) -> dict[str, Any]:
         "hardware": hardware(spec.device),
         "load_average": os.getloadavg(),
         "threads": spec.threads,
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **versions(_LIBRARIES)},
         "preset": spec.preset,
         "shape": asdict(spec.shape),
         "mfu_convention": MFU_CONVENTION,

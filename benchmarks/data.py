@@ -25,9 +25,6 @@ from data.machine import usable_cores
 from data.token_store.build import prepare_store
 from data.tokenizer import load_tokenizer
 
-SHAPES = ((12, 64), (64, 1024), (512, 8192))
-REPEATS = 5
-
 
 def library(num_bytes: int) -> list[str]:
     """Return about num_bytes of Python source, the standard library over and over."""

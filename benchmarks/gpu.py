@@ -15,7 +15,8 @@ levers   the first preset's step with one thing changed at a time
 profile  `python -m train` of that preset: its speed, and time by scope and kind
 
 What a part finds is in the file as soon as it is known, beside what the file holds
-from other parts; a part that fails is named at the end, exit code 1.
+from other parts; a part that fails is named at the end, exit code 1. Each process
+compiles anew: where time is short, take a part and a preset at a time.
 """
 
 import argparse
@@ -25,37 +26,37 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import (
-    CHECK_STEPS,
-    Contender,
-    EndedEarly,
-    print_rows,
-    rows_of,
-    setting,
+from etils import epath
+
+from benchmarks.contenders import CHECK_STEPS, EndedEarly, setting
+from benchmarks.gpu_turns import (
+    BATCH_SIZES,
+    fastest,
+    in_turns,
+    require,
+    running,
+    tokens_per_s,
+    tune,
 )
 from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
-from train.hardware.chips import peak_flops
+from train.run.storage import write_whole
 
-BATCH_SIZES = {  # tried from the smallest, until no more fit or speed falls
-    "nano": (12, 24),
-    "gpt2_124m": (16, 32, 64, 128),
-    "gpt2_1558m": (4, 8, 16, 32),
-}
+Found = Iterator[dict[str, Any]]  # what a part finds, bit by bit
+
 DEFAULT_PRESETS = {"cpu": ["nano"], "gpu": ["gpt2_124m", "gpt2_1558m"]}
 ALONE = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
 }
 AS_TYPED = ("model.layer_unroll=1",)  # as a model has it if nothing is typed
-BLOCKS, STEPS, TURNS = 3, 20, 3  # of each contender; a turn is that many blocks
-CONTENDERS = "torch-compile-bf16", "longhaul"
+CONTENDERS = "longhaul", "torch-compile-bf16"  # ours first: there may be no PyTorch
 LEVERS: dict[str, tuple[str, ...]] = {  # overrides, or flags of XLA
     "layers unrolled": ("model.layer_unroll=-1",),
     "documents masked": ("data.document_mask=true",),
@@ -71,10 +72,10 @@ LEVERS: dict[str, tuple[str, ...]] = {  # overrides, or flags of XLA
 }
 
 
-def check(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
+def check(first: Spec, presets: Sequence[str]) -> Found:
     """Compare losses with the CPU's; look for cuDNN's attention."""
-    found: dict[str, Any] = {}
     reference: list[float] = []
+    wrong: list[str] = []  # all of it is told, not the first alone
     for device, float32, tolerance in (
         ("cpu", True, 0.0),
         (first.device, True, 2e-3),  # its products round to TF32
@@ -82,22 +83,28 @@ def check(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
     ):
         name = f"{device}, {'float32' if float32 else 'auto'}"
         spec = replace(first, preset="nano", device=device, float32=float32)
+        if float32:  # which cuDNN's attention does not take
+            spec = replace(spec, overrides=(*spec.overrides, "model.attention=xla"))
         with running(spec) as worker:
             losses = [worker.ask(f"run {n}")["loss"] for n in (1, CHECK_STEPS)]
-        found[name], reference = losses, reference or losses
+        yield {name: losses}
         print(f"{name}: loss {losses[0]:.5f} -> {losses[1]:.5f}", flush=True)
-        require(losses[1] < 0.95 * losses[0], f"{name}: the loss does not fall")
-        for loss, wanted in zip(losses, reference, strict=True):
-            require(abs(loss / wanted - 1) <= tolerance, f"{name}: not the CPU's")
+        reference = reference or losses
+        if not losses[1] < 0.95 * losses[0]:
+            wrong.append(f"{name}: the loss does not fall")
+        pairs = zip(losses, reference, strict=True)
+        if not all(abs(loss / wanted - 1) <= tolerance for loss, wanted in pairs):
+            wrong.append(f"{name}: not the CPU's")
     with running(replace(first, batch_size=4)) as worker:
-        found["kernels"] = worker.ask("kernels")
-    print(f"kernels: {found['kernels']}", flush=True)
-    fused = any("fmha" in name for name in found["kernels"])
-    require(fused or first.device == "cpu", "cuDNN's attention is not in the step")
-    return found
+        kernels = worker.ask("kernels")
+    yield {"kernels": kernels}
+    print(f"kernels: {kernels}", flush=True)
+    if first.device == "gpu" and not any("fmha" in name for name in kernels):
+        wrong.append("cuDNN's attention is not in the step")
+    require(not wrong, "; ".join(wrong))
 
 
-def run(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
+def run(first: Spec, presets: Sequence[str]) -> Found:
     """Kill `python -m train` and start it again; the same on the CPU."""
     typed = ["train.num_steps=60", "checkpoint.save_interval_steps=10"]
     typed += ["eval.final_num_batches=4", "runtime.deterministic=true"]
@@ -115,25 +122,27 @@ def run(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
         losses = {
             path.name: results(path)["eval/loss"] for path in (whole, killed, cpu)
         }
+    yield losses
     print(f"validation loss: {losses}", flush=True)
     require(losses["whole"] == losses["killed"], "other bits after it was killed")
     near = abs(losses["whole"] / losses["cpu"] - 1) < 2e-2
     require(near, "the loss is not the CPU's")
-    return losses
 
 
-def speed(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
+def speed(first: Spec, presets: Sequence[str]) -> Found:
     """Compare each preset's step with PyTorch's."""
-    found = {}
     for preset in presets:
-        specs = [replace(first, preset=preset, name=name) for name in CONTENDERS]
-        tuned = {spec.name: tune(spec) for spec in specs}
-        best = [replace(spec, batch_size=fastest(tuned[spec.name])) for spec in specs]
-        found[preset] = {"tuned": tuned, **in_turns(best)}
-    return found
+        tuned: dict[str, dict[int, float]] = {}
+        best: list[Spec] = []
+        for name in CONTENDERS:
+            spec = replace(first, preset=preset, name=name)
+            tuned[name] = tune(spec)
+            best.append(replace(spec, batch_size=fastest(tuned[name])))
+            yield {preset: {"tuned": tuned}}
+        yield {preset: {"tuned": tuned, **in_turns(best)}}
 
 
-def levers(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
+def levers(first: Spec, presets: Sequence[str]) -> Found:
     """Change one thing at a time; the step as it is comes between, too."""
     base = replace(first, batch_size=fastest(tune(first)))
     as_is, changed = [tokens_per_s(base)], {}
@@ -152,13 +161,14 @@ def levers(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
             changed[name] = None
         if number % 4 == 0:
             as_is.append(tokens_per_s(base))
-    for name, tokens in changed.items():
-        said = f"{tokens / statistics.median(as_is):.3f} x" if tokens else "did not run"
-        print(f"{name} ({' '.join(LEVERS[name])}): {said}", flush=True)
-    return {"setting": setting(base), "as_is": as_is, "tokens_per_s": changed}
+        tokens = changed[name]
+        ratio = f"{tokens / statistics.median(as_is):.3f} x" if tokens else None
+        said = ratio or "did not run"
+        print(f"{name} ({' '.join(changes)}): {said}", flush=True)
+        yield {"setting": setting(base), "as_is": as_is, "tokens_per_s": changed}
 
 
-def profile(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
+def profile(first: Spec, presets: Sequence[str]) -> Found:
     """Train as one types it, and profile that."""
     typed = ["optimizer=adamw", "train.num_steps=60", "profile.steps=[40,45]"]
     typed += ["eval.interval_steps=1000", "eval.final_num_batches=1"]
@@ -168,84 +178,18 @@ def profile(first: Spec, presets: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run")
         train(path, typed)
-        shown = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
-        text = subprocess.run(shown, check=True, capture_output=True, text=True).stdout
         logged = (path / "metrics.jsonl").read_text().splitlines()
-    print(text, flush=True)
-    return {"typed": typed, "metrics": list(map(json.loads, logged)), "profile": text}
+        yield {"typed": typed, "metrics": list(map(json.loads, logged))}
+        shown = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
+        # What it says of a failure is for who reads along.
+        text = subprocess.run(shown, check=True, stdout=subprocess.PIPE, text=True)
+    print(text.stdout, flush=True)
+    yield {"profile": text.stdout}
 
 
-PARTS: dict[str, Callable[[Spec, Sequence[str]], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Spec, Sequence[str]], Found]] = {
     part.__name__: part for part in (check, run, speed, levers, profile)
 }
-
-
-def require(holds: bool, otherwise: str) -> None:
-    """Fail a part, with what is wrong."""
-    if not holds:
-        raise SystemExit(otherwise)
-
-
-@contextmanager
-def running(spec: Spec) -> Iterator[Contender]:
-    """Have a contender that has done its first step."""
-    worker = Contender(spec)
-    try:
-        worker.ask("warm")
-        yield worker
-    finally:
-        worker.quit()
-
-
-def tokens_per_s(spec: Spec) -> float:
-    """Time a contender alone."""
-    with running(spec) as worker:
-        for _ in range(BLOCKS):
-            worker.run(STEPS)
-    return spec.shape.tokens / statistics.median(worker.blocks)
-
-
-def tune(spec: Spec) -> dict[int, float]:
-    """Return tokens a second by batch size, up to the first that is worse or too much.
-
-    Raises:
-        SystemExit: none fits.
-    """
-    found: dict[int, float] = {}
-    for batch_size in BATCH_SIZES[spec.preset]:
-        try:
-            speed = tokens_per_s(replace(spec, batch_size=batch_size))
-        except EndedEarly:
-            break
-        print(f"{spec.name}: {batch_size} rows: {speed:,.0f} tokens/s", flush=True)
-        worse = bool(found) and speed < max(found.values())
-        found[batch_size] = speed
-        if worse:
-            break
-    require(bool(found), f"{spec.name}: no batch of {spec.preset} fits")
-    return found
-
-
-def fastest(tuned: dict[int, float]) -> int:
-    """Return the batch size of most tokens a second."""
-    return max(tuned, key=lambda batch_size: tuned[batch_size])
-
-
-def in_turns(specs: Sequence[Spec]) -> dict[str, Any]:
-    """Time contenders, one process at a time; every other round runs backwards."""
-    blocks: dict[str, list[float]] = {spec.name: [] for spec in specs}
-    ended: dict[str, Contender] = {}
-    for turn in range(TURNS):
-        for spec in specs[:: -1 if turn % 2 else 1]:
-            with running(spec) as worker:
-                for _ in range(BLOCKS):
-                    worker.run(STEPS)
-            worker.blocks = blocks[spec.name] = blocks[spec.name] + worker.blocks
-            ended[spec.name] = worker
-    found = setting(specs[-1])
-    found["rows"] = rows_of(list(ended.values()), peak_flops(found["hardware"]))
-    print_rows(found["rows"], specs[-1].device)
-    return found
 
 
 def command(path: Path, typed: Sequence[str]) -> list[str]:
@@ -261,6 +205,36 @@ def train(path: Path, typed: Sequence[str]) -> None:
 def results(path: Path) -> dict[str, Any]:
     """Read what a run ended with."""
     return json.loads((path / "results.json").read_text())
+
+
+def keep(file: Path, part: str, found: dict[str, Any]) -> None:
+    """Write what a part has found so far, beside what other parts found."""
+    there = json.loads(file.read_text()) if file.exists() else {}
+    text = json.dumps({**there, part: found}, indent=1)
+    write_whole(epath.Path(file), text + "\n")
+
+
+def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:
+    """Do a part, and keep what it finds; return what it failed of, if it did."""
+    began, found = time.monotonic(), dict[str, Any]()
+
+    def add(more: dict[str, Any]) -> None:
+        found.update(more, seconds=time.monotonic() - began)
+        if file:
+            keep(file, part, found)
+
+    try:
+        for more in PARTS[part](first, presets):
+            add(more)
+    except SystemExit as error:  # in a part's own words
+        failure = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        failure = f"{type(error).__name__}: {error}"
+    else:
+        return None
+    add({"failed": failure})
+    return failure
 
 
 def main() -> None:
@@ -280,17 +254,8 @@ def main() -> None:
     failed = []
     for part in options.parts:
         print(f"--- {part}", flush=True)
-        began = time.monotonic()
-        try:
-            found = PARTS[part](first, presets)
-        except (SystemExit, subprocess.CalledProcessError) as error:
-            failed.append(f"{part}: {error}")
-            found = {"failed": str(error)}
-        found = {**found, "seconds": time.monotonic() - began}
-        if options.json:
-            there = options.json.exists() and json.loads(options.json.read_text())
-            text = json.dumps({**(there or {}), part: found}, indent=1)
-            options.json.write_text(text + "\n")
+        if failure := do(part, first, presets, options.json):
+            failed.append(f"{part}: {failure}")
     print("\n".join(["--- failed", *failed] if failed else ["--- all parts hold"]))
     raise SystemExit(bool(failed))
 

@@ -6,15 +6,14 @@ Forward and backward, float32, on the device there is: medians of alternating ru
 XLA's own `ragged_dot` for comparison, where `ragged` stands as a fourth argument.
 """
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.data import alternate, timed
 from model.choices import Grouped
 from model.experts.grouped import choose_grouped, grouped_product
 
@@ -29,17 +28,6 @@ def forward_and_backward(product: Callable) -> Callable:
         return y, *back(dy)
 
     return jax.jit(run)
-
-
-def seconds(runs: dict[str, Callable]) -> dict[str, float]:
-    """Return the median seconds of each function, run in turn."""
-    took = {name: list[float]() for name in runs}
-    for _ in range(_RUNS + 1):  # the first compiles
-        for name, run in runs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            took[name].append(time.perf_counter() - began)
-    return {name: statistics.median(times[1:]) for name, times in took.items()}
 
 
 def main(M: int, D: int, F: int, ragged: bool) -> None:
@@ -62,11 +50,12 @@ def main(M: int, D: int, F: int, ragged: bool) -> None:
         )
         runs = {}
         for name, product in products.items():
-            run, weight = forward_and_backward(product), w[:1] if name == "dense" else w
-            runs[name] = lambda run=run, weight=weight, sizes=sizes, x=x, dy=dy: run(
-                x, weight, sizes, dy
+            run = forward_and_backward(product)
+            given = x, w[:1] if name == "dense" else w, sizes, dy
+            runs[name] = timed(
+                lambda run=run, given=given: jax.block_until_ready(run(*given))
             )
-        took = seconds(runs)
+        took = alternate(runs, _RUNS)  # after a turn that compiles
         print(f"{E} experts, {M} rows of {D} by {F}, {body}:")
         for name, median in took.items():
             ratio = median / took["dense"]

@@ -18,7 +18,6 @@ import hashlib
 import json
 import statistics
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +41,10 @@ from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
 from train.program import Program, make_program, settle
+from train.run.versions import versions
 from train.runtime import set_up
 
-_VERSIONS = ("jax", "libtpu", "jax-cuda13-plugin")
+_LIBRARIES = ("jax", "libtpu", "jax-cuda13-plugin")
 
 
 def main() -> None:
@@ -177,14 +177,9 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "in_range": step.low <= published.step_s <= step.high,
         "kept": row.kept,
         "kept_predicted": [n.efficiency.middle for n in scaled],
-        "versions": _versions(),
+        "versions": versions(_LIBRARIES),
         "cost": cost,
     }
-
-
-def _versions() -> dict[str, str]:
-    installed = {dist.name: dist.version for dist in metadata.distributions()}
-    return {name: installed[name] for name in _VERSIONS if name in installed}
 
 
 def write(found: dict[str, Any], path: Path) -> None:

@@ -78,43 +78,28 @@ def _two_slices() -> Iterator[Row]:
         )
 
 
+_ON_ONE_SLICE = (  # with the rows of all chips, and FLOPs a second and chip
+    ("16B", "v5e-256", _16B, 1536, 120e12),
+    ("32B", "v5e-256", _32B, 1024, 132e12),
+    ("22B", "v4-128", _22B, 832, 156e12),
+)
+
+
+def _one_slice() -> Iterator[Row]:
+    for size, target, model, rows, flops in _ON_ONE_SLICE:
+        yield Row(
+            f"MaxText {size}, {target}",
+            f"{MAXTEXT_AT}tpu/{target.partition('-')[0]}/{size.lower()}.sh, README.md",
+            (
+                *(*model, "mesh=fsdp", "train.remat=full"),
+                *(f"data.batch_size={rows}", f"target={target}"),
+            ),
+            flops=flops,
+        )
+
+
 TPU_ROWS = (
-    Row(
-        "MaxText 16B, v5e-256",
-        MAXTEXT_AT + "tpu/v5e/16b.sh, README.md",
-        (
-            *_16B,
-            "mesh=fsdp",
-            "train.remat=full",
-            "data.batch_size=1536",
-            "target=v5e-256",
-        ),
-        flops=120e12,
-    ),
-    Row(
-        "MaxText 32B, v5e-256",
-        MAXTEXT_AT + "tpu/v5e/32b.sh, README.md",
-        (
-            *_32B,
-            "mesh=fsdp",
-            "train.remat=full",
-            "data.batch_size=1024",
-            "target=v5e-256",
-        ),
-        flops=132e12,
-    ),
-    Row(
-        "MaxText 22B, v4-128",
-        MAXTEXT_AT + "tpu/v4/22b.sh, README.md",
-        (
-            *_22B,
-            "mesh=fsdp",
-            "train.remat=full",
-            "data.batch_size=832",
-            "target=v4-128",
-        ),
-        flops=156e12,
-    ),
+    *_one_slice(),
     Row(
         "MaxText 32B, v5p-128",
         MAXTEXT_AT + "tpu/v5p/32b.sh, README.md",

@@ -170,7 +170,7 @@ def validation_batches(
     shape. `num_batches` is how many at most, -1 all; `rows` which rows of each global
     batch to read, in this order, None all.
     """
-    readers, local = _open(sources, config, sources.held_out)
+    readers, local = _open(sources, config, sources.held_out, pad=True)
     counts = [len(reader) for reader in readers.values()]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
@@ -191,11 +191,11 @@ def validation_batches(
 
 
 def _open(
-    sources: Sources, config: DataConfig, split: Split
+    sources: Sources, config: DataConfig, split: Split, pad: bool = False
 ) -> tuple[dict[str, Rows], bool]:
     """Open a split's rows by their source; are all of them in memory?"""
     rows = {
-        name: open_rows(store, config, split, sources.cache)
+        name: open_rows(store, config, split, sources.cache, pad)
         for name, store in sources.stores.items()
     }
     stores = sources.stores.values()

@@ -56,7 +56,7 @@ def main(config: InspectConfig) -> int:
 
         run = read_run(run_dir(Config(run=config.run)), config.step)
         data, seed = run.data, run.seed
-    order = Order(open_sources(data), data, seed)
+    order = Order(open_sources(data, to_evaluate=False), data, seed)
     number = order.batch_number(config.step)
     if number > config.step:
         print(f"batch {number}, as data.skip_batches leaves out {number - config.step}")

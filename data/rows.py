@@ -234,10 +234,12 @@ def _remove(folder: Path) -> None:
 Rows = Concatenated | Packed  # of a split; numbers to read are int64 [n], in any order
 
 
-def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Rows:
+def open_rows(
+    store: Store, config: DataConfig, split: Split, cache: Path, pad: bool = False
+) -> Rows:
     """Open the rows of a split as the config wants them.
 
-    Training rows of `concat` are whole ones; the last validation row is padded.
+    Rows of `concat` are whole ones; `pad` also takes the last, filled up.
 
     Raises:
         DataError: the store is damaged, or a plan cannot be kept.
@@ -245,7 +247,7 @@ def open_rows(store: Store, config: DataConfig, split: Split, cache: Path) -> Ro
     tokens, length = store.split(split), config.sequence_length
     if config.packing is Packing.concat:
         num_pairs = max(0, len(tokens) - 1)
-        count = num_pairs // length if split == "train" else -(-num_pairs // length)
+        count = -(-num_pairs // length) if pad else num_pairs // length
         return Concatenated(tokens, length, count, config.document_mask)
     name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
     folder = cache / f"{name}-v{_PLAN_VERSION}"

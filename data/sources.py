@@ -85,7 +85,9 @@ class Sources:
 
 
 def open_sources(
-    config: DataConfig, beat: Callable[[], object] = lambda: None
+    config: DataConfig,
+    beat: Callable[[], object] = lambda: None,
+    to_evaluate: bool = True,
 ) -> Sources:
     """Open, and for text build on first use, what a config names.
 
@@ -93,7 +95,7 @@ def open_sources(
 
     Raises:
         DataError: something is missing or damaged, or tokenizers differ, or there is
-            no text to evaluate on.
+            no text `to_evaluate` on.
     """
     if config.source is Source.python:
         stores = {config.name: cached_store(config, beat)}
@@ -109,10 +111,12 @@ def open_sources(
             f"with one"
         )
     sources = Sources(stores, cache_dir(config))
-    if (count := sources.num_tokens("validation")) < 2:
+    if to_evaluate and (count := sources.num_tokens("validation")) < 2:
+        text = config.source in (Source.python, Source.text)
+        key = "data.validation" if text else "python -m data.prepare ... validation"
         raise DataError(
             f"{sources.path}: validation has {count} tokens, but a target needs 2. "
-            f"Give more text, or hold more of it out with validation=..."
+            f"Give more text, or hold more of it out: {key}=..."
         )
     return sources
 

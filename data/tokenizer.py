@@ -49,10 +49,10 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
         raise DataError(
-            f"data.tokenizer={name}: its vocabulary is neither in tiktoken's cache nor "
+            f"tokenizer {name}: its vocabulary is neither in tiktoken's cache nor "
             f"can it be downloaded ({type(error).__name__}: {error}). Run once where "
             f"there is a network and copy the folder that TIKTOKEN_CACHE_DIR names, "
-            f"name a local rank file, or use data.tokenizer=bytes, which needs none"
+            f"name a local rank file, or take the tokenizer bytes, which needs none"
         ) from error
 
 
@@ -62,14 +62,14 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"data.tokenizer={name}: is not one of {', '.join((BYTES, *PUBLISHED))}, "
+            f"tokenizer {name}: is not one of {', '.join((BYTES, *PUBLISHED))}, "
             f"nor a folder, nor a rank file that can be read ({error}). Name one"
         ) from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != str(sha256).lower():
         raise DataError(
-            f"data.tokenizer={path}: its SHA-256 is {actual}, but "
-            f"data.tokenizer_sha256={sha256}. The file is damaged or another one: "
+            f"tokenizer {path}: its SHA-256 is {actual}, but "
+            f"tokenizer_sha256={sha256}. The file is damaged or another one: "
             f"fetch it again, or correct the hash"
         )
     return parse_ranks(str(path), content)
@@ -97,7 +97,7 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
         )
     except ValueError as error:
         raise DataError(
-            f"data.tokenizer={name}: is not a tiktoken rank file ({error}). Each line "
+            f"tokenizer {name}: is not a tiktoken rank file ({error}). Each line "
             f"must hold a token in base64 and its rank"
         ) from error
 

@@ -59,7 +59,12 @@ class LogWindow:
 
     @contextmanager
     def pause(self, event: str) -> Iterator[None]:
-        """Exclude what the body does from the step time; record it as an event."""
+        """Exclude what the body does from the step time; record it as an event.
+
+        Waits for the devices before: a body that does would otherwise be taken to have
+        spent the time of the steps that were dispatched.
+        """
+        jax.block_until_ready(self._metrics[self._read :])
         if len(self._metrics) > self._lapped_steps:
             self._lap()
         began = time.monotonic()

@@ -25,28 +25,34 @@ def main(asked: ReportConfig) -> int:
     """Write the page and print its tables.
 
     Raises:
-        ConfigError: naming each directory that holds no run.
+        ConfigError: naming each directory that holds no run; or what cannot be written.
     """
-    from pathlib import Path
-
-    from etils import epath
-
     from train.console import print_table
     from train.run.comparison import compare
     from train.run.page import write_page
     from train.run.report import TEMPLATE, write_report
     from train.run.starts import existing_run
+    from train.run.storage import run_folder
 
-    folders = check_all(*(partial(existing_run, run, "runs") for run in asked.runs))
+    found = check_all(*(partial(existing_run, run, "runs") for run in asked.runs))
+    folders = [*dict.fromkeys(found)]  # a run that is named twice is one
     if len(folders) == 1:
-        print(write_report(folders[0]))
+        try:
+            print(write_report(folders[0]))
+        except OSError as error:
+            rule = f"its report.html cannot be written: {error.strerror or error}; "
+            rule += "name a copy of the run where you may write"
+            raise ConfigError([Mistake("runs", str(folders[0]), rule)]) from None
         return 0
-    data = compare(folders)
+    output, data = run_folder(asked.output, "output"), compare(folders)
     for title, headers, rows in data["tables"]:
         print_table(rows, headers, title)
         print()
-    output = epath.Path(Path(asked.output).absolute())
-    write_page(output, TEMPLATE, data)
+    try:
+        write_page(output, TEMPLATE, data)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}; name another file"
+        raise ConfigError([Mistake("output", str(output), rule)]) from None
     print(output)
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from data.machine import cache_folder, usable_cores
 from train.config import Platform, RuntimeConfig
@@ -41,7 +42,8 @@ def set_up(config: RuntimeConfig) -> None:
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    jax.config.update("jax_compilation_cache_dir", str(named or cache_folder() / "xla"))
+    cache = epath.Path(named or cache_folder() / "xla").expanduser()
+    jax.config.update("jax_compilation_cache_dir", os.fspath(cache))
 
 
 def keep_freed_memory() -> None:

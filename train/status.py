@@ -32,6 +32,7 @@ from train.units import format_seconds
 
 _FOLLOW_S = 2.0
 _SILENT_S = 180.0  # uploads come once a minute
+_LOOKS, _LOOK_S = 6, 1.0  # at a lease, which its owner renews every two seconds
 _SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation
 
 
@@ -147,11 +148,20 @@ def _live_owner(
     silent_s: float | None,
     events: Sequence[Mapping[str, Any]],
 ) -> str | None:
-    """Return who is at the run: as its process tells, or else its logs."""
+    """Return who is at the run: as its process tells, or its logs, or its lease.
+
+    Nothing is recorded while a step compiles, and what was is not uploaded to a store;
+    then its lease tells, but only who waits for the next beat.
+    """
     owner = read_owner(os.fspath(folder))
     alive = owner is not None and owner.alive()
-    if alive is None:
-        alive = _seems_alive(goodput, silent_s, events)
+    if alive is None and not (alive := _seems_alive(goodput, silent_s, events)):
+        seen = owner
+        for _ in range(_LOOKS):
+            time.sleep(_LOOK_S)
+            owner = read_owner(os.fspath(folder))
+            if owner != seen:
+                return str(owner) if owner else None
     return str(owner) if alive else None
 
 

@@ -60,13 +60,7 @@ def cached_store(
     """
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
-    settings = EncodingSettings(
-        config.tokenizer,
-        config.tokenizer_sha256 or digest_of(config.tokenizer),
-        Reading(keep_invalid_utf8=True),
-        config.validation,
-        skip_bad=False,
-    )
+    settings = _settings(config, Reading(keep_invalid_utf8=True), skip_bad=False)
     identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -106,13 +100,7 @@ def prepare_store(config: PrepareConfig) -> Store:
         config.keep_invalid_utf8,
         config.max_record_bytes,
     )
-    settings = EncodingSettings(
-        config.tokenizer,
-        config.tokenizer_sha256 or digest_of(config.tokenizer),
-        reading,
-        config.validation,
-        config.on_error is OnError.skip,
-    )
+    settings = _settings(config, reading, config.on_error is OnError.skip)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage, workers = Storage(config.output), config.workers or usable_cores()
@@ -198,6 +186,14 @@ def cache_dir(config: DataConfig) -> Path:
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
     return cache_folder() / "stores"
+
+
+def _settings(
+    config: DataConfig | PrepareConfig, reading: Reading, skip_bad: bool
+) -> EncodingSettings:
+    sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
+    given = config.tokenizer, sha256, reading, config.validation
+    return EncodingSettings(*given, skip_bad)
 
 
 def _segments(

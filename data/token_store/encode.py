@@ -141,7 +141,8 @@ class _Encoder:
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be written ({error}). Free space there, or name "
-                f"another place with work_dir"
+                f"another place: data.cache_dir of python -m train, work_dir of "
+                f"python -m data.prepare"
             ) from error
 
     def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
@@ -157,8 +158,9 @@ class _Encoder:
         for record in read(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 raise DataError(
-                    f"{_complaint(record)}. Mend it, or leave such records out with "
-                    f"on_error=skip"
+                    f"{_complaint(record)}. Mend it; python -m data.prepare can also "
+                    f"leave such records out (on_error=skip), or read another field "
+                    f"(text_field=...)"
                 )
             _add_to(self._num_tokens, segment.add(record, unit, whole))
             if is_text and isinstance(record, Record) and record.text:

@@ -19,10 +19,10 @@ from data.batches import (
     shuffled,
     validation_batches,
 )
-from data.config import DataConfig, Source
+from data.config import DataConfig, Packing, Source
 from data.errors import DataError
 from data.rows import cut_rows
-from data.sources import Sources, open_sources
+from data.sources import Sources, open_sets, open_sources
 from data.token_store.store import Store
 from tests.fleet import REPOSITORY
 
@@ -208,6 +208,28 @@ def test_validation_goes_through_the_text_once(config, rows):
     assert len(list(validation_batches(store, config, 1))) == 1
     assert_equal(next(validation_batches(store, config, 1)), batches[0])
     assert len(list(validation_batches(store, config, 1000))) == len(batches)
+
+
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize("size", [2, 7, 30])
+def test_a_set_that_holds_nothing_out_is_scored_to_its_end(tmp_path, size, packing):
+    """Also one that is shorter than a row, or whose last row is not full."""
+    (tmp_path / "own.txt").write_text("a text to train on, and to hold some out of it")
+    (tmp_path / "note.txt").write_text("x" * size)
+    config = DataConfig(
+        source=Source.text,
+        path=f"{tmp_path}/own.txt",
+        packing=packing,
+        sequence_length=16,
+        batch_size=8,
+        cache_dir=f"{tmp_path}/c",
+    )
+    sources = open_sets(
+        open_sources(config), config, {"note": f"{tmp_path}/note.txt"}
+    ).validation_sets(by_source=False)["note"]
+    assert sources.held_out == "train"
+    (batch,) = validation_batches(sources, config)
+    assert (batch.targets >= 0).sum() == sources.num_tokens("train") - 1 == size - 1
 
 
 def test_too_little_text_is_refused_with_the_remedy(config):

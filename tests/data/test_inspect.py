@@ -3,9 +3,11 @@
 import dataclasses
 
 from data.batches import Order
+from data.config import PrepareConfig
 from data.describe import describe_batch
 from data.inspect import InspectConfig, main, validate
 from data.sources import open_sources
+from data.token_store.build import prepare_store
 from train.cli.command import to_yaml
 from train.config import Config, RunConfig
 
@@ -28,3 +30,11 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
         if skipped:
             assert shown.pop(0) == "batch 10, as data.skip_batches leaves out 3"
         assert shown == list(describe_batch(order.excerpts(number), 20))
+
+
+def test_a_store_that_holds_nothing_out_is_shown_too(folder, tmp_path, capsys):
+    given, output = str(folder), f"{tmp_path}/all"
+    whole = PrepareConfig(given, output, validation=0, keep_invalid_utf8=True)
+    prepare_store(whole)
+    assert main(InspectConfig(output, step=0, sequence_length=16, batch_size=2)) == 0
+    assert "document" in capsys.readouterr().out

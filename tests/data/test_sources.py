@@ -213,8 +213,12 @@ def test_a_store_without_validation_text_is_refused(stores, tmp_path):
             input=f"{stores}/code.jsonl", output=f"{tmp_path}/all", validation=0
         )
     )
-    with pytest.raises(DataError, match="validation has 0 tokens"):
+    with pytest.raises(DataError, match=r"0 tokens.*data\.prepare \.\.\. validation="):
         open_sources(DataConfig(source=Source.tokens, path=f"{tmp_path}/all"))
+    short = DataConfig(source=Source.text, path=f"{tmp_path}/a.txt", validation=0.01)
+    (tmp_path / "a.txt").write_text("x" * 150)
+    with pytest.raises(DataError, match=r"1 tokens.* data\.validation="):
+        open_sources(dataclasses.replace(short, cache_dir=f"{tmp_path}/c"))
 
 
 def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path):

@@ -108,9 +108,11 @@ def test_a_missing_or_malformed_rank_file_is_named(tmp_path):
 
 
 def test_without_network_a_published_vocabulary_says_so(tmp_path, monkeypatch):
+    """In words for every command: each calls the key otherwise."""
     for variable in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    with pytest.raises(DataError, match=r"can it be downloaded.*=bytes"):
+    with pytest.raises(DataError, match=r"can it be downloaded.*tokenizer bytes") as e:
         load_tokenizer("gpt2")
+    assert "tokenizer=" not in str(e.value)

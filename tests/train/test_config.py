@@ -118,6 +118,7 @@ def test_the_defaults_are_right():
             Config(mesh=MeshConfig(context=2, activations={"seq": None})),
             "mesh.activations.seq",
         ),
+        (Config(profile=ProfileConfig(steps=[0, 4])), "profile.steps"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
         (
@@ -160,7 +161,7 @@ def test_each_rule_names_its_key(config: Any, key: str):
 def test_what_is_allowed_at_the_edge():
     mesh = MeshConfig(data=4, fsdp=-1, dcn=DcnConfig(data=2, fsdp=3))
     mesh = replace(mesh, params={"embed": ["fsdp", "tensor"], "layers": None})
-    steps = ProfileConfig(steps=[0, 1])
+    steps = ProfileConfig(steps=[1, 2])
     schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
     train = TrainConfig(num_steps=10)
     assert (

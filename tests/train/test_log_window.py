@@ -165,3 +165,17 @@ def test_laps_are_split_at_pauses_and_speed_is_free_of_them(window):
     with window.pause("save"):  # right after a line: no lap of no steps
         pass
     assert events.laps == [("save", None, {})]
+
+
+def test_steps_that_still_run_as_a_pause_begins_are_no_part_of_it(window):
+    class Running:
+        """A metric of a step that takes a quarter of a second more."""
+
+        def block_until_ready(self):
+            time.sleep(0.25)
+
+    window.add({"loss": Running()})
+    with window.pause("profile"):
+        pass
+    assert window._paused < 0.2
+    assert time.monotonic() - window._began - window._paused >= 0.25

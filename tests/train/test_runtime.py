@@ -46,6 +46,22 @@ print(faults() - before)
 """
 
 
+@pytest.mark.parametrize("named", ["~/xla", "gs://bucket/xla"])
+def test_the_cache_of_compiled_programs_is_where_a_shell_has_it(tmp_path, named):
+    script = "import jax\nfrom train.config import RuntimeConfig\n"
+    script += "from train.runtime import set_up\n"
+    script += f"set_up(RuntimeConfig(compilation_cache={named!r}))\n"
+    script += "print(jax.config.jax_compilation_cache_dir)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == named.replace("~", str(tmp_path))
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 def test_a_step_finds_its_memory_where_the_last_one_left_it():
     done = subprocess.run(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,12 +111,38 @@ def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(("silent_s", "alive"), [(1.0, True), (9000.0, False)])
-def test_of_an_owner_elsewhere_the_logs_tell(tmp_path, silent_s, alive):
+def test_of_an_owner_elsewhere_the_logs_tell(tmp_path, silent_s, alive, monkeypatch):
+    monkeypatch.setattr(train.status, "_LOOK_S", 0.0)
     elsewhere = replace(OWNER, machine="another", host="far")
     write_run(tmp_path, silent_s=silent_s, owner=elsewhere)
     assert read_status(epath.Path(tmp_path)).owner == (
         str(elsewhere) if alive else None
     )
+
+
+@pytest.mark.parametrize(("ends", "owned"), [(False, True), (True, False)])
+def test_of_an_owner_elsewhere_that_records_nothing_the_lease_tells(
+    tmp_path, monkeypatch, ends, owned
+):
+    """It compiles, say, and then beats once more or removes its lease."""
+    elsewhere = replace(OWNER, machine="another", host="far")
+    write_run(tmp_path, silent_s=9000.0, code=42, owner=elsewhere)
+    lease, waits = tmp_path / "lease.json", []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            lease.write_bytes(replace(elsewhere, beat=1).to_json())
+            if ends:
+                lease.unlink()
+
+    monkeypatch.setattr(
+        train.status, "time", SimpleNamespace(sleep=wait, time=time.time)
+    )
+    found = read_status(epath.Path(tmp_path))
+    assert found.owner == (str(elsewhere) if owned else None)
+    assert found.state == ("running" if owned else "stopped: preempted")
+    assert len(waits) == 2
 
 
 def test_a_long_lap_is_no_silence(tmp_path):

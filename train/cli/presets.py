@@ -25,9 +25,18 @@ CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"
 
 
+# Hydra writes no files: a run has its own directory.
+_NO_FILES = {
+    "output_subdir": None,
+    "run": {"dir": "."},
+    "sweep": {"dir": ".", "subdir": "."},
+}
+
+
 def register(schema: type) -> None:
     """Make `schema`, which each root config starts with, mean this one's defaults."""
-    ConfigStore.instance().store(name="schema", node=OmegaConf.create(asdict(schema())))
+    node = OmegaConf.create({**asdict(schema()), "hydra": _NO_FILES})
+    ConfigStore.instance().store(name="schema", node=node)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from train.cli.flags import is_sweep, parse_flags
@@ -11,22 +12,31 @@ from train.cli.hints import type_of
 from train.cli.schema import OLD_NAMES
 
 _CHOICES = {"tracker.name": "tracker"}  # keys that choose of a group today
+# A value of a sweep that is quoted, or is not.
+_VALUE = re.compile(
+    r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
+)
 
 
 def hydra_text(key: str, value: str) -> str:
     """Return an override of a text key that Hydra's grammar cannot misread."""
+    return f"{key}={_in_quotes(value)}"
+
+
+def _in_quotes(value: str) -> str:
     # Inside quotes Hydra reads \\ as a backslash only in front of a quote.
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f'{key}="{escaped}"'
+    return f'"{escaped}"'
 
 
 def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     """Return the arguments with that quoted which Hydra's grammar would misread.
 
-    So `prompt='def f('` and `data.path=a,b` say what they seem to. Values that are
-    quoted already, null, and the sweeps of `--multirun` stay. A table takes new
-    entries: Hydra wants that said with ++. A key's old name becomes the one of today.
+    So `prompt='def f('`, `data.path=a,b` and `run.name=1.10` say what they seem to.
+    Values that are quoted already, null, and the sweeps of `--multirun` stay, but for
+    numbers among their values. A table takes new entries: Hydra wants that said with
+    ++. A key's old name becomes the one of today.
     """
     sweeps = is_sweep(parse_flags(argv))
     parser = OverridesParser.create()
@@ -39,15 +49,32 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
         key = f"++{key}" if equals and in_table else key
         if not equals or hint not in (str, str | None):
             return f"{key}{equals}{value}"
-        try:
-            parsed = parser.parse_override(f"{key}={value}")
-            if parsed.is_sweep_override():
-                stays = sweeps
-            else:
-                one = not isinstance(parsed.value(), list | dict | bool)
-                stays = one and value == value.strip()
-        except HydraException:
-            stays = False
+        parsed = _parsed(parser, value)
+        if parsed is not None and parsed.is_sweep_override() and sweeps:
+            if parsed.is_choice_sweep():
+                value = _VALUE.sub(lambda one: _as_text(parser, one[0]), value)
+            return f"{key}={value}"
+        stays = _is_text(parsed) and value == value.strip()
         return f"{key}={value}" if stays else hydra_text(key, value)
 
     return [quoted(argument) for argument in argv]
+
+
+def _parsed(parser: OverridesParser, value: str) -> Override | None:
+    """Read a value as Hydra does; None if it cannot."""
+    try:
+        return parser.parse_override(f"key={value}")
+    except HydraException:
+        return None
+
+
+def _is_text(parsed: Override | None) -> bool:
+    """Tell whether Hydra makes text of a value, or null, and not a number, say."""
+    return parsed is not None and isinstance(parsed.value(), str | None)
+
+
+def _as_text(parser: OverridesParser, value: str) -> str:
+    """Return one value of a sweep, in quotes if it would be a number or the like."""
+    parsed = _parsed(parser, value)
+    stays = parsed is None or not value.strip() or _is_text(parsed)
+    return value if stays else _in_quotes(value.strip())

@@ -70,8 +70,8 @@ def _across(config: Config) -> Iterator[Mistake]:
     if address is not None and not (host and port.isdigit()):
         rule = "must be host:port of process 0, say 10.0.0.1:8476, or null"
         yield Mistake("distributed.coordinator_address", address, rule)
-    if steps and not (len(steps) == 2 and 0 <= steps[0] < steps[1]):
-        rule = "must be two ascending steps such as [10,12], or []"
+    if steps and not (len(steps) == 2 and 1 <= steps[0] < steps[1]):
+        rule = "must be two ascending steps from 1 on such as [10,12], or []"
         yield Mistake("profile.steps", steps, rule)
     if data.batch_size % accumulation:
         rule = f"must be divisible by train.accumulation_steps={accumulation}; "

@@ -45,8 +45,11 @@ def main(asked: ProfileConfig) -> int:
     else:
         profile = folder / "profiles" / str(asked.step)
         if not (profile / "profile.json").exists():
-            there = (path.name for path in (folder / "profiles").glob("*"))
-            known = ", ".join(sorted(there, key=int)) or "none"
+            there = (
+                path.parent.name for path in folder.glob("profiles/*/profile.json")
+            )
+            steps = sorted(int(name) for name in there if name.isdigit())
+            known = ", ".join(map(str, steps)) or "none"
             rule = f"must be the first step of a profile that is there: {known}"
             raise ConfigError([Mistake("step", asked.step, rule)])
     _show(profile)

@@ -134,17 +134,14 @@ class Profiler:
                     self._preemption.request(f"{TRACE}{int(asked['num_steps'])}")
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError, KeyError, jax.errors.JaxRuntimeError) as error:
+            except Exception as error:  # each store has errors of its own
                 log.warning("profile_request.json cannot be answered: %s", error)
                 self._ended.wait(60)
 
     def _begin(self) -> None:
         jax.block_until_ready(self._newest)  # else earlier steps are in the trace
         if self._cluster.is_leader:
-            request = _request(self._run.path)
-            if request.exists():
-                self._token = json.loads(request.read_text())["id"]
-                withdraw(self._run.path)
+            self._hear()
         # JAX knows nothing of object stores: given one, the process dies.
         self._local = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
@@ -154,6 +151,16 @@ class Profiler:
         self._mark.__enter__()
         self._began = time.monotonic()
 
+    def _hear(self) -> None:
+        """Take the request, if there is one: it may be withdrawn again by now."""
+        try:
+            self._token = json.loads(_request(self._run.path).read_text())["id"]
+            withdraw(self._run.path)
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # of a store, say: no reason to end the training
+            log.warning("profile_request.json cannot be answered: %s", error)
+
     def _end(self) -> None:
         jax.block_until_ready(self._newest)
         seconds = time.monotonic() - self._began
@@ -162,8 +169,10 @@ class Profiler:
         assert self._local is not None
         folder = self._run.path / "profiles" / str(self._first)
         try:
-            self._keep(self._local, folder)
-            self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
+            try:
+                self._keep(self._local, folder)
+            finally:  # the others wait for this process, too
+                self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
             if self._cluster.is_leader:
                 done = {"first": self._first, "last": self._last, "seconds": seconds}
                 done |= {"id": self._token, "processes": self._cluster.processes}
@@ -171,7 +180,7 @@ class Profiler:
                 write_whole(folder / "step.hlo.gz", text)
                 write_whole(folder / "profile.json", json.dumps(done))
                 log.info("steps %d to %d: %s", self._first, self._last, folder)
-        except OSError as error:
+        except Exception as error:  # each store has errors of its own
             log.warning("%s was not written: %s", folder, error)
         shutil.rmtree(self._local, ignore_errors=True)
         self._local, self._token = None, None

@@ -32,7 +32,7 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
     """
     scheme, remote, _ = directory.partition("://")
     if not remote:
-        return epath.Path(Path(directory).absolute())
+        return epath.Path(Path(directory).expanduser().absolute())
     if scheme not in _SCHEMES:
         rule = "must be a local folder, or one under s3:// or gs://"
         raise ConfigError([Mistake(key, directory, rule)])

@@ -2,15 +2,16 @@
 
 import hashlib
 import importlib.metadata
+from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "longhaul")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide what a step computes."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of packages: by default, of what decides what a step does."""
     numbers = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Gt, Le
+from etils import epath
 
+from data.machine import is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
@@ -79,8 +81,7 @@ def main(asked: SampleConfig) -> int:
             be written to the output.
     """
     prompts = read_prompts(asked.prompts) if asked.prompts else [asked.prompt]
-    if asked.output:
-        check_output(asked.output)
+    output = output_file(asked.output) if asked.output else None
     import jax
 
     from data.encoding import encode
@@ -105,9 +106,9 @@ def main(asked: SampleConfig) -> int:
     with _Clock() as clock:
         texts = continue_all(go_on, rows, asked.batch_size, asked.seed)
     pairs = zip(rows, texts, strict=True)
-    if asked.output:
+    if output:
         lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
-        Path(asked.output).write_text("".join(f"{line}\n" for line in lines))
+        output.write_text("".join(f"{line}\n" for line in lines))
     else:
         whole = (printable(row + text) for row, text in pairs)
         print(f"\n{'-' * 72}\n".join(whole))
@@ -158,18 +159,25 @@ class _Clock:
         return f"{self._seconds:.1f} s{of_it}: {rate:,.0f} tokens/s"
 
 
-def check_output(path: str) -> None:
-    """Check that a file can be written, before there is anything to lose.
+def output_file(path: str) -> epath.Path:
+    """Return a file, once it can be written: before there is anything to lose.
 
     Raises:
         ConfigError: if it cannot be.
     """
+    from train.run.storage import run_folder
+
+    file = run_folder(path, "output")
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).open("a").close()
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}"
+        if not is_remote(file):
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            Path(file).open("a").close()
+        elif not file.exists():
+            file.write_bytes(b"")
+    except Exception as error:  # each store has errors of its own
+        rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise ConfigError([Mistake("output", path, rule)]) from None
+    return file
 
 
 def read_prompts(path: str) -> list[str]:
@@ -179,8 +187,9 @@ def read_prompts(path: str) -> list[str]:
         ConfigError: if there is no such file, or no prompt in it.
     """
     try:
-        lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
-        if Path(path).suffix == ".jsonl":
+        file = Path(path).expanduser()
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        if file.suffix == ".jsonl":
             lines = [str(json.loads(line)["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read: {type(error).__name__}: {error}"

@@ -26,6 +26,8 @@ def read(argument):
             "[1, 2]",
         ),
         *("it's", "a=b", "\\n", '{"a": 1}', "line\nbreak", "ü é", "  lead ", "42"),
+        # What a number would not give back: a date, a version, a commit, a score.
+        *("20240101_1200", "1.10", "1e52341", "3.140", "0x10", "nan", "true"),
     ],
 )
 def test_text_arrives_as_it_was_typed(text):
@@ -36,6 +38,22 @@ def test_text_arrives_as_it_was_typed(text):
 def test_null_and_what_is_quoted_already_stay():
     typed = ["prompt=null", 'prompt="a, b"', "run.dir='x'"]
     assert quote_text(typed, SampleConfig) == typed
+
+
+def test_numbers_among_the_values_of_a_sweep_arrive_as_they_were_typed():
+    def values(argument):
+        _, argument = quote_text(["--multirun", argument], Config)
+        sweep = OverridesParser.create().parse_override(argument)
+        each = [f"run.name={value}" for value in sweep.sweep_string_iterator()]
+        # Each job quotes its own once more.
+        return [read(text) for text in quote_text(each, Config)]
+
+    assert values("run.name=1.10, 1e52341,base") == ["1.10", "1e52341", "base"]
+    assert values("run.name=choice(1.10,true)") == ["1.10", "true"]
+    for typed in (r"run.name=a\,1.10,2", """run.name='b,1.10',"it's",2"""):
+        assert values(typed)[-1] == "2"
+    assert values("""run.name='b,1.10',"2.0",null""") == ["b,1.10", "2.0", None]
+    assert values("run.name=range(1,3)") == ["1", "2"]
 
 
 def test_sweeps_and_other_keys_stay():

@@ -14,8 +14,11 @@ import pytest
 from etils import epath
 
 from tests.fleet import Fleet, of_text, write_text
+from train.config import RunConfig
 from train.distributed.preemption import TRACE, Preemption
 from train.distributed.processes import Cluster
+from train.errors import ConfigError
+from train.profile.__main__ import ProfileConfig, main
 from train.profile.labels import OTHER, UNNAMED, WAITING, Labels
 from train.profile.times import read_times
 from train.profile.trace import read_trace
@@ -95,6 +98,52 @@ def test_the_parts_of_a_profile_add_up(profiled):
     assert "products" in kinds
     names = [path.name for path in profiled.glob("plugins/profile/*/*")]
     assert any(name.endswith("_0.xplane.pb") for name in names)
+
+
+@pytest.mark.parametrize("request_text", ["{", '{"num_steps": 1}', None])
+def test_a_store_that_fails_costs_a_profile_and_not_the_training(
+    tmp_path, monkeypatch, caplog, request_text
+):
+    """Nor does a request that was damaged, or withdrawn after it was heard."""
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *args, **options: None)
+    monkeypatch.setattr(profiles, "_LOOK_S", 60)
+    waited, agreed = [], Agreed()
+    cluster = SimpleNamespace(is_leader=True, processes=2, timeout_s=1.0)
+    cluster.wait = lambda *args: waited.append(args)
+    config = SimpleNamespace(
+        profile=SimpleNamespace(steps=[]), train=SimpleNamespace(num_steps=10)
+    )
+    run = SimpleNamespace(path=epath.Path(tmp_path), config=config)
+    profiler = Profiler(
+        *(run, cluster, agreed, lambda: "", lambda event: contextlib.nullcontext())
+    )
+
+    def refuse(*args):
+        raise RuntimeError("a store's own words")
+
+    monkeypatch.setattr(profiler, "_keep", refuse)
+    if request_text:
+        (tmp_path / "profile_request.json").write_text(request_text)
+    agreed.request(f"{TRACE}1")
+    with contextlib.closing(profiler):
+        profiler.before(2)
+        profiler.after(2, ())
+    assert "a store's own words" in caplog.text
+    assert waited == [("profile/2", 1.0)]
+    said = "profile_request.json cannot be answered" in caplog.text
+    assert said == (request_text is not None)
+
+
+def test_profiles_are_listed_beside_what_else_lies_there(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    for name in ("10", "9", ".DS_Store", "old"):
+        (tmp_path / "profiles" / name).mkdir(parents=True)
+        (tmp_path / "profiles" / name / "profile.json").write_text("{}")
+    (tmp_path / "profiles/.localized").write_text("")
+    asked = ProfileConfig(RunConfig(dir=str(tmp_path)), step=7)
+    with pytest.raises(ConfigError, match="that is there: 9, 10"):
+        main(asked)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -167,6 +167,13 @@ def test_a_save_waits_for_a_server_that_is_away(opened, folder, server):
     same(checkpoints.saved.restore(like()), make_state(2))
 
 
+def test_a_folder_is_where_a_shell_has_it(monkeypatch, tmp_path):
+    """It expands no ~ within an argument such as run.dir=~/runs/a."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run_folder("~/runs/a") == tmp_path / "runs/a" == run_folder("runs/a")
+
+
 def test_what_holds_no_run_is_refused(monkeypatch):
     for directory in ("http://host/run", "az://bucket/run"):
         with pytest.raises(ConfigError, match="s3:// or gs://"):

@@ -14,6 +14,7 @@ from train.sample.__main__ import (
     chat,
     continue_all,
     main,
+    output_file,
     read_prompts,
     validate,
 )
@@ -93,6 +94,16 @@ def test_an_output_that_cannot_be_written_is_said_before_anything(tmp_path):
         with pytest.raises(ConfigError, match="runs/x"):
             main(SampleConfig(RUN, output=f"{tmp_path}/{name}"))
     assert (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(ConfigError, match=r"output = http(.|\n)*s3://"):
+        main(SampleConfig(RUN, output="http://host/x.jsonl"))
+
+
+@pytest.mark.slow
+def test_an_output_in_a_store_is_there_from_the_beginning(server):
+    file = output_file("s3://bucket/texts.jsonl")
+    assert file.read_text() == ""
+    file.write_text("{}\n")
+    assert output_file("s3://bucket/texts.jsonl").read_text() == "{}\n"
 
 
 def test_a_line_end_can_be_typed_as_a_stop():
