@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from train.cli.command import run_command
-from train.errors import Mistake, check_all
+from train.errors import ConfigError, Mistake, check_all
 
 
 @dataclass(frozen=True)
