@@ -289,14 +289,12 @@ def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
     of_text = DataConfig(source=Source.text, path=gone, cache_dir=f"{tmp_path}/c")
     with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    there is no such"):
         open_sources(of_text)
-    of_tokens = dataclasses.replace(of_text, source=Source.tokens)
     with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    .*data\.prepare"):
-        encoding_of(of_tokens)
+        encoding_of(dataclasses.replace(of_text, source=Source.tokens))
     config = mixture(stores)
-    with pytest.raises(DataError, match=rf"^eval\.sets\.own\.path = {gone}\n"):
-        open_sets(open_sources(config), config, {"own": gone})
-    with pytest.raises(DataError, match=rf"^sets\.own\.path = {gone}\n"):
-        open_sets(open_sources(config), config, {"own": gone}, table="sets")
+    for table in ("eval.sets", "sets"):
+        with pytest.raises(DataError, match=rf"^{table}\.own\.path = {gone}\n"):
+            open_sets(open_sources(config), config, {"own": gone}, table=table)
     config.sources["other"] = MixtureSource(gone)
     with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {gone}\n"):
         open_sources(config)

@@ -1,4 +1,4 @@
-"""What a config may be, and what is said of one that is wrong or set in vain."""
+"""What a config may be, and what is said of one that is wrong."""
 
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from data.config import DataConfig, MixtureSource, Source
-from model.choices import Activation, Mlp, NormSpan, Position, RopeScaling, Scaling
+from model.choices import Mlp, Position
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.presets import CONFIG_DIR
@@ -27,7 +27,7 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
-from train.identity import differences, flatten
+from train.identity import flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 from train.watching import (
@@ -186,82 +186,6 @@ def test_the_error_shows_key_value_and_rule():
     assert text.splitlines()[0].startswith("2 mistakes")
     assert "a.b = null\n      must be 1" in text
     assert "c = 2\n      no" in text
-
-
-def test_a_warm_up_without_an_end_is_named():
-    (warning,) = without_effect(Config(train=TrainConfig(num_steps=100)))
-    assert "schedule.warmup_steps=100" in warning
-
-
-def test_a_setting_without_effect_is_named():
-    adamw = OptimizerConfig(name=OptimizerName.adamw, muon_momentum=0.5)
-    (warning,) = without_effect(Config(optimizer=adamw))
-    assert "optimizer.muon_momentum" in warning
-    assert "adamw" in warning
-    assert (
-        without_effect(Config(optimizer=replace(adamw, name=OptimizerName.muon))) == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (
-            {"rope_scaling": RopeScaling(factor=8.0, original_length=8192)},
-            "model.rope_scaling.kind is none",
-        ),
-        (
-            {
-                "position": Position.learned,
-                "rope_theta_local": 10.0,
-                "rope_scaling": RopeScaling(Scaling.linear, 2.0),
-                "rotary_fraction": 0.5,
-            },
-            "model.position is learned",
-        ),
-        ({"qk_norm_over": NormSpan.projection}, "model.qk_norm is false"),
-        ({"swiglu_alpha": 2.0, "swiglu_limit": 3.0}, "model.activation is swiglu"),
-    ],
-)
-def test_so_are_settings_of_what_a_model_does_not_have(model: dict, why: str):
-    config = Config(model=ModelConfig(**model))
-    changed = {diff.key for diff in differences(Config(), config)}
-    assert set(without_effect(config)) == {
-        f"{key} has no effect: {why}" for key in changed - {"model.position"}
-    }
-
-
-def test_so_is_how_to_judge_by_no_task():
-    judge = EvalConfig(task_limit=5)
-    (warning,) = without_effect(Config(eval=judge))
-    assert warning.startswith("eval.task_limit has no effect")
-    assert without_effect(Config(eval=replace(judge, tasks=["piqa"]))) == []
-
-
-def test_so_is_a_schedule_without_stages():
-    mesh, train = MeshConfig(pipeline_repeats=2), TrainConfig(pipeline_microbatches=8)
-    found = without_effect(Config(mesh=mesh, train=train))
-    assert [warning.split()[0] for warning in found] == [
-        "mesh.pipeline_repeats",
-        "train.pipeline_microbatches",
-    ]
-    assert without_effect(Config(mesh=replace(mesh, pipeline=2), train=train)) == []
-
-
-def test_without_a_tracker_only_what_one_would_read_is_idle():
-    assert without_effect(_wandb(enabled=True, project="mine")) == []
-    (warning,) = without_effect(_wandb(project="mine"))
-    why = "tracker.wandb.enabled is false"
-    assert warning == f"tracker.wandb.project has no effect: {why}"
-
-
-@pytest.mark.parametrize("key", ["remat", "offload"])
-def test_to_keep_what_a_model_does_not_make_is_named(key):
-    config = Config(train=TrainConfig(**{key: ("mlp_gate",)}))
-    assert without_effect(config) == []
-    plain = replace(config.model, activation=Activation.gelu)
-    (warning,) = without_effect(replace(config, model=plain))
-    assert f"{key} keeps mlp_gate in vain: model.activation=gelu" in warning
 
 
 def test_what_cannot_wait_in_host_memory_is_refused():
