@@ -5,7 +5,7 @@ import pytest
 
 from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.load_run import make_program_here
+from train.load_run import in_microbatches, make_program_here
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,18 @@ def test_the_runs_mesh_is_kept_if_it_fits(configure, typed, sizes):
     assert len(jax.devices()) == 8
     program = make_program_here(configure("model.vocab_size=512", *typed))
     assert dict(program.mesh.shape) == dict.fromkeys(MESH_AXES, 1) | sizes
+
+
+@pytest.mark.parametrize(
+    ("typed", "count", "wanted", "parts"),
+    [((), 1, 4, 4), ((), 1, 3, 1), (("mesh.fsdp=4",), 4, 8, 2)],
+)
+def test_a_batch_goes_through_in_the_runs_microbatches(
+    programs, typed, count, wanted, parts
+):
+    """As far as rows of it are left for each device."""
+    program = in_microbatches(programs(*typed, devices=count), wanted)
+    assert program.config.train.accumulation_steps == parts
 
 
 def test_what_fits_on_no_device_is_an_error(configure):
