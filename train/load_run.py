@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from data.sources import Sources, open_sources
+from model.choices import Attention, ComputeDtype
+from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
@@ -77,11 +79,40 @@ def make_program_here(config: Config) -> Program:
 
     On the run's own mesh if that fits them; else, and where that is a pipeline (for
     training alone), its parameters are sharded over as many of them as divide the
-    batch.
+    batch. What of its kernel and its products these devices cannot do is left to them.
 
     Raises:
         ConfigError: if it fits on no number of them.
     """
+    try:
+        return _on_a_mesh(config)
+    except ConfigError as error:
+        refused = {mistake.key for mistake in error.mistakes}
+        if not (instead := _instead(config.model, refused)):
+            raise
+    for key, value in instead.items():
+        before = getattr(config.model, key)
+        message = "not for these devices: model.%s=%s; taken instead: %s"
+        log.warning(message, key, before, value)
+    return make_program_here(replace(config, model=replace(config.model, **instead)))
+
+
+def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
+    """Return what to take in place of refused values: the devices' own, or any's."""
+    own = model.attention is not Attention.auto
+    instead = {
+        "attention": Attention.auto if own else Attention.xla,
+        "compute_dtype": ComputeDtype.auto,
+    }
+    return {
+        key: value
+        for key, value in instead.items()
+        if f"model.{key}" in refused and getattr(model, key) not in (value, "xla")
+    }
+
+
+def _on_a_mesh(config: Config) -> Program:
+    """Return the program on the run's mesh, or on one that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
     wrong = ConfigError([])
     try:
