@@ -41,6 +41,19 @@ def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
     return wanted
 
 
+def best_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
+    """Return what to load to evaluate: the average of weights if kept, else weights.
+
+    Raises:
+        ConfigError: as `to_load`, of these alone.
+    """
+    wanted: dict[str, Any] = {"params": like.params}
+    if _has_average(saved, like):
+        wanted = {"optimizer": {"average": like.optimizer.average}}
+    _check(saved, wanted, set())
+    return wanted
+
+
 def _has_average(saved: Mapping[str, Any], like: TrainState) -> bool:
     wanted = like.optimizer.average is not None
     return wanted and any(name.startswith("optimizer.average.") for name in saved)

@@ -19,11 +19,11 @@ from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.optimizer.update import OptimizerState, averages
-from train.run.contents import to_load
+from train.run.contents import best_to_load, to_load
 from train.run.digests import damage, digests, is_sealed, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.storage import move
-from train.state import TrainState, best_params
+from train.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,17 @@ class SavedSteps:
             ConfigError: if all are later than at_most, or the one asked for is not
                 there, or does not fit.
         """
+        return self._first_good(
+            lambda step: self._load(step, like, repack), step, at_most
+        )
+
+    def _first_good(
+        self,
+        load: Callable[[int], Any],
+        step: int | None = None,
+        at_most: int | None = None,
+    ) -> Any:
+        """Load the newest step that is what was written, as `restore` has it."""
         steps, unsealed = [] if step is None else [step], list[int]()
         if step is None:
             steps, unsealed = self._cluster.broadcast(self._list)
@@ -104,16 +115,16 @@ class SavedSteps:
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
             wrong = self._damage(candidate)
             if wrong is None:
-                state = self._load(candidate, like, repack)
+                loaded = load(candidate)
                 for other in [] if self._read_only else unsealed:
                     # Else the run would not save this step when it comes there again.
                     self._warn("checkpoint of step %d was never hashed", other)
                     self._set_aside(other)
-                return state
+                return loaded
             self._warn("checkpoint of step %d is damaged: %s", candidate, wrong)
             self._set_aside(candidate)
         if unsealed:
-            return self._load_unsealed(unsealed[-1], like, repack)
+            return self._load_unsealed(unsealed[-1], load)
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
@@ -128,16 +139,25 @@ class SavedSteps:
     ) -> tuple[int, Any]:
         """Restore what to evaluate: the average of weights if kept, else the weights.
 
+        Nothing else of the state is read, nor has room in memory.
+
         Returns:
             The step, and the tree of parameters.
 
         Raises:
+            ConfigError: if there is no such step, or it does not fit.
             DataError: if it cannot be read, or if there is no checkpoint.
         """
-        state = self.restore(like, step)
-        if state is None:
+
+        def load(step: int) -> tuple[int, Any]:
+            wanted = best_to_load(self._saved(step), like)
+            loaded = self._read(step, wanted)
+            return step, loaded.get("params") or loaded["optimizer"]["average"]
+
+        found = self._first_good(load, step)
+        if found is None:
             raise DataError(f"{self._directory}: there is no checkpoint yet")
-        return int(state.step), best_params(state)
+        return found
 
     def _list(self) -> tuple[list[int], list[int]]:
         """Return, on process 0, which steps there are, and which were never hashed.
@@ -213,19 +233,19 @@ class SavedSteps:
         optimizer = OptimizerState(transform, average)
         return TrainState(loaded["step"], params, optimizer, recent)
 
-    def _load_unsealed(self, step: int, like: TrainState, repack: Repack) -> TrainState:
+    def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
         """Load a step that nothing can verify, and seal it as it is."""
         self._warn(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: taken unverified, for want of another",
             step,
         )
-        state = self._load(step, like, repack)
+        loaded = load(step)
         if not self._read_only and self._cluster.is_leader:
             folder = self._directory / str(step)
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
-        return state
+        return loaded
 
     def _warn(self, *message: object) -> None:
         if self._cluster.is_leader:

@@ -11,6 +11,7 @@ import pytest
 
 from data.batches import Order
 from data.errors import DataError
+from model.params import named
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
@@ -172,6 +173,29 @@ def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
         assert [mistake.key for mistake in error.value.mistakes] == [key]
         assert checkpoints.saved.steps() == [0]
         checkpoints.close()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged):
+    """Or, where there is one, their average."""
+    state, wanted = make_state(1), like()
+    if averaged:
+        average = state.optimizer._replace(average=make_state(2).params)
+        state = state._replace(optimizer=average)
+        average = wanted.optimizer._replace(average=wanted.params)
+        wanted = wanted._replace(optimizer=average)
+    checkpoints = saved()
+    checkpoints.save(1, state, ABOUT)
+    checkpoints.wait()
+    reader = SavedSteps(folder)
+    load = mock.Mock(side_effect=reader._orbax.load)
+    monkeypatch.setattr(reader._orbax, "load", load)
+    step, params = reader.restore_params(wanted)
+    assert step == 1
+    same(params, make_state(1 + averaged).params)
+    of = "optimizer.average" if averaged else "params"
+    read = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
+    assert read == {f"{of}.w", f"{of}.b.half"}
 
 
 def test_another_mesh_restores_to_its_own_layout(programs, folder):
