@@ -121,12 +121,14 @@ class Order:
         except DataError as error:
             raise DataError(f"step {step}, {error}") from error
 
-    def batches(self, start_step: int = 0, rows: RowSlices = None) -> Iterator[Batch]:
-        """Read the batches from start_step on, without end and ahead of time.
+    def batches(
+        self, start_step: int = 0, rows: RowSlices = None, stop_step: int = sys.maxsize
+    ) -> Iterator[Batch]:
+        """Read the batches from start_step on, before stop_step, ahead of time.
 
         A DataError says that a chunk is damaged, or a source with a limit used up.
         """
-        steps = range(start_step, sys.maxsize)
+        steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
         num_rows = len(_chosen(self._config, rows))
         return _prefetch(read, steps, self._local, num_rows, self._config)

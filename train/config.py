@@ -230,7 +230,7 @@ class TrainConfig:
     """The loop and the step."""
 
     num_steps: Count = 1600  # updates of the whole run, the schedule's length
-    accumulation_steps: Count = 1  # microbatches of one step
+    accumulation_steps: Count = 1  # microbatches of one step; evaluation takes as many
     # Parts of a microbatch that are in the stages of mesh.pipeline at once; null: as
     # many as there are stages.
     pipeline_microbatches: Count | None = None

@@ -1,16 +1,19 @@
 """A run's own model, brought back from its checkpoints: for commands on a run."""
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from data.sources import Sources, open_sources
+from model.choices import Attention, ComputeDtype
+from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
-from train.program import Program, make_program
+from train.program import Program, make_program, shards_of
 from train.run.restore import SavedSteps
 from train.run.starts import check_data, read_run
 from train.run.storage import run_folder
@@ -32,7 +35,7 @@ def load_run(
         runtime: the machine.
         step: of the checkpoint; `best`: of the lowest validation loss; None: the
             newest.
-        batch_size: instead of the run's.
+        batch_size: instead of the run's, which goes through in its microbatches.
 
     Returns:
         The program, the tokens, the step, and the parameters (the average of weights
@@ -47,17 +50,28 @@ def load_run(
         directory = run_dir(Config(run=run))
     config = read_run(directory)
     data = replace(config.data, batch_size=batch_size or config.data.batch_size)
+    microbatches = 1 if batch_size else config.train.accumulation_steps
     train = replace(config.train, accumulation_steps=1)
     config = replace(config, runtime=runtime, data=data, train=train)
     set_up(config.runtime)
     sources = open_sources(config.data)
     path = run_folder(directory or "")
     check_data(path, sources)
-    program = make_program_here(config)
+    program = in_microbatches(make_program_here(config), microbatches)
     saved = SavedSteps(path / "checkpoints")
     number = saved.best() if step == "best" else step
     step, params = saved.restore_params(program.state, number)
     return program, sources, step, params
+
+
+def in_microbatches(program: Program, wanted: int) -> Program:
+    """Cut a program's batch in as many parts, as far as all devices have rows of each.
+
+    On another mesh than the run's these are others.
+    """
+    shards, _ = shards_of(program.how.rules, program.mesh.shape)
+    parts = math.gcd(program.config.data.batch_size // shards, wanted)
+    return program.trained(replace(program.config.train, accumulation_steps=parts))
 
 
 def make_program_here(config: Config) -> Program:
@@ -65,11 +79,40 @@ def make_program_here(config: Config) -> Program:
 
     On the run's own mesh if that fits them; else, and where that is a pipeline (for
     training alone), its parameters are sharded over as many of them as divide the
-    batch.
+    batch. What of its kernel and its products these devices cannot do is left to them.
 
     Raises:
         ConfigError: if it fits on no number of them.
     """
+    try:
+        return _on_a_mesh(config)
+    except ConfigError as error:
+        refused = {mistake.key for mistake in error.mistakes}
+        if not (instead := _instead(config.model, refused)):
+            raise
+    for key, value in instead.items():
+        before = getattr(config.model, key)
+        message = "not for these devices: model.%s=%s; taken instead: %s"
+        log.warning(message, key, before, value)
+    return make_program_here(replace(config, model=replace(config.model, **instead)))
+
+
+def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
+    """Return what to take in place of refused values: the devices' own, or any's."""
+    own = model.attention is not Attention.auto
+    instead = {
+        "attention": Attention.auto if own else Attention.xla,
+        "compute_dtype": ComputeDtype.auto,
+    }
+    return {
+        key: value
+        for key, value in instead.items()
+        if f"model.{key}" in refused and getattr(model, key) not in (value, "xla")
+    }
+
+
+def _on_a_mesh(config: Config) -> Program:
+    """Return the program on the run's mesh, or on one that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
     wrong = ConfigError([])
     try:

@@ -70,7 +70,8 @@ class Trainer:
             train_step, *watched_step = self.compiling.result()
             # Else who finds it in the cache would be found idle at its first step.
             self.cluster.wait("compiled", config.watchdog.compile_timeout_s)
-        batches = self.order.batches(first, local_rows(program.batch))
+        # What follows the last step may be more than a source with a limit has.
+        batches = self.order.batches(first, local_rows(program.batch), end)
         feed = Feed(batches, program.batch, watchdog.phase)
         window = LogWindow(program, run, self.order, feed)
         rest = preemption, train_step.as_text, window.pause
@@ -99,7 +100,8 @@ class Trainer:
                     window.read(step, progress)
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
                     log.error(_DIVERGED, step, window.skipped_in_a_row)
-                    if watched_step and not window.culprit:  # it may show what is wrong
+                    if watched_step and not window.culprit and step < end:
+                        # It may show what is wrong.
                         state, metrics = watched_step[0](state, next(feed))
                         window.add(metrics)
                         window.read(step + 1, progress)

@@ -210,12 +210,27 @@ def split(rows: Any, parts: int) -> Any:
 def make_eval_step(
     model: GPT, how: Execution, config: TrainConfig
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """Build `eval_step(params, batch) -> (sum of nats, number of targets)`."""
+    """Build `eval_step(params, batch) -> (sum of nats, number of targets)`.
+
+    In the microbatches of a train step: what fits the memory there fits it here.
+    """
+    microbatches = config.accumulation_steps
 
     def eval_step(how: Execution, params: Any, batch: Batch):
-        chunk = config.loss_chunk_tokens
-        _, nats, _ = loss_sum(bind(model, params), batch, how, 0.0, chunk)
-        return over_rows((nats, jnp.sum(batch.targets >= 0)), how)
+        def sums(part: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
+            chunk = config.loss_chunk_tokens
+            _, nats, _ = loss_sum(bind(model, params), part, how, 0.0, chunk)
+            return nats, jnp.sum(part.targets >= 0)
+
+        def add(total: Any, part: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums(part)), None
+
+        if microbatches == 1:
+            return over_rows(sums(batch), how)
+        start = jnp.float32(0), jnp.int32(0)
+        with jax.named_scope("microbatches"):
+            total, _ = jax.lax.scan(add, start, split(batch, microbatches))
+        return over_rows(total, how)
 
     return by_rows(eval_step, how, param_infos(model), lambda specs: REPLICATED)
 

@@ -132,6 +132,7 @@ def test_a_limit_is_refused_just_where_reading_would_end(stores, sources, skip):
         order.find(step, np.arange(B))
     with pytest.raises(DataError, match=r"step \d+: data\.sources\.prose is used up"):
         order.find(end, np.arange(B))
+    assert len([*order.batches(0, stop_step=end)]) == end
     ((key, value, rule),) = order.mistakes(end + 1)
     assert (key, value) == ("data.sources.prose.epochs", 1)
     assert "steps use prose 1." in rule

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 import yaml
 
+from data.batches import Order
+from data.config import DataConfig, MixtureSource, PrepareConfig, Source
+from data.sources import open_sources
+from data.token_store.build import prepare_store
 from tests.train import doors
 from tests.train.doors import lines, state_of, steps
 from train.run.metrics import read_events
@@ -49,6 +53,27 @@ def test_a_planned_mesh_is_written_out(folder, door):
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
     again = door(path, "mesh=planned", steps)  # the same command
     assert again.returncode == 0, again.stderr
+
+
+def test_a_source_may_be_used_up_by_the_last_step(folder, door):
+    """What the loop reads ahead of its steps is more than there is."""
+    store = folder / "prepared"
+    prepare_store(PrepareConfig(input=f"{folder}/text.txt", output=str(store)))
+    at = {"name": "mixture", "source": Source.mixture, "sequence_length": 32}
+    data = DataConfig(**at, sources={"a": MixtureSource(str(store))}, batch_size=8)
+    (rows,) = Order(open_sources(data), data, 0).rows.values()
+    config = (
+        *("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2"),
+        *("data=mixture", "data.sequence_length=32", "data.batch_size=8"),
+        # Of ten batches 84 rows: half a batch is left behind the last step.
+        f"data.sources={{a: {{path: {store}, epochs: {84 / len(rows)}}}}}",
+        *("train.num_steps=10", "runtime.cpu_devices=2", "tracker=none"),
+    )
+    result = door(folder / "used_up", config=config)
+    assert result.returncode == 0, result.stderr
+    result = door(folder / "used_up", "train.num_steps=11", config=config)
+    assert result.returncode == 78
+    assert "data.sources.a.epochs" in result.stderr
 
 
 def test_a_run_that_diverges_stops_with_what_to_do(folder, door):

@@ -57,7 +57,8 @@ class HarnessModel(TemplateLM):
         self._program, self._encoding = program, encoding
         config = program.config
         self.max_length = config.data.sequence_length
-        self._rows = config.data.batch_size
+        # A microbatch: what the memory holds at once in training.
+        self._rows = config.data.batch_size // config.train.accumulation_steps
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
             make_score_step(program.model, program.how, config.train, encoding.n_vocab),

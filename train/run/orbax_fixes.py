@@ -37,8 +37,9 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     quiet_failed_saves()
     policies = ocp.training.preservation_policies
     context = ocp.Context()
-    # Which arrays may be padded restore.py decides.
+    # Which arrays may be padded, and which are left unread, contents.py decides.
     context.array.loading.enable_padding_and_truncation = True
+    context.pytree.loading.partial_load = True
     if os.fspath(directory).startswith("s3://"):
         _bring_s3_to_orbax()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE

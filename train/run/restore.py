@@ -15,16 +15,15 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.errors import DataError
-from model.config import VOCAB_MULTIPLE
 from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
-from train.optimizer.moments import as_kept_before
+from train.optimizer.update import OptimizerState, averages
+from train.run.contents import best_to_load, to_load
 from train.run.digests import damage, digests, is_sealed, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.storage import move
-from train.spikes import Recent
-from train.state import TrainState, as_saved, best_params
+from train.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -35,30 +34,6 @@ Repack = Callable[[Any, jax.Array], Any] | None
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
     """Return the file whose presence says that a step may still lack its seal."""
     return directory / "unsealed" / str(step)
-
-
-def _check_shapes(saved: Any, wanted: Any) -> None:
-    """Check that arrays have the shapes they were saved with, but for padding.
-
-    Runs of before vocabularies were padded hold tables of 50,257 rows, say, where
-    50,304 are wanted: a dim may grow to the next multiple of 128, with zeros.
-
-    Raises:
-        ValueError: naming the first array of another shape.
-    """
-    shapes: dict[str, tuple[int, ...]]
-    shapes = {name: tuple(leaf.shape) for name, leaf in named(saved)}
-    for name, leaf in named(wanted):
-        shape = shapes.get(name, tuple(leaf.shape))
-        padded = tuple(-(-dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE for dim in shape)
-        known = len(shape) == len(leaf.shape) and all(
-            dim in (before, after)
-            for dim, before, after in zip(leaf.shape, shape, padded, strict=True)
-        )
-        if not known:
-            raise ValueError(
-                f"{name} was saved with the shape {shape}, {leaf.shape} is wanted"
-            )
 
 
 class SavedSteps:
@@ -115,8 +90,19 @@ class SavedSteps:
             DataError: if there are checkpoints and none is good, or not the one asked
                 for.
             ConfigError: if all are later than at_most, or the one asked for is not
-                there.
+                there, or does not fit.
         """
+        return self._first_good(
+            lambda step: self._load(step, like, repack), step, at_most
+        )
+
+    def _first_good(
+        self,
+        load: Callable[[int], Any],
+        step: int | None = None,
+        at_most: int | None = None,
+    ) -> Any:
+        """Load the newest step that is what was written, as `restore` has it."""
         steps, unsealed = [] if step is None else [step], list[int]()
         if step is None:
             steps, unsealed = self._cluster.broadcast(self._list)
@@ -129,16 +115,16 @@ class SavedSteps:
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
             wrong = self._damage(candidate)
             if wrong is None:
-                state = self._load(candidate, like, repack)
+                loaded = load(candidate)
                 for other in [] if self._read_only else unsealed:
                     # Else the run would not save this step when it comes there again.
                     self._warn("checkpoint of step %d was never hashed", other)
                     self._set_aside(other)
-                return state
+                return loaded
             self._warn("checkpoint of step %d is damaged: %s", candidate, wrong)
             self._set_aside(candidate)
         if unsealed:
-            return self._load_unsealed(unsealed[-1], like, repack)
+            return self._load_unsealed(unsealed[-1], load)
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
@@ -153,16 +139,25 @@ class SavedSteps:
     ) -> tuple[int, Any]:
         """Restore what to evaluate: the average of weights if kept, else the weights.
 
+        Nothing else of the state is read, nor has room in memory.
+
         Returns:
             The step, and the tree of parameters.
 
         Raises:
+            ConfigError: if there is no such step, or it does not fit.
             DataError: if it cannot be read, or if there is no checkpoint.
         """
-        state = self.restore(like, step)
-        if state is None:
+
+        def load(step: int) -> tuple[int, Any]:
+            wanted = best_to_load(self._saved(step), like)
+            loaded = self._read(step, wanted)
+            return step, loaded.get("params") or loaded["optimizer"]["average"]
+
+        found = self._first_good(load, step)
+        if found is None:
             raise DataError(f"{self._directory}: there is no checkpoint yet")
-        return int(state.step), best_params(state)
+        return found
 
     def _list(self) -> tuple[list[int], list[int]]:
         """Return, on process 0, which steps there are, and which were never hashed.
@@ -200,54 +195,57 @@ class SavedSteps:
         cluster, folder = self._cluster, self._directory / str(step)
         return cluster.first_error(damage(folder, cluster.process, cluster.processes))
 
-    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState:
-        """Load a step; recent steps of which it holds none, or others, begin empty."""
+    def _saved(self, step: int) -> dict[str, Any]:
+        """Return shapes and dtypes of what a step holds, by name."""
+        return dict(named(self._orbax.metadata(step).metadata))
+
+    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Read some of what a step holds."""
         try:
-            saved, where = self._orbax.metadata(step).metadata, like.step.sharding
-            recent = saved.get("recent") and jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-                Recent(**saved["recent"]),
-            )
-            wanted = as_saved(like._replace(recent=recent))
-            wanted = as_kept_before(wanted, dict(named(saved)))
-            _check_shapes(saved, wanted)
-            state = TrainState(**self._orbax.load(step, abstract_state=wanted))
+            return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
             error.add_note(
-                f"The files of the checkpoint of step {step} are what was written: it "
-                f"does not fit this config, or there was no memory, disk or network."
+                f"The files of the checkpoint of step {step} are what was written: "
+                f"there was no memory, disk or network."
             )
             raise
-        optimizer, wanted = state.optimizer, like.optimizer.transform
-        before, after = map(jax.tree.structure, (optimizer.transform, wanted))
-        if repack is not None and before != after:
-            self._warn("the moments of step %d were kept otherwise: rounded once", step)
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-            repacked = jax.jit(repack, out_shardings=shardings)
-            optimizer = optimizer._replace(
-                transform=repacked(optimizer.transform, state.step)
-            )
-            state = state._replace(optimizer=optimizer)
-        if recent == like.recent:
-            return state
-        empty = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
-        )
-        return state._replace(recent=empty)
 
-    def _load_unsealed(self, step: int, like: TrainState, repack: Repack) -> TrainState:
+    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState:
+        """Load a step, and begin what it does not hold: an average, recent steps."""
+        loaded = self._read(step, to_load(self._saved(step), like))
+        transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
+        params, recent = loaded["params"], loaded.get("recent")
+        wanted = like.optimizer
+        if repack is not None and (
+            jax.tree.structure(transform) != jax.tree.structure(wanted.transform)
+        ):
+            self._warn("the moments of step %d were kept otherwise: rounded once", step)
+            repacked = jax.jit(repack, out_shardings=_shardings(wanted.transform))
+            transform = repacked(transform, loaded["step"])
+        if wanted.average is not None and average is None:
+            self._warn("step %d has no average of weights: begun at the weights", step)
+            begin = jax.jit(averages, out_shardings=_shardings(wanted.average))
+            average = begin(params)
+        if like.recent is not None and recent is None:
+            recent = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
+            )
+        optimizer = OptimizerState(transform, average)
+        return TrainState(loaded["step"], params, optimizer, recent)
+
+    def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
         """Load a step that nothing can verify, and seal it as it is."""
         self._warn(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: taken unverified, for want of another",
             step,
         )
-        state = self._load(step, like, repack)
+        loaded = load(step)
         if not self._read_only and self._cluster.is_leader:
             folder = self._directory / str(step)
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
-        return state
+        return loaded
 
     def _warn(self, *message: object) -> None:
         if self._cluster.is_leader:
@@ -265,3 +263,7 @@ class SavedSteps:
         if not self._read_only:
             self._cluster.broadcast(set_aside)
             self._orbax.reload()
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

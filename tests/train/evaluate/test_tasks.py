@@ -125,6 +125,16 @@ def test_a_mesh_changes_no_score(programs, params, together):
     assert [s for s, _ in found] == pytest.approx([s for s, _ in together], rel=1e-5)
 
 
+def test_no_more_rows_are_scored_at_once_than_a_microbatch_has(
+    programs, params, together
+):
+    program = programs(*SMALL, "train.accumulation_steps=4", devices=1)
+    assert HarnessModel(program, BYTES)._rows == 2
+    found = of_requests(program, params, REQUESTS)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in together]
+    assert [s for s, _ in found] == pytest.approx([s for s, _ in together], rel=1e-5)
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
 def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window

@@ -1,6 +1,7 @@
 """The score of a checkpoint."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +82,27 @@ def test_as_many_batches_as_asked_for(programs, params, store, whole):
     assert len(batches) == 2
     assert found.num_targets == sum((b.targets >= 0).sum() for b in batches)
     assert found.num_targets < whole.num_targets
+
+
+@pytest.mark.parametrize(
+    ("mesh", "count", "parts"),
+    [((), 1, 4), (("mesh.data=2", "mesh.fsdp=2"), 4, 2)],
+    ids=["one device", "mesh"],
+)
+def test_in_microbatches_the_score_is_the_same(
+    programs, params, store, whole, mesh, count, parts
+):
+    """And no more than one of them passes through the layers at once."""
+    typed = ("model.num_layers=1", *mesh)
+    cut = programs(*typed, f"train.accumulation_steps={parts}", devices=count)
+    found = scored(cut, params, store, -1)
+    assert found.num_targets == whole.num_targets
+    assert found.loss == pytest.approx(whole.loss, rel=1e-6)
+    rows = 8 // math.prod(cut.mesh.shape[axis] for axis in ("data", "fsdp"))
+    for program, own in ((programs(*typed, devices=count), rows), (cut, rows // parts)):
+        with jax.set_mesh(program.mesh):
+            step = program.eval_step.lower(program.state.params, program.batch)
+        hidden = {
+            int(n) for n in re.findall(r"tensor<(\d+)x32x32xf32>", step.as_text())
+        }
+        assert max(hidden) == own

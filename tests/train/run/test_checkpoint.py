@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from data.batches import Order
 from data.errors import DataError
+from model.params import named
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
@@ -67,7 +69,7 @@ def test_tables_saved_before_they_were_padded_come_back_with_zeros(folder):
     assert table.shape == (1152, 8)
     assert not table[1030:].any()
     for size in (1029, 1031, 1280):
-        with pytest.raises(ValueError, match=r"with the shape \(1030, 8\)"):
+        with pytest.raises(ConfigError, match=r"with the shape \(1030, 8\)"):
             checkpoints.saved.restore(like(size))
     checkpoints.close()
 
@@ -115,6 +117,85 @@ def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, a
     restored = checkpoints.saved.restore(new.state)
     same(restored, state._replace(recent=new.init().recent))
     checkpoints.close()
+
+
+AVERAGED = ("optimizer.ema_decay=0.9",)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), AVERAGED), (AVERAGED, ())], ids=["on", "off"]
+)
+def test_an_average_that_is_new_begins_at_the_weights(
+    programs, store, folder, before, after
+):
+    """Or ceases; whoever allowed it to change finds the rest as it was."""
+    old, new = programs(*before, devices=1), programs(*after, devices=1)
+    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    if state.optimizer.average is not None:
+        average = jax.tree.map(lambda x: x + 1, state.params)
+        state = state._replace(optimizer=state.optimizer._replace(average=average))
+    checkpoints.save(0, state, ABOUT)
+    checkpoints.wait()
+    restored = checkpoints.saved.restore(new.state)
+    average = state.params if after else None
+    same(restored.optimizer, state.optimizer._replace(average=average))
+    same(restored.params, state.params)
+    _, params = checkpoints.saved.restore_params(new.state)
+    same(params, state.params)
+    with jax.set_mesh(new.mesh):  # average and weights are arrays of their own
+        new.train_step(
+            restored, place(Order(store, new.config.data, 0).read(0), new.batch)
+        )
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (("optimizer=lion",), "optimizer.name"),
+        (("optimizer=adafactor",), "optimizer.name"),
+        (("optimizer=muon",), "optimizer.name"),
+        (("model.qk_norm=false",), "model"),
+        (("model.mlp_dim=160",), "model"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
+    """From the checkpoint and to it: neither is a crash that would be tried again."""
+    one, other = programs(devices=1), programs(*typed, devices=1)
+    for path, old, new in (("there", one, other), ("back", other, one)):
+        checkpoints = Checkpoints(folder / path, CheckpointConfig())
+        checkpoints.save(0, old.init(), ABOUT)
+        checkpoints.wait()
+        with pytest.raises(
+            ConfigError, match="take it back, or start another"
+        ) as error:
+            checkpoints.saved.restore(new.state)
+        assert [mistake.key for mistake in error.value.mistakes] == [key]
+        assert checkpoints.saved.steps() == [0]
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged):
+    """Or, where there is one, their average."""
+    state, wanted = make_state(1), like()
+    if averaged:
+        average = state.optimizer._replace(average=make_state(2).params)
+        state = state._replace(optimizer=average)
+        average = wanted.optimizer._replace(average=wanted.params)
+        wanted = wanted._replace(optimizer=average)
+    checkpoints = saved()
+    checkpoints.save(1, state, ABOUT)
+    checkpoints.wait()
+    reader = SavedSteps(folder)
+    load = mock.Mock(side_effect=reader._orbax.load)
+    monkeypatch.setattr(reader._orbax, "load", load)
+    step, params = reader.restore_params(wanted)
+    assert step == 1
+    same(params, make_state(1 + averaged).params)
+    of = "optimizer.average" if averaged else "params"
+    read = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
+    assert read == {f"{of}.w", f"{of}.b.half"}
 
 
 def test_another_mesh_restores_to_its_own_layout(programs, folder):
@@ -167,11 +248,22 @@ def test_rewinding_sets_aside_what_is_later(saved, folder):
     same(saved().saved.restore(like()), make_state(9))
 
 
+def test_a_state_for_which_there_is_no_memory_sets_nothing_aside(
+    saved, folder, monkeypatch
+):
+    checkpoints = saved(1)
+    failing = mock.Mock(side_effect=MemoryError)
+    monkeypatch.setattr(checkpoints.saved._orbax, "load", failing)
+    with pytest.raises(MemoryError) as error:
+        checkpoints.saved.restore(like())
+    assert "what was written: there was no memory" in error.value.__notes__[0]
+    assert checkpoints.saved.steps() == [1]
+
+
 def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
     checkpoints = saved(1)
-    with pytest.raises(Exception, match=r"[Ss]hape") as error:
+    with pytest.raises(ConfigError, match="shape"):
         checkpoints.saved.restore(like(32))
-    assert "what was written: it does not fit" in error.value.__notes__[0]
     assert checkpoints.saved.steps() == [1]
     assert not (folder / "quarantine").exists()
 
