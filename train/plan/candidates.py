@@ -114,14 +114,16 @@ def variants(
     batch_size: int,
     model: ModelConfig,
     offload: Sequence[OffloadName] = (),
+    passes: int = 1,
 ) -> list[Layout]:
     """Return a mesh with each way to recompute, and each number of microbatches.
 
-    First comes what computes the least, last what needs the least memory.
+    First comes what computes the least, last what needs the least memory. Of each
+    microbatch every device has whole rows for each of the `passes` of a pipeline.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
     beside = ways_beside(offload)
-    numbers = _powers_of_two(batch_size // shards)
+    numbers = _powers_of_two(batch_size // (shards * passes))
     return [
         replace(layout, remat=typed(way), accumulation_steps=steps)
         for way in reversed(ways(model))

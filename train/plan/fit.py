@@ -101,11 +101,15 @@ def _recompute(program: Program) -> list[_Change]:
 
 
 def _cut_batch(program: Program) -> list[_Change]:
-    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device."""
+    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device.
+
+    A pipeline cuts a device's rows of each once more.
+    """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
-    steps, found = train.accumulation_steps, list[_Change]()
-    while rows % (steps := 2 * steps) == 0:
+    steps, passes = train.accumulation_steps, program.pipeline.own
+    found = list[_Change]()
+    while rows % (passes * (steps := 2 * steps)) == 0:
         changed = program.trained(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         words = "cut the batch into smaller microbatches"

@@ -183,8 +183,8 @@ def _weigh_all(
             for mistake in error.mistakes:
                 wrong.setdefault(mistake.key, []).append(mistake)
             continue
-        offload = config.train.offload
-        own = variants(mesh, config.data.batch_size, config.model, offload)
+        offload, passes = config.train.offload, program.pipeline.own
+        own = variants(mesh, config.data.batch_size, config.model, offload, passes)
         if mesh is given:
             weigh(program, mesh)
         elif own:

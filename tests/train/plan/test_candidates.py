@@ -55,6 +55,8 @@ def test_microbatches_are_whole_rows_of_each_device():
         steps = {one.accumulation_steps for one in variants(cut, 96, ModelConfig())}
         assert steps == {1, 2, 4}
     assert variants(mesh, 4, ModelConfig()) == []  # less than a row
+    piped = variants(mesh, 96, ModelConfig(), passes=4)  # cut once more
+    assert {one.accumulation_steps for one in piped} == {1}
 
 
 def test_where_no_layer_has_an_mlp_none_is_kept():

@@ -111,6 +111,15 @@ def test_what_costs_more_is_advised_where_nothing_else_does_it(laid_out, mib, ov
     assert memory.host_held == 8 * sum(part.bytes for part in memory.host.values())
 
 
+def test_rows_that_a_pipeline_cuts_are_not_cut_twice(laid_out):
+    """Four rows a device, each a microbatch of the pipeline's already."""
+    piped = "mesh.pipeline=2", "train.pipeline_microbatches=8", "data.batch_size=32"
+    program = laid_out("mesh=fsdp", *piped, REMAT)
+    room = MemoryBudget(*[needs(program) - MIB] * 3)
+    advice = make_fit(program, estimate_memory(program), room)
+    assert "accumulation_steps" not in advice.override
+
+
 def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory = estimate_memory(program)

@@ -13,6 +13,7 @@ from train.hardware.targets import parse_target
 from train.plan import precision, recomputing
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
+from train.plan.candidates import Layout
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import CHANGES, changed, combinations
@@ -205,6 +206,30 @@ def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     for faster, slower in itertools.pairwise(frontier(fitting)):
         assert faster.step_s <= slower.step_s
         assert faster.needed > slower.needed
+
+
+STAGES = Layout(1, 4, 1, 1, 1, "none", 1, pipeline=2, dcn_pipeline=2)
+COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
+
+
+@pytest.fixture
+def two_slices(devices, monkeypatch):
+    """Two slices, on which copies and stages are weighed; one way to recompute."""
+    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(searching, "layouts", lambda *_: [STAGES, COPIES])
+    return fake_devices(parse_target("v5e-4x2"))
+
+
+def test_microbatches_are_those_that_a_pipeline_can_cut_once_more(
+    composed, two_slices, room
+):
+    """Four rows a device, each of them a microbatch of the pipeline's."""
+    rows = "mesh=planned", "data.batch_size=32", "train.pipeline_microbatches=8"
+    found = search(composed(*MODEL, *rows), two_slices, room)
+    weighed = {
+        (one.layout.pipeline, one.layout.accumulation_steps) for one in found.weighed
+    }
+    assert weighed == {(2, 1), (1, 1), (1, 2), (1, 4)}
 
 
 @pytest.mark.slow
