@@ -210,7 +210,8 @@ def _weigh_changes(
     """Weigh changes of precision on top of the layouts that no other beats in both.
 
     Also those that did not fit: what changes may make room for them. What a machine
-    cannot do, or does not go together, is left out.
+    cannot do, or does not go together, is left out, and so is what nobody states the
+    speed of (host memory of some chips).
     """
     weighed, programs = dict[Layout, Candidate](), dict[Layout, Program | None]()
     best = [one.layout for one in frontier(plain.values())]
@@ -228,7 +229,8 @@ def _weigh_changes(
         program = programs[mesh]
         if program is not None:
             plan = estimate(program.trained(wanted.train), budget)
-            weighed[layout] = _weighed(layout, plan)
+            if plan.prediction is not None:
+                weighed[layout] = _weighed(layout, plan)
     return weighed
 
 

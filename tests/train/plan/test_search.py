@@ -291,6 +291,18 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     assert search(config, devices, room) == plain
 
 
+def test_changes_whose_speed_nobody_states_are_left_out(composed, devices, monkeypatch):
+    """How fast a B200 reaches host memory."""
+    some = "optimizer.moment_dtype=bfloat16", "optimizer.offload=true"
+    monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
+    monkeypatch.setattr(searching, "layouts", lambda *_: [])
+    config = composed(*MODEL, "mesh=fsdp", "optimizer=adamw")
+    target = parse_target("b200-8")
+    devices, room = fake_devices(target), memory_budget(target.chip)
+    found = search(config, devices, room, precision=True)
+    assert {one.layout.changes for one in found.weighed} == {(), some[:1]}
+
+
 def test_changes_go_with_each_other_but_two_of_one_key_do_not(composed):
     config = composed(*MODEL, "optimizer=adamw")
     found = combinations(config)
