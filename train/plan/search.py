@@ -27,7 +27,7 @@ from train.cli.rules import validate
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake, as_typed
 from train.hardware.chips import chip_of
-from train.identity import HARMLESS, covered, flatten
+from train.identity import HARMLESS, covered, flatten, of_training
 from train.mesh import Device
 from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.config import MARGIN
@@ -270,13 +270,17 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
 def _cached(
     config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
 ) -> Path:
-    """Name the file of what was found for a config, whatever its own layout."""
+    """Name the file of what was found for a config, whatever its own layout.
+
+    Training finds there what the plan of the same config found.
+    """
     layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
-    left = (*HARMLESS, *searched, *idle)
-    same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
+    left, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
+    keys = flatten(of_training(config)).items()
+    same = {k: v for k, v in keys if k == cores or not covered(k, left)}
     about = [same, kind, precision, versions(), code_version()]
     about = json.dumps(about, sort_keys=True)
     digits = hashlib.sha256(about.encode()).hexdigest()[:16]

@@ -14,6 +14,7 @@ from train.plan import precision, recomputing
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
 from train.plan.candidates import Layout
+from train.plan.config import PlanConfig
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import CHANGES, changed, combinations
@@ -102,6 +103,11 @@ def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypat
     assert again.weighed == found.weighed
     assert again.given != found.given
     assert search(dataclasses.replace(config, seed=1), devices, room) == found
+    asked = PlanConfig(**vars(config), target="v5e-16", search=True, search_compiles=0)
+    assert search(asked, devices, room) == found
+    runtime = dataclasses.replace(config.runtime, sparse_cores=False)
+    with pytest.raises(NameError):  # it changes what is scheduled beside products
+        search(dataclasses.replace(config, runtime=runtime), devices, room)
     model = dataclasses.replace(config.model, num_layers=6)
     with pytest.raises(NameError):
         search(dataclasses.replace(config, model=model), devices, room)
