@@ -178,13 +178,11 @@ def _weigh_all(
 
     for mesh in _shown(meshes, "weighing meshes"):
         try:
-            program = make_program(mesh.applied(config), devices)
+            program, own = _lay_out(config, devices, mesh)
         except ConfigError as error:
             for mistake in error.mistakes:
                 wrong.setdefault(mistake.key, []).append(mistake)
             continue
-        offload, passes = config.train.offload, program.pipeline.own
-        own = variants(mesh, config.data.batch_size, config.model, offload, passes)
         if mesh is given:
             weigh(program, mesh)
         elif own:
@@ -199,6 +197,23 @@ def _weigh_all(
             weigh(program, layout)
     excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
     return weighed, excluded
+
+
+def _lay_out(
+    config: Config, devices: Sequence[Device], mesh: Layout
+) -> tuple[Program, list[Layout]]:
+    """Lay out a mesh, and list its variants, first what computes the least.
+
+    Raises:
+        ConfigError: if it does not fit the devices, or would be refused if it was
+            typed: training takes the best without asking once more.
+    """
+    program, offload = make_program(mesh.applied(config), devices), config.train.offload
+    rows, passes = config.data.batch_size, program.pipeline.own
+    own = variants(mesh, rows, config.model, offload, passes)
+    if mistakes := [rule for one in own[:1] for rule in validate(one.applied(config))]:
+        raise ConfigError(mistakes)
+    return program, own
 
 
 def _weigh_changes(

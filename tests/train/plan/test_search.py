@@ -238,6 +238,18 @@ def test_microbatches_are_those_that_a_pipeline_can_cut_once_more(
     assert weighed == {(2, 1), (1, 1), (1, 2), (1, 4)}
 
 
+def test_what_would_be_refused_if_it_was_typed_is_not_weighed(
+    composed, two_slices, room
+):
+    """Stages, whose moments cannot be in host memory; inputs can, of what is kept."""
+    moved = "optimizer=adamw", "optimizer.offload=true", "train.offload=[residual]"
+    rows = "mesh=planned", "data.batch_size=8"
+    found = search(composed(*MODEL, *rows, *moved), two_slices, room)
+    assert {one.layout.pipeline for one in found.weighed} == {1}
+    assert set(found.excluded) == {"train.offload", "optimizer.offload"}
+    assert "must be false with mesh.pipeline" in found.excluded["optimizer.offload"].why
+
+
 @pytest.mark.slow
 def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
