@@ -56,7 +56,7 @@ def main(config: PlanConfig) -> int:
         if config.json:
             print(json.dumps(dataclasses.asdict(result)))
         else:
-            print_result(result)
+            print_result(result, config)
         return FINISHED if result.best else DOES_NOT_FIT
     if config.mesh.planned:
         limits = config.margin, compiles, config.search_minutes

@@ -147,9 +147,9 @@ def choose(
     budget = memory_budget(chip, margin)
     result = search(config, devices, budget, compiles, minutes)
     if result.best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result)}")
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     best = result.best
-    log.info("mesh=planned: %s (%s)", best.layout.overrides, best.how)
+    log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
     return best.layout
 
 

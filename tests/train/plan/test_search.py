@@ -155,13 +155,13 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     found = search(config, devices, room)
     assert found.best is None
     assert found.given is not None
-    print_result(found)
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert "none fits" in printed
     least = min(found.weighed, key=lambda one: one.needed)
     own, row = (line for line in printed.splitlines() if line.startswith("no "))
-    assert own.endswith(f"{found.given.overrides} (this config's)")
-    assert row.endswith(least.layout.overrides)
+    assert own.endswith(f"{found.given.overrides(config)} (this config's)")
+    assert row.endswith(least.layout.overrides(config))
     for size in (least.needed, room.available, least.needed - room.available):
         assert format_bytes(size) in printed.partition("best ")[2]
     assert f"state and batch alone take {format_bytes(least.held)}" in printed
@@ -174,9 +174,18 @@ def test_what_helps_depends_on_what_does_not_fit(config, devices):
     """More than the state: shorter rows help."""
     least = search(config, devices, MemoryBudget(2**20, 2**20, 2**20)).closest
     room = MemoryBudget(*[(least.held + least.needed) // 2] * 3)
-    said = none_fits(search(config, devices, room))
+    said = none_fits(search(config, devices, room), config)
     assert "data.sequence_length" in said
     assert "alone" not in said
+
+
+def test_a_layout_that_cuts_layers_across_slices_is_weighed_if_given(
+    composed, two_slices, room
+):
+    cut = "mesh=fsdp_tensor", "mesh.tensor=2", "mesh.dcn.tensor=2"
+    found = search(composed(*MODEL, *cut), two_slices, room)
+    assert found.given is not None
+    assert (found.given.tensor, found.given.dcn_tensor) == (2, 2)
 
 
 def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room):
@@ -184,7 +193,7 @@ def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room)
     refused = dataclasses.replace(found.weighed[-1], needed=room.available + 1)
     found = dataclasses.replace(found, compiled=[refused])
     assert found.best is None
-    assert "search_minutes" in none_fits(found)
+    assert "search_minutes" in none_fits(found, config)
 
 
 def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices, room):
@@ -199,15 +208,15 @@ def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices
 
 def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     found = search(config, devices, room)
-    print_result(found)
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert "impossible  3 meshes; the first of them: mesh.params.heads=" in printed
     assert found.given is not None
-    assert f"{found.given.overrides} (this config's)" in printed
+    assert f"{found.given.overrides(config)} (this config's)" in printed
     lines = [line for line in printed.splitlines() if "yes" in line]
     assert lines
     assert found.best is not None
-    assert found.best.layout.overrides in lines[0]
+    assert found.best.layout.overrides(config) in lines[0]
     fitting = [one for one in found.weighed if one.fits]
     for faster, slower in itertools.pairwise(frontier(fitting)):
         assert faster.step_s <= slower.step_s
@@ -263,11 +272,11 @@ def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     assert found.given.expert == 2
     assert found.best is not None
     assert "which do not divide it" in found.excluded["mesh.params.experts"].why
-    print_result(found)
+    print_result(found, config)
     *_, best, last, cost = capsys.readouterr().out.splitlines()
-    assert best.endswith(found.best.layout.overrides)
+    assert best.endswith(found.best.layout.overrides(config))
     assert found.runner_up is not None
-    assert last.endswith(found.runner_up.layout.overrides)
+    assert last.endswith(found.runner_up.layout.overrides(config))
     assert found.runner_up.layout.of_layers != found.best.layout.of_layers
     assert "% time a step" in cost
 
@@ -289,7 +298,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     room = MemoryBudget(*[least.needed - 1] * 3)
     plain = search(config, devices, room)
     assert plain.best is None
-    assert "search_precision=true" in none_fits(plain)
+    assert "search_precision=true" in none_fits(plain, config)
     found = search(config, devices, room, precision=True)
     weighed = {one.layout.changes: one for one in found.weighed}
     int8, _, offload = ((change,) for change in some)
@@ -302,7 +311,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     needed = estimate(program, room).memory.needed
     assert needed is not None
     assert needed.bytes == found.best.needed
-    print_result(found)
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert some[0] in printed.partition("each change by itself; needed")[2]
     assert search(config, devices, room, precision=True) == found
