@@ -32,7 +32,7 @@ def main(config: PlanConfig) -> int:
     from train.describe import describe
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
-    from train.plan.memory import memory_budget
+    from train.plan.memory import memory_budget, memory_limit
     from train.plan.plan import compile_and_read, estimate
     from train.plan.search import choose, search
     from train.plan.search_result import print_result
@@ -42,7 +42,8 @@ def main(config: PlanConfig) -> int:
     target = parse_target(config.target) if named and config.target else None
     config, devices, check_vocab = _prepare(config, target)
     chip = target.chip if target else chip_of(devices[0].device_kind)
-    budget = memory_budget(chip, config.margin, len(devices))
+    limit = memory_limit(devices[0])
+    budget = memory_budget(chip, config.margin, len(devices), limit)
     missing = target and missing_compiler(target)
     if missing:
         print(f"estimated, not compiled: {missing}", file=sys.stderr)

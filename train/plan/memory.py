@@ -19,6 +19,7 @@ from jax.stages import Compiled
 from model.axes import mesh_axes
 from train.console import print_table
 from train.hardware.chips import Chip
+from train.mesh import Device
 from train.plan.aot import Compilation, OutOfMemory
 from train.plan.config import MARGIN
 from train.plan.cost import COMPILED
@@ -28,6 +29,7 @@ from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
+_CLOSE = 0.05  # drivers, and what vendors count as a GB, differ by less
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
 
@@ -103,9 +105,17 @@ class DeviceMemory:
 
 
 def memory_budget(
-    chip: Chip | None, margin: float = MARGIN, num_devices: int = 1
+    chip: Chip | None,
+    margin: float = MARGIN,
+    num_devices: int = 1,
+    limit: int | None = None,
 ) -> MemoryBudget:
-    """Return the memory of a device; chip None: of this machine's virtual ones."""
+    """Return the memory of a device; chip None: of this machine's virtual ones.
+
+    `limit` is what a real device's programs have (`memory_limit`). Where that is far
+    from what is stated the card has another memory, as an A100 of 40 GB has. Where it
+    is close what is stated is taken, so that a plan made elsewhere has the same.
+    """
     note = ""
     if chip is None or chip.hbm_bytes is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
@@ -119,7 +129,20 @@ def memory_budget(
             f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
             f"{_FRACTION[0]}=0.92, say, in the environment"
         )
+    if limit is not None and abs(limit / program - 1) > _CLOSE:
+        total, program = total * limit // program, limit
     return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
+
+
+def memory_limit(device: Device) -> int | None:
+    """Return the bytes that programs have of a device, as its allocator says.
+
+    None where it says nothing: a CPU, and a device that is not this process's.
+    """
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, jax.errors.JaxRuntimeError):  # a stand-in; a fake one
+        return None
 
 
 def memory_fraction() -> float:

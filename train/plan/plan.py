@@ -24,7 +24,13 @@ from train.plan.estimated.step import (
     estimate_step,
 )
 from train.plan.fit import make_fit
-from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
+from train.plan.memory import (
+    DeviceMemory,
+    MemoryBudget,
+    device_memory,
+    memory_budget,
+    memory_limit,
+)
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling
@@ -188,4 +194,6 @@ def _step_s(plan: Plan) -> float:
 
 def _budget_of(program: Program) -> MemoryBudget:
     devices = program.mesh.devices
-    return memory_budget(chip_of(devices.flat[0].device_kind), num_devices=devices.size)
+    first = devices.flat[0]
+    chip, limit = chip_of(first.device_kind), memory_limit(first)
+    return memory_budget(chip, num_devices=devices.size, limit=limit)

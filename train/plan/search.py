@@ -31,7 +31,7 @@ from train.identity import HARMLESS, covered, flatten, of_training
 from train.mesh import Device
 from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.config import MARGIN
-from train.plan.memory import MemoryBudget, memory_budget
+from train.plan.memory import MemoryBudget, memory_budget, memory_limit
 from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.precision import combinations
 from train.plan.recomputing import typed
@@ -144,7 +144,7 @@ def choose(
         parts = num_slices(devices)
         train = typed(config.train.remat), config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
-    budget = memory_budget(chip, margin)
+    budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
     result = search(config, devices, budget, compiles, minutes)
     if result.best is None:
         raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")

@@ -170,6 +170,14 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     assert raised.value.code == DOES_NOT_FIT
 
 
+def test_what_real_devices_have_is_what_there_is(config, devices, monkeypatch):
+    little = {"bytes_limit": 2**20}
+    device = topology.StandIn
+    monkeypatch.setattr(device, "memory_stats", lambda _: little, raising=False)
+    with pytest.raises(Exit, match=r"of which there are 1\.00 MiB"):
+        choose(config, devices, margin=0.0)
+
+
 def test_what_helps_depends_on_what_does_not_fit(config, devices):
     """More than the state: shorter rows help."""
     least = search(config, devices, MemoryBudget(2**20, 2**20, 2**20)).closest
