@@ -1,6 +1,6 @@
 """What a predicted step waits for, in a sentence, and what to type to change it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -210,7 +210,12 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     ]
     headers = ["resource", "busy", "beside products", "what it does is"]
     print_table(rows, headers, "time of a step by resource (computed)")
-    for name, text in summary(prediction, advice):
+    print_texts(summary(prediction, advice))
+
+
+def print_texts(texts: Iterable[tuple[str, str]]) -> None:
+    """Print names and sentences below each other."""
+    for name, text in texts:
         print(f"{name:<11} {text}")
 
 
@@ -219,7 +224,6 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
     speed = prediction.range("tokens_per_second")
     a_chip = prediction.range("tokens_per_second_per_chip")
-    typed = f": {advice.override}" if advice.override else ""
     return [
         (
             "predicted",
@@ -238,6 +242,14 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
             f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
             "causal not halved)",
         ),
+        *remedy(advice),
+    ]
+
+
+def remedy(advice: Advice) -> list[tuple[str, str]]:
+    """Return what a step waits for, or has no room for, and what to change, as text."""
+    typed = f": {advice.override}" if advice.override else ""
+    return [
         ("bottleneck", advice.bottleneck),
         ("to change", f"{advice.change}{typed}"),
     ]

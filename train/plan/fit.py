@@ -28,8 +28,16 @@ class _Change(NamedTuple):
     program: Program  # what comes of it
 
 
-def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Advice:
-    """Return what makes a step fit that needs more memory than a device has."""
+def make_fit(
+    program: Program,
+    memory: DeviceMemory,
+    budget: MemoryBudget,
+    searchable: bool = True,
+) -> Advice:
+    """Return what makes a step fit that needs more memory than a device has.
+
+    `searchable`: a search could find more; it compares speeds, which must be known.
+    """
     needed, held = _needed(memory), memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
@@ -62,10 +70,12 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
         if needed <= budget.available:
             done = f"{', and '.join(made)}: that fits, estimated"
             return Advice(what, done, " ".join(typed))
-    more = "take more or larger chips, or cut layers into more parts; this finds out"
+    more = "take more or larger chips, or cut layers into more parts"
     if made:
         more = f"{', and '.join(made)} is not enough: {more}"
-    return Advice(what, more, "search=true")
+    if not searchable:
+        return Advice(what, more)
+    return Advice(what, f"{more}; this finds out", "search=true")
 
 
 def _shard(program: Program, across: bool = False) -> list[_Change]:

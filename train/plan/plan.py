@@ -89,11 +89,14 @@ class Plan:
     @cached_property
     def advice(self) -> Advice | None:
         """The bottleneck of a step, memory if it does not fit, and a remedy."""
-        if self.prediction is None or self.memory.needed is None:
+        if self.memory.needed is None:
             return None
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
-            return make_fit(self.program, self.memory, self.budget)
+            known = self.prediction is not None
+            return make_fit(self.program, self.memory, self.budget, searchable=known)
+        if self.prediction is None:
+            return None
         config, mesh = self.program.config, self.program.mesh
         advice = advise(self.prediction, config, mesh, spare)
         if not advice.override.startswith("train.remat="):

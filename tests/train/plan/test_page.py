@@ -84,6 +84,10 @@ def test_every_figure_is_there(draw):
     assert "\n[384 over tensor, 32 over fsdp] float32, 12.00 KiB a device, cut" in text
 
 
+def test_without_a_target_it_is_this_machine(draw):
+    assert "parameters on this machine\n" in draw(target=None).text
+
+
 @pytest.mark.parametrize(
     ("temporaries", "pieces"),
     [
