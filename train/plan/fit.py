@@ -38,14 +38,14 @@ def make_fit(
 
     `searchable`: a search could find more; it compares speeds, which must be known.
     """
-    needed, held = _needed(memory), memory.held
+    needed, held = memory.needed.bytes, memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
         f"{format_bytes(needed - budget.available)} more than there are; state and "
         f"batch take {format_bytes(held)}"
     )
     # What the compiler found beyond the estimate is taken to stay.
-    beyond = needed - _needed(estimate_memory(program))
+    beyond = needed - estimate_memory(program).needed.bytes
     kinds = [_recompute, _cut_batch, _shard]
     if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
@@ -56,7 +56,7 @@ def make_fit(
     made, typed = list[str](), list[str]()
     for kind in kinds:
         sizes = [
-            (beyond + _needed(estimate_memory(change.program)), change)
+            (beyond + estimate_memory(change.program).needed.bytes, change)
             for change in kind(program)
         ]
         fitting = (pair for pair in sizes if pair[0] <= budget.available)
@@ -137,8 +137,3 @@ def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Change]:
                 changed = make_program(config, devices)
                 found.append(_Change(f"have {change.words}", change.override, changed))
     return found
-
-
-def _needed(memory: DeviceMemory) -> int:
-    assert memory.needed is not None
-    return memory.needed.bytes

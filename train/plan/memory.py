@@ -64,7 +64,7 @@ class DeviceMemory:
 
     parts: of one device, by name; not a sum: arguments are the state and the batch,
         gradients are among the temporaries.
-    needed: of one device, all in all; None if nothing was compiled.
+    needed: of one device, all in all.
     host: of what a step keeps in host memory, the part of one device, by name.
     devices_per_host: that share one host's memory.
     host_save: of one host, at most, while an asynchronous save copies from it.
@@ -73,18 +73,16 @@ class DeviceMemory:
     """
 
     parts: dict[str, Figure]
-    needed: Figure | None
+    needed: Figure
     host_save: Figure
     checkpoint: Figure
     temporaries: dict[str, Figure] = field(default_factory=dict)
     host: dict[str, Figure] = field(default_factory=dict)
     devices_per_host: int = 1
 
-    def fits(self, budget: MemoryBudget) -> bool | None:
-        """Tell whether the step fits; None: the state does, more is not known."""
-        if self.needed is not None:
-            return self.needed.bytes <= budget.available
-        return False if self.held > budget.available else None
+    def fits(self, budget: MemoryBudget) -> bool:
+        """Tell whether the step fits."""
+        return self.needed.bytes <= budget.available
 
     @property
     def held(self) -> int:
@@ -158,7 +156,7 @@ def device_memory(
 ) -> DeviceMemory:
     """Add up what a program's step needs.
 
-    `compiled` is the step, or what became of it; None: it was not compiled.
+    `compiled` is the step, or what became of it; None: of state and batch alone.
     """
     state, batch = program.state, program.batch
     rest, moved = state._replace(params=None), _per_device(program.host_state)
@@ -168,7 +166,8 @@ def device_memory(
         "batch": _per_device(batch),
         "gradients": _per_device(state.params),
     }
-    needed, host = None, {"optimizer state": moved} if moved.bytes else {}
+    needed = Figure(sum(parts[name].bytes for name in HELD), COMPUTED)
+    host = {"optimizer state": moved} if moved.bytes else {}
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
@@ -233,18 +232,12 @@ def print_memory(
     )
     if budget.note:
         print(f"            {budget.note}")
-    fits = memory.fits(budget)
-    if memory.needed is None:
-        print("fits        " + ("not known: not compiled" if fits is None else "no"))
-        return
     needed = memory.needed.bytes
     spare = budget.available - needed
     print(f"needed      {format_bytes(needed)} a device, {memory.needed.how}")
-    print(
-        f"fits        yes, {format_bytes(spare)} to spare"
-        if fits
-        else f"fits        no, {format_bytes(-spare)} too much"
-    )
+    fits = f"yes, {format_bytes(spare)} to spare"
+    lacks = f"no, {format_bytes(-spare)} too much"
+    print(f"fits        {fits if memory.fits(budget) else lacks}")
 
 
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:

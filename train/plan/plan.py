@@ -57,8 +57,8 @@ class Plan:
     compilation: Compilation | None = None
 
     @property
-    def fits(self) -> bool | None:
-        """Whether a device's memory suffices; None: that is not known."""
+    def fits(self) -> bool:
+        """Whether a device's memory suffices."""
         return self.memory.fits(self.budget)
 
     @property
@@ -89,8 +89,6 @@ class Plan:
     @cached_property
     def advice(self) -> Advice | None:
         """The bottleneck of a step, memory if it does not fit, and a remedy."""
-        if self.memory.needed is None:
-            return None
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
             known = self.prediction is not None

@@ -225,8 +225,7 @@ def _weigh_changes(
     """Weigh changes of precision on top of the layouts that no other beats in both.
 
     Also those that did not fit: what changes may make room for them. What a machine
-    cannot do, or does not go together, is left out, and so is what nobody states the
-    speed of (host memory of some chips).
+    cannot do, does not go together, or is of unknown speed, is left out.
     """
     weighed, programs = dict[Layout, Candidate](), dict[Layout, Program | None]()
     best = [one.layout for one in frontier(plain.values())]
@@ -265,7 +264,6 @@ def _rank(one: Candidate) -> tuple[bool, float, int]:
 
 def _weighed(layout: Layout, plan: Plan) -> Candidate:
     needed, prediction = plan.memory.needed, plan.prediction
-    assert needed is not None
     if prediction is None:
         rule = f"cannot compare layouts: {plan.unpredicted}"
         raise ConfigError([Mistake("search", True, rule)])

@@ -26,9 +26,7 @@ def laid_out(composed, lay_out, monkeypatch):
 
 
 def needs(program) -> int:
-    needed = estimate_memory(program).needed
-    assert needed is not None
-    return needed.bytes
+    return estimate_memory(program).needed.bytes
 
 
 SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"

@@ -76,14 +76,6 @@ def test_a_host_copies_what_its_devices_hold_once(laid_out, target, mesh, part):
     assert ledger.host_save.bytes >= size(program) // part
 
 
-def test_the_verdict_without_a_compiler_is_no_or_unknown(laid_out):
-    target = parse_target("v5e-8")
-    ledger = device_memory(laid_out("v5e-8", "fsdp"))
-    assert ledger.needed is None
-    assert ledger.fits(memory_budget(target.chip, 0.05)) is None
-    assert ledger.fits(memory_budget(target.chip, 0.999999)) is False
-
-
 def test_what_is_out_of_memory_does_not_fit(laid_out):
     ledger = device_memory(
         laid_out("v5e-8", "fsdp"), OutOfMemory(20 * GB, int(15.75 * GB))

@@ -82,7 +82,6 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
     (given,) = [one for one in found.weighed if one.layout == found.given]
     assert best.step_s <= given.step_s
     as_given = estimate(make_program(config, devices))
-    assert as_given.memory.needed is not None
     assert given.needed == as_given.memory.needed.bytes
     # Twelve heads cannot be cut into eight parts or sixteen.
     assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
@@ -316,9 +315,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     assert found.best is not None
     assert found.best.layout.changes == int8
     program = make_program(found.best.layout.applied(config), devices)
-    needed = estimate(program, room).memory.needed
-    assert needed is not None
-    assert needed.bytes == found.best.needed
+    assert estimate(program, room).memory.needed.bytes == found.best.needed
     print_result(found, config)
     printed = capsys.readouterr().out
     assert some[0] in printed.partition("each change by itself; needed")[2]
