@@ -102,7 +102,6 @@ def compare(case: str) -> Compared | None:
     took = time.perf_counter() - start
     truth = compile_and_read(program)
     assert truth.compilation, "it was compiled"
-    assert truth.memory.needed, "or known to need more than there is"
     print(
         f"{case}\n    estimated in {took:.2f} s, compiled in "
         f"{truth.compilation.seconds:.0f} s"

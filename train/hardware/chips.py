@@ -173,6 +173,8 @@ CHIPS = {
         host_bandwidth=64 * GB,
         achievable=HOPPER,
     ),
+    # Superchips. GH200: 96 or 144 GB, neither of which is what an H200 has.
+    "gh200": Chip("GH200", _flops(989.5, 1979), achievable=HOPPER),
     "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),
     "b200": Chip(
         "B200",

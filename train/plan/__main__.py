@@ -32,7 +32,7 @@ def main(config: PlanConfig) -> int:
     from train.describe import describe
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
-    from train.plan.memory import memory_budget
+    from train.plan.memory import memory_budget, memory_limit
     from train.plan.plan import compile_and_read, estimate
     from train.plan.search import choose, search
     from train.plan.search_result import print_result
@@ -42,7 +42,8 @@ def main(config: PlanConfig) -> int:
     target = parse_target(config.target) if named and config.target else None
     config, devices, check_vocab = _prepare(config, target)
     chip = target.chip if target else chip_of(devices[0].device_kind)
-    budget = memory_budget(chip, config.margin, len(devices))
+    limit = memory_limit(devices[0])
+    budget = memory_budget(chip, config.margin, len(devices), limit)
     missing = target and missing_compiler(target)
     if missing:
         print(f"estimated, not compiled: {missing}", file=sys.stderr)
@@ -56,7 +57,7 @@ def main(config: PlanConfig) -> int:
         if config.json:
             print(json.dumps(dataclasses.asdict(result)))
         else:
-            print_result(result)
+            print_result(result, config)
         return FINISHED if result.best else DOES_NOT_FIT
     if config.mesh.planned:
         limits = config.margin, compiles, config.search_minutes
@@ -126,7 +127,7 @@ def _lay_out(
 
 def _print(plan: "Plan", verdict: bool) -> None:
     """Print the figures; whether they fit, and what to change, for a target only."""
-    from train.plan.advice import print_prediction
+    from train.plan.advice import print_prediction, print_texts, remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory
     from train.plan.scaling import print_weak_scaling
@@ -137,6 +138,7 @@ def _print(plan: "Plan", verdict: bool) -> None:
         print_prediction(plan.prediction, plan.advice)
     elif plan.unpredicted:
         print(f"no prediction: {plan.unpredicted}")
+        print_texts(remedy(plan.advice) if verdict and plan.advice else [])
     if plan.scaling:
         print_weak_scaling(plan.scaling)
 
@@ -170,13 +172,15 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
 
 def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
     """Return what the page shows beside the figures."""
-    from train.plan.advice import summary
+    from train.plan.advice import remedy, summary
     from train.plan.compiled.trip_counts import read
     from train.plan.page import page_data
     from train.plan.show import as_json
 
     prediction, advice = plan.prediction, plan.advice
-    texts = summary(prediction, advice) if prediction and advice else []
+    texts = remedy(advice) if advice else []
+    if prediction and advice:
+        texts = summary(prediction, advice)
     module = read(plan.text) if plan.text else None
     shown = {"inspection": found and as_json(found)}
     return page_data(plan.program, module, texts, sys.argv[1:]) | shown

@@ -1,12 +1,15 @@
 """What a predicted step waits for, in a sentence, and what to type to change it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from jax.sharding import Mesh
 
+from train.cli.rules import validate
 from train.config import Config
 from train.console import print_table
+from train.mesh_sizes import mistakes
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
@@ -106,12 +109,13 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
         "bound by main memory: what is read and written takes "
         f"{_of(prediction.memory, prediction.step_s)} of the step, if no cache helps"
     )
-    if config.train.accumulation_steps > 1:
+    microbatches = config.train.accumulation_steps
+    if microbatches > 1:
         return Advice(
             what,
             "have fewer, larger microbatches, if their activations fit: weights and "
             "gradients pass memory once in each",
-            f"train.accumulation_steps={config.train.accumulation_steps // 2}",
+            f"train.accumulation_steps={microbatches // _least_factor(microbatches)}",
         )
     return Advice(
         what,
@@ -128,31 +132,26 @@ def _less_traffic(link: Link, config: Config, mesh: Mesh) -> tuple[str, str]:
         if config.train.offload:
             offload = "train.offload=[]"
         return "keep more in the device's memory, if it fits", offload
-    far, dcn = link.network in ("DCN", "network"), config.mesh.dcn
-    microbatches = config.train.accumulation_steps
-    if far and "tensor" in link.axes and dcn.tensor > 1:
-        return (
-            "keep tensor inside a slice or node, and let copies cross",
-            f"mesh.dcn.tensor=1 mesh.dcn.data={dcn.tensor} mesh.data={dcn.tensor} "
-            f"mesh.tensor={mesh.shape['tensor'] // dcn.tensor}",
-        )
-    if far and "fsdp" in link.axes and dcn.fsdp > 1:
+    far, moved = link.network in ("DCN", "network"), partial(_moved, config, mesh)
+    if far and "tensor" in link.axes and (typed := moved("tensor", "data", True)):
+        return "keep tensor inside a slice or node, and let copies cross", typed
+    if far and "fsdp" in link.axes and (typed := moved("fsdp", "data", True)):
         return (
             "shard parameters inside a slice or node only, and let copies cross",
-            f"mesh.dcn.fsdp=1 mesh.dcn.data={dcn.fsdp} mesh.data={dcn.fsdp} "
-            f"mesh.fsdp={mesh.shape['fsdp'] // dcn.fsdp}",
+            typed,
         )
-    if "tensor" in link.axes:
+    if "tensor" in link.axes and (typed := moved("tensor", "fsdp", False)):
         return (
             "cut layers into fewer parts, if the rest fits: activations travel in "
             "every layer",
-            f"mesh.tensor={mesh.shape['tensor'] // 2} mesh.fsdp=-1",
+            typed,
         )
+    microbatches = config.train.accumulation_steps
     if microbatches > 1:
         return (
             "have fewer, larger microbatches, if their activations fit: parameters "
             "are gathered, and gradients reduced, in each",
-            f"train.accumulation_steps={microbatches // 2}",
+            f"train.accumulation_steps={microbatches // _least_factor(microbatches)}",
         )
     batch = f"data.batch_size={2 * config.data.batch_size}"
     return (
@@ -160,6 +159,34 @@ def _less_traffic(link: Link, config: Config, mesh: Mesh) -> tuple[str, str]:
         "often whatever the batch",
         batch,
     )
+
+
+def _moved(config: Config, mesh: Mesh, axis: str, to: str, across: bool) -> str:
+    """Return what to type for fewer parts along one axis, and more along another.
+
+    `across`: by as many as lie in other slices or nodes; else by the least factor. With
+    more rows, where there are too few for the devices that share them then. "" where
+    that would be refused, or changes nothing.
+    """
+    size, dcn = mesh.shape[axis], config.mesh.dcn
+    by = getattr(dcn, axis) if across else _least_factor(size)
+    sizes = {axis: size // by, to: by * mesh.shape[to]}
+    parts = {axis: 1, to: by * getattr(dcn, to)} if across else {}
+    typed = [f"mesh.{name}={n}" for name, n in sizes.items()]
+    typed += [f"mesh.dcn.{name}={n}" for name, n in parts.items()]
+    changed = replace(config.mesh, **sizes, dcn=replace(dcn, **parts))
+    for times in (1, by) if by > 1 else ():
+        rows = times * config.data.batch_size
+        data = replace(config.data, batch_size=rows)
+        moved = replace(config, mesh=changed, data=data)
+        if not (validate(moved) or mistakes(moved, mesh.size)):
+            more = [f"data.batch_size={rows}"] if times > 1 else []
+            return " ".join([*typed, *more])
+    return ""
+
+
+def _least_factor(number: int) -> int:
+    return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
 def _of(seconds: float, step: Range) -> str:
@@ -183,7 +210,12 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     ]
     headers = ["resource", "busy", "beside products", "what it does is"]
     print_table(rows, headers, "time of a step by resource (computed)")
-    for name, text in summary(prediction, advice):
+    print_texts(summary(prediction, advice))
+
+
+def print_texts(texts: Iterable[tuple[str, str]]) -> None:
+    """Print names and sentences below each other."""
+    for name, text in texts:
         print(f"{name:<11} {text}")
 
 
@@ -192,7 +224,6 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
     speed = prediction.range("tokens_per_second")
     a_chip = prediction.range("tokens_per_second_per_chip")
-    typed = f": {advice.override}" if advice.override else ""
     return [
         (
             "predicted",
@@ -211,6 +242,14 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
             f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
             "causal not halved)",
         ),
+        *remedy(advice),
+    ]
+
+
+def remedy(advice: Advice) -> list[tuple[str, str]]:
+    """Return what a step waits for, or has no room for, and what to change, as text."""
+    typed = f": {advice.override}" if advice.override else ""
+    return [
         ("bottleneck", advice.bottleneck),
         ("to change", f"{advice.change}{typed}"),
     ]

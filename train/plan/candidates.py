@@ -12,6 +12,7 @@ from train.mesh_sizes import axis_sizes
 from train.plan.precision import changed
 from train.plan.recomputing import parsed, typed, ways, ways_beside
 
+_ALWAYS = ("data", "fsdp", "tensor")  # typed even where they are 1
 _MOST_TENSOR = 16
 _LEAST_POSITIONS = 8192  # of a device: rows that are no longer are not shared
 
@@ -32,6 +33,9 @@ class Layout:
     expert: int = 1
     pipeline: int = 1
     dcn_pipeline: int = 1
+    dcn_context: int = 1
+    dcn_expert: int = 1
+    dcn_tensor: int = 1
     changes: tuple[str, ...] = ()  # of plan/precision.py, as they are typed
 
     @property
@@ -40,17 +44,28 @@ class Layout:
         return self.tensor, self.expert, self.context, self.pipeline
 
     @property
-    def overrides(self) -> str:
-        """What to type."""
-        mesh = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
-        rest = {axis: getattr(self, axis) for axis in MESH_AXES if axis not in mesh}
-        mesh |= {axis: n for axis, n in rest.items() if n > 1}
-        dcn = {"pipeline": self.dcn_pipeline}
-        dcn |= {"data": self.dcn_data, "fsdp": self.dcn_fsdp}
+    def dcn(self) -> DcnConfig:
+        """Which axes cross slices or nodes."""
+        return DcnConfig(**{axis: getattr(self, f"dcn_{axis}") for axis in MESH_AXES})
+
+    def overrides(self, config: Config) -> str:
+        """Return what to type behind a config's command, whose own sizes would stay."""
+        mesh, dcn = config.mesh, self.dcn
+        sizes = {
+            axis: getattr(self, axis)
+            for axis in (*_ALWAYS, *(a for a in MESH_AXES if a not in _ALWAYS))
+            if axis in _ALWAYS or getattr(self, axis) > 1 or getattr(mesh, axis) != 1
+        }
+        factors = {
+            axis: getattr(dcn, axis)
+            for axis in MESH_AXES
+            if getattr(dcn, axis) > 1 or getattr(mesh.dcn, axis) > 1
+        }
         return " ".join(
             [
-                *(f"mesh.{axis}={n}" for axis, n in mesh.items()),
-                *(f"mesh.dcn.{axis}={n}" for axis, n in dcn.items() if n > 1),
+                *(["mesh.planned=false"] if mesh.planned else []),
+                *(f"mesh.{axis}={n}" for axis, n in sizes.items()),
+                *(f"mesh.dcn.{axis}={n}" for axis, n in factors.items()),
                 f"train.remat={self.remat}",
                 f"train.accumulation_steps={self.accumulation_steps}",
                 *self.changes,
@@ -63,9 +78,7 @@ class Layout:
             config.mesh,
             **{axis: getattr(self, axis) for axis in MESH_AXES},
             planned=False,
-            dcn=DcnConfig(
-                pipeline=self.dcn_pipeline, data=self.dcn_data, fsdp=self.dcn_fsdp
-            ),
+            dcn=self.dcn,
         )
         train = replace(
             config.train,
@@ -114,14 +127,16 @@ def variants(
     batch_size: int,
     model: ModelConfig,
     offload: Sequence[OffloadName] = (),
+    passes: int = 1,
 ) -> list[Layout]:
     """Return a mesh with each way to recompute, and each number of microbatches.
 
-    First comes what computes the least, last what needs the least memory.
+    First comes what computes the least, last what needs the least memory. Of each
+    microbatch every device has whole rows for each of the `passes` of a pipeline.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
     beside = ways_beside(offload)
-    numbers = _powers_of_two(batch_size // shards)
+    numbers = _powers_of_two(batch_size // (shards * passes))
     return [
         replace(layout, remat=typed(way), accumulation_steps=steps)
         for way in reversed(ways(model))
@@ -140,9 +155,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
         return None
     return Layout(
         **sizes,
-        dcn_pipeline=config.mesh.dcn.pipeline,
-        dcn_data=config.mesh.dcn.data,
-        dcn_fsdp=config.mesh.dcn.fsdp,
+        **{f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES},
         remat=typed(config.train.remat),
         accumulation_steps=config.train.accumulation_steps,
     )

@@ -28,16 +28,24 @@ class _Change(NamedTuple):
     program: Program  # what comes of it
 
 
-def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Advice:
-    """Return what makes a step fit that needs more memory than a device has."""
-    needed, held = _needed(memory), memory.held
+def make_fit(
+    program: Program,
+    memory: DeviceMemory,
+    budget: MemoryBudget,
+    searchable: bool = True,
+) -> Advice:
+    """Return what makes a step fit that needs more memory than a device has.
+
+    `searchable`: a search could find more; it compares speeds, which must be known.
+    """
+    needed, held = memory.needed.bytes, memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
         f"{format_bytes(needed - budget.available)} more than there are; state and "
         f"batch take {format_bytes(held)}"
     )
     # What the compiler found beyond the estimate is taken to stay.
-    beyond = needed - _needed(estimate_memory(program))
+    beyond = needed - estimate_memory(program).needed.bytes
     kinds = [_recompute, _cut_batch, _shard]
     if 2 * held > budget.available:
         kinds.insert(0, kinds.pop())
@@ -48,7 +56,7 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
     made, typed = list[str](), list[str]()
     for kind in kinds:
         sizes = [
-            (beyond + _needed(estimate_memory(change.program)), change)
+            (beyond + estimate_memory(change.program).needed.bytes, change)
             for change in kind(program)
         ]
         fitting = (pair for pair in sizes if pair[0] <= budget.available)
@@ -62,10 +70,12 @@ def make_fit(program: Program, memory: DeviceMemory, budget: MemoryBudget) -> Ad
         if needed <= budget.available:
             done = f"{', and '.join(made)}: that fits, estimated"
             return Advice(what, done, " ".join(typed))
-    more = "take more or larger chips, or cut layers into more parts; this finds out"
+    more = "take more or larger chips, or cut layers into more parts"
     if made:
         more = f"{', and '.join(made)} is not enough: {more}"
-    return Advice(what, more, "search=true")
+    if not searchable:
+        return Advice(what, more)
+    return Advice(what, f"{more}; this finds out", "search=true")
 
 
 def _shard(program: Program, across: bool = False) -> list[_Change]:
@@ -101,11 +111,15 @@ def _recompute(program: Program) -> list[_Change]:
 
 
 def _cut_batch(program: Program) -> list[_Change]:
-    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device."""
+    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device.
+
+    A pipeline cuts a device's rows of each once more.
+    """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
-    steps, found = train.accumulation_steps, list[_Change]()
-    while rows % (steps := 2 * steps) == 0:
+    steps, passes = train.accumulation_steps, program.pipeline.own
+    found = list[_Change]()
+    while rows % (passes * (steps := 2 * steps)) == 0:
         changed = program.trained(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         words = "cut the batch into smaller microbatches"
@@ -123,8 +137,3 @@ def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Change]:
                 changed = make_program(config, devices)
                 found.append(_Change(f"have {change.words}", change.override, changed))
     return found
-
-
-def _needed(memory: DeviceMemory) -> int:
-    assert memory.needed is not None
-    return memory.needed.bytes

@@ -19,6 +19,7 @@ from jax.stages import Compiled
 from model.axes import mesh_axes
 from train.console import print_table
 from train.hardware.chips import Chip
+from train.mesh import Device
 from train.plan.aot import Compilation, OutOfMemory
 from train.plan.config import MARGIN
 from train.plan.cost import COMPILED
@@ -28,6 +29,7 @@ from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
+_CLOSE = 0.05  # drivers, and what vendors count as a GB, differ by less
 _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
 
@@ -62,7 +64,7 @@ class DeviceMemory:
 
     parts: of one device, by name; not a sum: arguments are the state and the batch,
         gradients are among the temporaries.
-    needed: of one device, all in all; None if nothing was compiled.
+    needed: of one device, all in all.
     host: of what a step keeps in host memory, the part of one device, by name.
     devices_per_host: that share one host's memory.
     host_save: of one host, at most, while an asynchronous save copies from it.
@@ -71,18 +73,16 @@ class DeviceMemory:
     """
 
     parts: dict[str, Figure]
-    needed: Figure | None
+    needed: Figure
     host_save: Figure
     checkpoint: Figure
     temporaries: dict[str, Figure] = field(default_factory=dict)
     host: dict[str, Figure] = field(default_factory=dict)
     devices_per_host: int = 1
 
-    def fits(self, budget: MemoryBudget) -> bool | None:
-        """Tell whether the step fits; None: the state does, more is not known."""
-        if self.needed is not None:
-            return self.needed.bytes <= budget.available
-        return False if self.held > budget.available else None
+    def fits(self, budget: MemoryBudget) -> bool:
+        """Tell whether the step fits."""
+        return self.needed.bytes <= budget.available
 
     @property
     def held(self) -> int:
@@ -103,9 +103,17 @@ class DeviceMemory:
 
 
 def memory_budget(
-    chip: Chip | None, margin: float = MARGIN, num_devices: int = 1
+    chip: Chip | None,
+    margin: float = MARGIN,
+    num_devices: int = 1,
+    limit: int | None = None,
 ) -> MemoryBudget:
-    """Return the memory of a device; chip None: of this machine's virtual ones."""
+    """Return the memory of a device; chip None: of this machine's virtual ones.
+
+    `limit` is what a real device's programs have (`memory_limit`). Where that is far
+    from what is stated the card has another memory, as an A100 of 40 GB has. Where it
+    is close what is stated is taken, so that a plan made elsewhere has the same.
+    """
     note = ""
     if chip is None or chip.hbm_bytes is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
@@ -119,7 +127,20 @@ def memory_budget(
             f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
             f"{_FRACTION[0]}=0.92, say, in the environment"
         )
+    if limit is not None and abs(limit / program - 1) > _CLOSE:
+        total, program = total * limit // program, limit
     return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
+
+
+def memory_limit(device: Device) -> int | None:
+    """Return the bytes that programs have of a device, as its allocator says.
+
+    None where it says nothing: a CPU, and a device that is not this process's.
+    """
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, jax.errors.JaxRuntimeError):  # a stand-in; a fake one
+        return None
 
 
 def memory_fraction() -> float:
@@ -135,7 +156,7 @@ def device_memory(
 ) -> DeviceMemory:
     """Add up what a program's step needs.
 
-    `compiled` is the step, or what became of it; None: it was not compiled.
+    `compiled` is the step, or what became of it; None: of state and batch alone.
     """
     state, batch = program.state, program.batch
     rest, moved = state._replace(params=None), _per_device(program.host_state)
@@ -145,7 +166,8 @@ def device_memory(
         "batch": _per_device(batch),
         "gradients": _per_device(state.params),
     }
-    needed, host = None, {"optimizer state": moved} if moved.bytes else {}
+    needed = Figure(sum(parts[name].bytes for name in HELD), COMPUTED)
+    host = {"optimizer state": moved} if moved.bytes else {}
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
@@ -210,18 +232,12 @@ def print_memory(
     )
     if budget.note:
         print(f"            {budget.note}")
-    fits = memory.fits(budget)
-    if memory.needed is None:
-        print("fits        " + ("not known: not compiled" if fits is None else "no"))
-        return
     needed = memory.needed.bytes
     spare = budget.available - needed
     print(f"needed      {format_bytes(needed)} a device, {memory.needed.how}")
-    print(
-        f"fits        yes, {format_bytes(spare)} to spare"
-        if fits
-        else f"fits        no, {format_bytes(-spare)} too much"
-    )
+    fits = f"yes, {format_bytes(spare)} to spare"
+    lacks = f"no, {format_bytes(-spare)} too much"
+    print(f"fits        {fits if memory.fits(budget) else lacks}")
 
 
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:

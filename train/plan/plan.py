@@ -24,7 +24,13 @@ from train.plan.estimated.step import (
     estimate_step,
 )
 from train.plan.fit import make_fit
-from train.plan.memory import DeviceMemory, MemoryBudget, device_memory, memory_budget
+from train.plan.memory import (
+    DeviceMemory,
+    MemoryBudget,
+    device_memory,
+    memory_budget,
+    memory_limit,
+)
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling
@@ -51,8 +57,8 @@ class Plan:
     compilation: Compilation | None = None
 
     @property
-    def fits(self) -> bool | None:
-        """Whether a device's memory suffices; None: that is not known."""
+    def fits(self) -> bool:
+        """Whether a device's memory suffices."""
         return self.memory.fits(self.budget)
 
     @property
@@ -83,11 +89,12 @@ class Plan:
     @cached_property
     def advice(self) -> Advice | None:
         """The bottleneck of a step, memory if it does not fit, and a remedy."""
-        if self.prediction is None or self.memory.needed is None:
-            return None
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
-            return make_fit(self.program, self.memory, self.budget)
+            known = self.prediction is not None
+            return make_fit(self.program, self.memory, self.budget, searchable=known)
+        if self.prediction is None:
+            return None
         config, mesh = self.program.config, self.program.mesh
         advice = advise(self.prediction, config, mesh, spare)
         if not advice.override.startswith("train.remat="):
@@ -188,4 +195,6 @@ def _step_s(plan: Plan) -> float:
 
 def _budget_of(program: Program) -> MemoryBudget:
     devices = program.mesh.devices
-    return memory_budget(chip_of(devices.flat[0].device_kind), num_devices=devices.size)
+    first = devices.flat[0]
+    chip, limit = chip_of(first.device_kind), memory_limit(first)
+    return memory_budget(chip, num_devices=devices.size, limit=limit)

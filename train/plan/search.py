@@ -27,11 +27,11 @@ from train.cli.rules import validate
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake, as_typed
 from train.hardware.chips import chip_of
-from train.identity import HARMLESS, covered, flatten
+from train.identity import HARMLESS, covered, flatten, of_training
 from train.mesh import Device
 from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.config import MARGIN
-from train.plan.memory import MemoryBudget, memory_budget
+from train.plan.memory import MemoryBudget, memory_budget, memory_limit
 from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.precision import combinations
 from train.plan.recomputing import typed
@@ -144,12 +144,12 @@ def choose(
         parts = num_slices(devices)
         train = typed(config.train.remat), config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
-    budget = memory_budget(chip, margin)
+    budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
     result = search(config, devices, budget, compiles, minutes)
     if result.best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result)}")
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     best = result.best
-    log.info("mesh=planned: %s (%s)", best.layout.overrides, best.how)
+    log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
     return best.layout
 
 
@@ -178,13 +178,11 @@ def _weigh_all(
 
     for mesh in _shown(meshes, "weighing meshes"):
         try:
-            program = make_program(mesh.applied(config), devices)
+            program, own = _lay_out(config, devices, mesh)
         except ConfigError as error:
             for mistake in error.mistakes:
                 wrong.setdefault(mistake.key, []).append(mistake)
             continue
-        offload = config.train.offload
-        own = variants(mesh, config.data.batch_size, config.model, offload)
         if mesh is given:
             weigh(program, mesh)
         elif own:
@@ -201,6 +199,23 @@ def _weigh_all(
     return weighed, excluded
 
 
+def _lay_out(
+    config: Config, devices: Sequence[Device], mesh: Layout
+) -> tuple[Program, list[Layout]]:
+    """Lay out a mesh, and list its variants, first what computes the least.
+
+    Raises:
+        ConfigError: if it does not fit the devices, or would be refused if it was
+            typed: training takes the best without asking once more.
+    """
+    program, offload = make_program(mesh.applied(config), devices), config.train.offload
+    rows, passes = config.data.batch_size, program.pipeline.own
+    own = variants(mesh, rows, config.model, offload, passes)
+    if mistakes := [rule for one in own[:1] for rule in validate(one.applied(config))]:
+        raise ConfigError(mistakes)
+    return program, own
+
+
 def _weigh_changes(
     config: Config,
     devices: Sequence[Device],
@@ -210,7 +225,7 @@ def _weigh_changes(
     """Weigh changes of precision on top of the layouts that no other beats in both.
 
     Also those that did not fit: what changes may make room for them. What a machine
-    cannot do, or does not go together, is left out.
+    cannot do, does not go together, or is of unknown speed, is left out.
     """
     weighed, programs = dict[Layout, Candidate](), dict[Layout, Program | None]()
     best = [one.layout for one in frontier(plain.values())]
@@ -228,7 +243,8 @@ def _weigh_changes(
         program = programs[mesh]
         if program is not None:
             plan = estimate(program.trained(wanted.train), budget)
-            weighed[layout] = _weighed(layout, plan)
+            if plan.prediction is not None:
+                weighed[layout] = _weighed(layout, plan)
     return weighed
 
 
@@ -248,7 +264,6 @@ def _rank(one: Candidate) -> tuple[bool, float, int]:
 
 def _weighed(layout: Layout, plan: Plan) -> Candidate:
     needed, prediction = plan.memory.needed, plan.prediction
-    assert needed is not None
     if prediction is None:
         rule = f"cannot compare layouts: {plan.unpredicted}"
         raise ConfigError([Mistake("search", True, rule)])
@@ -268,13 +283,17 @@ def _weighed(layout: Layout, plan: Plan) -> Candidate:
 def _cached(
     config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
 ) -> Path:
-    """Name the file of what was found for a config, whatever its own layout."""
+    """Name the file of what was found for a config, whatever its own layout.
+
+    Training finds there what the plan of the same config found.
+    """
     layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
-    left = (*HARMLESS, *searched, *idle)
-    same = {k: v for k, v in flatten(config).items() if not covered(k, left)}
+    left, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
+    keys = flatten(of_training(config)).items()
+    same = {k: v for k, v in keys if k == cores or not covered(k, left)}
     about = [same, kind, precision, versions(), code_version()]
     about = json.dumps(about, sort_keys=True)
     digits = hashlib.sha256(about.encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from train.config import Config
 from train.console import print_table
 from train.plan.candidates import Layout
 from train.units import format_bytes, format_count
@@ -88,8 +89,11 @@ class SearchResult:
         return min((*self.compiled, *rest), key=lambda one: one.needed)
 
 
-def print_result(result: SearchResult) -> None:
-    """Print the frontier: each layout that no other beats in both speed and memory."""
+def print_result(result: SearchResult, config: Config) -> None:
+    """Print the frontier: each layout that no other beats in both speed and memory.
+
+    Each is what to type behind the command of the config that was searched for.
+    """
     print(
         f"searched    {len(result.weighed)} layouts by shapes, {len(result.compiled)} "
         f"compiled, in {result.seconds:.0f} s"
@@ -114,20 +118,22 @@ def print_result(result: SearchResult) -> None:
                 format_bytes(w.needed),
                 format_bytes(w.spare) if w.fits else f"-{format_bytes(-w.spare)}",
                 w.how,
-                w.layout.overrides + " (this config's)" * (w.layout == result.given),
+                w.layout.overrides(config)
+                + " (this config's)" * (w.layout == result.given),
             ]
             for w in rows
         ],
         ["fits", "tokens/s", "MFU", "needed", "left", "memory is", "layout"],
         "layouts, predicted",
     )
-    _print_changes(result.weighed)
-    best = result.best.layout.overrides if result.best else none_fits(result)
-    print(f"best        {best}")
-    if result.best and result.runner_up:
-        own = next(w for w in result.weighed if w.layout == result.best.layout)
+    _print_changes(result.weighed, config)
+    best = result.best
+    said = best.layout.overrides(config) if best else none_fits(result, config)
+    print(f"best        {said}")
+    if best and result.runner_up:
+        own = next(w for w in result.weighed if w.layout == best.layout)
         other = result.runner_up
-        print(f"next best   {other.layout.overrides}")
+        print(f"next best   {other.layout.overrides(config)}")
         print(
             f"            the fastest that cuts layers otherwise: "
             f"{other.step_s / own.step_s - 1:+.0%} time a step, "
@@ -136,7 +142,7 @@ def print_result(result: SearchResult) -> None:
         )
 
 
-def _print_changes(weighed: Sequence[Candidate]) -> None:
+def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
     """Print what each change alone brings: to the best layout without, and in all."""
     plain = next(one for one in weighed if not one.layout.changes)
     rows = list[list[str]]()
@@ -151,16 +157,16 @@ def _print_changes(weighed: Sequence[Candidate]) -> None:
                 format_bytes(there.needed - plain.needed) if there else "",
                 f"{there.step_s / plain.step_s - 1:+.0%}" if there else "",
                 format_count(fastest.tokens_per_second) if fastest else "none fits",
-                fastest.layout.overrides if fastest else "",
+                fastest.layout.overrides(config) if fastest else "",
             ]
         )
     if rows:
         headers = ["change", "needed", "time a step", "tokens/s", "fastest that fits"]
-        against = f"needed and time against {plain.layout.overrides}"
+        against = f"needed and time against {plain.layout.overrides(config)}"
         print_table(rows, headers, f"each change by itself; {against}")
 
 
-def none_fits(result: SearchResult) -> str:
+def none_fits(result: SearchResult, config: Config) -> str:
     """Return by how much the layout that needs the least does not fit, and what helps.
 
     A smaller batch is not named: microbatches of a single row were weighed too.
@@ -179,7 +185,7 @@ def none_fits(result: SearchResult) -> str:
     if not any(one.layout.changes for one in result.weighed):
         more = "; search_precision=true weighs small moments and host memory too"
     return (
-        f"none fits; the least is needed by {least.layout.overrides}: "
+        f"none fits; the least is needed by {least.layout.overrides(config)}: "
         f"{format_bytes(least.needed)} a device, {least.how}, of which there are "
         f"{format_bytes(least.available)}, so {format_bytes(-least.spare)} too much; "
         f"{helps} a smaller model{more}"

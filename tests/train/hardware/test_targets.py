@@ -97,6 +97,7 @@ def test_targets_have_the_figures_that_plans_need(family):
         ("TPU v3", 61.5e12),  # a core
         ("TPU7x", 1153.5e12),  # a die
         ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GH200 480GB", 989.5e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA H100 80GB HBM3", 989.5e12),
         ("cpu", None),
@@ -104,6 +105,12 @@ def test_targets_have_the_figures_that_plans_need(family):
 )
 def test_peak_of_a_jax_device(kind, peak):
     assert peak_flops(kind) == peak
+
+
+def test_a_superchip_has_not_the_memory_of_the_chip_whose_name_is_in_its_own():
+    chip = chip_of("NVIDIA GH200 480GB")
+    assert chip is not None
+    assert chip.hbm_bytes is None
 
 
 def test_every_chip_is_found_by_its_own_kind():

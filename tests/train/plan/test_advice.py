@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.train.machines import execution, machine, total
+from train.mesh_sizes import mistakes
 from train.plan.advice import advise, print_prediction
 from train.plan.cost import Flops
 from train.plan.recomputing import WAYS, typed
@@ -53,7 +54,7 @@ CASES = [
         ("mesh=fsdp_tensor", "mesh.tensor=16", BATCH),
         step(tensor=0.3),
         "bound by computing: .* most of them tensor over ICI",
-        "mesh.tensor=8 mesh.fsdp=-1",
+        "mesh.tensor=8 mesh.fsdp=32",
     ),
     (
         "v5e-256",
@@ -88,7 +89,7 @@ CASES = [
         ("mesh=fsdp_tensor", "mesh.tensor=16", BATCH),
         step(tensor=3.0),
         "tensor over ICI",
-        "mesh.tensor=8 mesh.fsdp=-1",
+        "mesh.tensor=8 mesh.fsdp=32",
     ),
     (
         "v5e-256x2",
@@ -102,7 +103,42 @@ CASES = [
         ACROSS,
         step(dcn=3.0, along="fsdp"),
         "fsdp over DCN",
-        "mesh.dcn.fsdp=1 mesh.dcn.data=2 mesh.data=2 mesh.fsdp=256",
+        "mesh.fsdp=256 mesh.data=2 mesh.dcn.fsdp=1 mesh.dcn.data=2",
+    ),
+    (  # copies there are already stay
+        "v5e-128x4",
+        (*ACROSS, "mesh.data=2", "mesh.dcn.data=2"),
+        step(dcn=3.0, along="fsdp"),
+        "fsdp over DCN",
+        "mesh.fsdp=128 mesh.data=4 mesh.dcn.fsdp=1 mesh.dcn.data=4",
+    ),
+    (
+        "v5e-256x2",
+        ("mesh=ddp", "mesh.tensor=4", "mesh.dcn.tensor=2", "data.batch_size=512"),
+        step(dcn=3.0, along="tensor"),
+        "tensor over DCN",
+        "mesh.tensor=2 mesh.data=256 mesh.dcn.tensor=1 mesh.dcn.data=2",
+    ),
+    (  # what is left is on data
+        "v5e-256",
+        ("mesh=ddp", "mesh.tensor=8", BATCH),
+        step(tensor=3.0),
+        "tensor over ICI",
+        "mesh.tensor=4 mesh.fsdp=2",
+    ),
+    (  # too few rows for more devices
+        "v5e-256",
+        ("mesh=fsdp_tensor", "mesh.tensor=16", "data.batch_size=16"),
+        step(tensor=3.0),
+        "tensor over ICI",
+        "mesh.tensor=8 mesh.fsdp=32 data.batch_size=32",
+    ),
+    (  # nine rows a device are three times three, not four times any
+        "v5e-8",
+        ("mesh=fsdp", "data.batch_size=72", "train.accumulation_steps=9"),
+        step(memory=3.0),
+        "bound by main memory",
+        "train.accumulation_steps=3",
     ),
 ]
 
@@ -123,6 +159,7 @@ def test_the_bottleneck_is_named_and_the_remedy_can_be_typed(
     if override:
         changed = machine(composed, name, *overrides, *override.split())
         assert changed.config != at.config
+        assert mistakes(changed.config, changed.mesh.size) == []
 
 
 def test_the_room_that_is_left_is_named(composed):

@@ -55,6 +55,8 @@ def test_microbatches_are_whole_rows_of_each_device():
         steps = {one.accumulation_steps for one in variants(cut, 96, ModelConfig())}
         assert steps == {1, 2, 4}
     assert variants(mesh, 4, ModelConfig()) == []  # less than a row
+    piped = variants(mesh, 96, ModelConfig(), passes=4)  # cut once more
+    assert {one.accumulation_steps for one in piped} == {1}
 
 
 def test_where_no_layer_has_an_mlp_none_is_kept():
@@ -73,13 +75,32 @@ def test_where_no_layer_has_an_mlp_none_is_kept():
         Layout(1, 4, 1, 1, 1, "full", 1, pipeline=2, dcn_pipeline=2),
         Layout(1, 8, 1, 1, 1, "[attention,mlp_up]", 1),
         Layout(1, 4, 2, 1, 1, "full", 1, expert=4),
+        Layout(1, 4, 2, 1, 1, "full", 1, dcn_tensor=2),
     ],
 )
-def test_what_is_to_be_typed_gives_the_layout(layout):
-    config = compose(["model=mixtral_8x7b", "mesh=auto", *layout.overrides.split()])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["mesh=auto"],
+        ["mesh=planned"],
+        ["mesh=auto", "mesh.context=4", "mesh.expert=2", "mesh.dcn.context=4"],
+        ["mesh=ddp", "mesh.dcn.data=2", "mesh.pipeline=2", "mesh.dcn.tensor=2"],
+    ],
+)
+def test_what_is_to_be_typed_gives_the_layout(layout, command):
+    """Behind a command that has sizes of its own, too."""
+    command = ["model=mixtral_8x7b", *command]
+    typed = layout.overrides(compose(command)).split()
     devices = math.prod(getattr(layout, axis) for axis in MESH_AXES)
-    assert layout_of(config, devices) == layout
+    assert layout_of(compose([*command, *typed]), devices) == layout
     assert layout_of(layout.applied(compose(["mesh=planned"])), devices) == layout
+
+
+def test_sizes_that_are_one_anyway_are_not_typed():
+    layout = Layout(1, 8, 1, 1, 1, "full", 2)
+    typed = "mesh.data=1 mesh.fsdp=8 mesh.tensor=1 train.remat=full "
+    typed += "train.accumulation_steps=2"
+    assert layout.overrides(compose(["mesh=fsdp"])) == typed
 
 
 def test_what_is_left_to_the_plan_or_impossible_is_none():

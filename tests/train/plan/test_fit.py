@@ -26,9 +26,7 @@ def laid_out(composed, lay_out, monkeypatch):
 
 
 def needs(program) -> int:
-    needed = estimate_memory(program).needed
-    assert needed is not None
-    return needed.bytes
+    return estimate_memory(program).needed.bytes
 
 
 SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
@@ -109,6 +107,15 @@ def test_what_costs_more_is_advised_where_nothing_else_does_it(laid_out, mib, ov
     if size:
         assert memory.host["optimizer state"].bytes == pytest.approx(size, rel=0.01)
     assert memory.host_held == 8 * sum(part.bytes for part in memory.host.values())
+
+
+def test_rows_that_a_pipeline_cuts_are_not_cut_twice(laid_out):
+    """Four rows a device, each a microbatch of the pipeline's already."""
+    piped = "mesh.pipeline=2", "train.pipeline_microbatches=8", "data.batch_size=32"
+    program = laid_out("mesh=fsdp", *piped, REMAT)
+    room = MemoryBudget(*[needs(program) - MIB] * 3)
+    advice = make_fit(program, estimate_memory(program), room)
+    assert "accumulation_steps" not in advice.override
 
 
 def test_what_the_compiler_needs_more_stays(laid_out):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from train.plan import plan as planning
+from train.plan.__main__ import _print
 from train.plan.memory import MemoryBudget, print_memory
 from train.plan.plan import estimate
 
@@ -64,6 +65,32 @@ def test_recomputing_less_is_advised_where_it_is_faster(
     assert plan.advice.override == override
     assert "matrix products take" in plan.advice.bottleneck
     assert ("no faster" in plan.advice.change) is (not override)
+
+
+@pytest.mark.parametrize(
+    ("mib", "change", "override"),
+    [
+        (2500, "that fits, estimated", "mesh.data=2 mesh.fsdp=4 train.remat="),
+        (100, "cut layers into more parts", ""),
+    ],
+)
+def test_what_does_not_fit_is_advised_where_no_speed_is_known(
+    laid_out, capsys, mib, change, override
+):
+    """Nobody states v4's network between slices; so no search can compare layouts."""
+    copies = "mesh=ddp", "mesh.dcn.data=2", "data.batch_size=64"
+    room = MemoryBudget(*[mib * 2**20] * 3)
+    plan = estimate(laid_out("v4-8x2", *copies), room)
+    assert plan.prediction is None
+    assert plan.advice is not None
+    assert plan.advice.change.endswith(change)
+    assert plan.advice.override.startswith(override)
+    assert bool(plan.advice.override) is bool(override)
+    _print(plan, verdict=True)
+    printed = capsys.readouterr().out
+    assert "no prediction: TPU v4" in printed
+    assert f"to change   {plan.advice.change}" in printed
+    assert estimate(laid_out("v4-8x2", *copies), AMPLE).advice is None
 
 
 def test_what_temporaries_hold_is_listed_once(laid_out, capsys):

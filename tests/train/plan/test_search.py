@@ -13,6 +13,8 @@ from train.hardware.targets import parse_target
 from train.plan import precision, recomputing
 from train.plan import search as searching
 from train.plan.aot import OutOfMemory
+from train.plan.candidates import Layout
+from train.plan.config import PlanConfig
 from train.plan.memory import MemoryBudget, memory_budget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import CHANGES, changed, combinations
@@ -80,7 +82,6 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
     (given,) = [one for one in found.weighed if one.layout == found.given]
     assert best.step_s <= given.step_s
     as_given = estimate(make_program(config, devices))
-    assert as_given.memory.needed is not None
     assert given.needed == as_given.memory.needed.bytes
     # Twelve heads cannot be cut into eight parts or sixteen.
     assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
@@ -101,6 +102,11 @@ def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypat
     assert again.weighed == found.weighed
     assert again.given != found.given
     assert search(dataclasses.replace(config, seed=1), devices, room) == found
+    asked = PlanConfig(**vars(config), target="v5e-16", search=True, search_compiles=0)
+    assert search(asked, devices, room) == found
+    runtime = dataclasses.replace(config.runtime, sparse_cores=False)
+    with pytest.raises(NameError):  # it changes what is scheduled beside products
+        search(dataclasses.replace(config, runtime=runtime), devices, room)
     model = dataclasses.replace(config.model, num_layers=6)
     with pytest.raises(NameError):
         search(dataclasses.replace(config, model=model), devices, room)
@@ -148,13 +154,13 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     found = search(config, devices, room)
     assert found.best is None
     assert found.given is not None
-    print_result(found)
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert "none fits" in printed
     least = min(found.weighed, key=lambda one: one.needed)
     own, row = (line for line in printed.splitlines() if line.startswith("no "))
-    assert own.endswith(f"{found.given.overrides} (this config's)")
-    assert row.endswith(least.layout.overrides)
+    assert own.endswith(f"{found.given.overrides(config)} (this config's)")
+    assert row.endswith(least.layout.overrides(config))
     for size in (least.needed, room.available, least.needed - room.available):
         assert format_bytes(size) in printed.partition("best ")[2]
     assert f"state and batch alone take {format_bytes(least.held)}" in printed
@@ -163,13 +169,30 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     assert raised.value.code == DOES_NOT_FIT
 
 
+def test_what_real_devices_have_is_what_there_is(config, devices, monkeypatch):
+    little = {"bytes_limit": 2**20}
+    device = topology.StandIn
+    monkeypatch.setattr(device, "memory_stats", lambda _: little, raising=False)
+    with pytest.raises(Exit, match=r"of which there are 1\.00 MiB"):
+        choose(config, devices, margin=0.0)
+
+
 def test_what_helps_depends_on_what_does_not_fit(config, devices):
     """More than the state: shorter rows help."""
     least = search(config, devices, MemoryBudget(2**20, 2**20, 2**20)).closest
     room = MemoryBudget(*[(least.held + least.needed) // 2] * 3)
-    said = none_fits(search(config, devices, room))
+    said = none_fits(search(config, devices, room), config)
     assert "data.sequence_length" in said
     assert "alone" not in said
+
+
+def test_a_layout_that_cuts_layers_across_slices_is_weighed_if_given(
+    composed, two_slices, room
+):
+    cut = "mesh=fsdp_tensor", "mesh.tensor=2", "mesh.dcn.tensor=2"
+    found = search(composed(*MODEL, *cut), two_slices, room)
+    assert found.given is not None
+    assert (found.given.tensor, found.given.dcn_tensor) == (2, 2)
 
 
 def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room):
@@ -177,7 +200,7 @@ def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room)
     refused = dataclasses.replace(found.weighed[-1], needed=room.available + 1)
     found = dataclasses.replace(found, compiled=[refused])
     assert found.best is None
-    assert "search_minutes" in none_fits(found)
+    assert "search_minutes" in none_fits(found, config)
 
 
 def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices, room):
@@ -192,19 +215,55 @@ def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices
 
 def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
     found = search(config, devices, room)
-    print_result(found)
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert "impossible  3 meshes; the first of them: mesh.params.heads=" in printed
     assert found.given is not None
-    assert f"{found.given.overrides} (this config's)" in printed
+    assert f"{found.given.overrides(config)} (this config's)" in printed
     lines = [line for line in printed.splitlines() if "yes" in line]
     assert lines
     assert found.best is not None
-    assert found.best.layout.overrides in lines[0]
+    assert found.best.layout.overrides(config) in lines[0]
     fitting = [one for one in found.weighed if one.fits]
     for faster, slower in itertools.pairwise(frontier(fitting)):
         assert faster.step_s <= slower.step_s
         assert faster.needed > slower.needed
+
+
+STAGES = Layout(1, 4, 1, 1, 1, "none", 1, pipeline=2, dcn_pipeline=2)
+COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
+
+
+@pytest.fixture
+def two_slices(devices, monkeypatch):
+    """Two slices, on which copies and stages are weighed; one way to recompute."""
+    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(searching, "layouts", lambda *_: [STAGES, COPIES])
+    return fake_devices(parse_target("v5e-4x2"))
+
+
+def test_microbatches_are_those_that_a_pipeline_can_cut_once_more(
+    composed, two_slices, room
+):
+    """Four rows a device, each of them a microbatch of the pipeline's."""
+    rows = "mesh=planned", "data.batch_size=32", "train.pipeline_microbatches=8"
+    found = search(composed(*MODEL, *rows), two_slices, room)
+    weighed = {
+        (one.layout.pipeline, one.layout.accumulation_steps) for one in found.weighed
+    }
+    assert weighed == {(2, 1), (1, 1), (1, 2), (1, 4)}
+
+
+def test_what_would_be_refused_if_it_was_typed_is_not_weighed(
+    composed, two_slices, room
+):
+    """Stages, whose moments cannot be in host memory; inputs can, of what is kept."""
+    moved = "optimizer=adamw", "optimizer.offload=true", "train.offload=[residual]"
+    rows = "mesh=planned", "data.batch_size=8"
+    found = search(composed(*MODEL, *rows, *moved), two_slices, room)
+    assert {one.layout.pipeline for one in found.weighed} == {1}
+    assert set(found.excluded) == {"train.offload", "optimizer.offload"}
+    assert "must be false with mesh.pipeline" in found.excluded["optimizer.offload"].why
 
 
 @pytest.mark.slow
@@ -220,11 +279,11 @@ def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     assert found.given.expert == 2
     assert found.best is not None
     assert "which do not divide it" in found.excluded["mesh.params.experts"].why
-    print_result(found)
+    print_result(found, config)
     *_, best, last, cost = capsys.readouterr().out.splitlines()
-    assert best.endswith(found.best.layout.overrides)
+    assert best.endswith(found.best.layout.overrides(config))
     assert found.runner_up is not None
-    assert last.endswith(found.runner_up.layout.overrides)
+    assert last.endswith(found.runner_up.layout.overrides(config))
     assert found.runner_up.layout.of_layers != found.best.layout.of_layers
     assert "% time a step" in cost
 
@@ -246,7 +305,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     room = MemoryBudget(*[least.needed - 1] * 3)
     plain = search(config, devices, room)
     assert plain.best is None
-    assert "search_precision=true" in none_fits(plain)
+    assert "search_precision=true" in none_fits(plain, config)
     found = search(config, devices, room, precision=True)
     weighed = {one.layout.changes: one for one in found.weighed}
     int8, _, offload = ((change,) for change in some)
@@ -256,14 +315,24 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     assert found.best is not None
     assert found.best.layout.changes == int8
     program = make_program(found.best.layout.applied(config), devices)
-    needed = estimate(program, room).memory.needed
-    assert needed is not None
-    assert needed.bytes == found.best.needed
-    print_result(found)
+    assert estimate(program, room).memory.needed.bytes == found.best.needed
+    print_result(found, config)
     printed = capsys.readouterr().out
     assert some[0] in printed.partition("each change by itself; needed")[2]
     assert search(config, devices, room, precision=True) == found
     assert search(config, devices, room) == plain
+
+
+def test_changes_whose_speed_nobody_states_are_left_out(composed, devices, monkeypatch):
+    """How fast a B200 reaches host memory."""
+    some = "optimizer.moment_dtype=bfloat16", "optimizer.offload=true"
+    monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
+    monkeypatch.setattr(searching, "layouts", lambda *_: [])
+    config = composed(*MODEL, "mesh=fsdp", "optimizer=adamw")
+    target = parse_target("b200-8")
+    devices, room = fake_devices(target), memory_budget(target.chip)
+    found = search(config, devices, room, precision=True)
+    assert {one.layout.changes for one in found.weighed} == {(), some[:1]}
 
 
 def test_changes_go_with_each_other_but_two_of_one_key_do_not(composed):
