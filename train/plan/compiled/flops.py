@@ -21,6 +21,8 @@ from train.plan.cost import (
 )
 
 _FLOATS = ("f", "bf")
+# jax/_src/cudnn/fused_attention_stablehlo.py: of the scores, [B, N, T, S].
+_SCORES = r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]'
 _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 
@@ -138,12 +140,15 @@ def kernel_flops(instruction: Instruction) -> tuple[float, float]:
 
     Splash skips whole blocks above the diagonal and behind a window; how many there are
     stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
-    one half, with a window the part of all scores that is seen.
+    one half, with a window the part of all scores that is seen. Its operands have heads
+    before positions or behind them: the shape of its scores tells which is which.
     """
     target = instruction.target
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     if target.startswith("__cudnn$fmha"):
-        (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
+        scores = instruction.find(_SCORES)
+        B, N, T, S = map(int, re.findall(r"\d+", scores))
+        H = arrays[0].dims[-1]
         causal = instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"')
         products = CUDNN_PRODUCTS["Backward" in target]
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
