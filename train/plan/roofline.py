@@ -225,7 +225,7 @@ def _links(
     links = []
     for (axes, network), totals in groups.items():
         rate = bandwidth(mesh, axes, network, chip)
-        parts = num_parts(mesh, axes) * (more if network in FAR else 1)
+        parts = num_parts(mesh, axes) * more if network in FAR else 1
         timed = [_timed(total, rate, parts, mesh, chip) for total in totals]
         seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
         waits = ACTIVATION_AXES & {*axes} or network == "DCN"
