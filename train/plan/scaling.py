@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.console import print_table
 from train.hardware.chips import Chip
-from train.hardware.interconnect import num_parts
-from train.mesh import Device
+from train.hardware.interconnect import num_parts, num_slices
 from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
@@ -86,14 +85,6 @@ def weak_scaling(
         parts = sorted((alone.low / step.low, alone.high / step.high))
         rows.append(Scaled(slices, sent, found, Range(*parts)))
     return rows
-
-
-def num_slices(devices: Iterable[Device]) -> int:
-    """Count the parts that only the data center's network joins; GPUs: nodes."""
-    devices = list(devices)
-    if devices[0].platform == "tpu":
-        return len({getattr(device, "slice_index", 0) for device in devices})
-    return len({device.process_index for device in devices})
 
 
 def print_weak_scaling(rows: Sequence[Scaled]) -> None:

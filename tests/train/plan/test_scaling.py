@@ -6,7 +6,8 @@ import pytest
 
 from tests.train.machines import execution, machine, total
 from train.hardware.achievable import HOPPER, TPU, slowest
-from train.plan.scaling import num_slices, print_weak_scaling, weak_scaling
+from train.hardware.interconnect import num_slices
+from train.plan.scaling import print_weak_scaling, weak_scaling
 
 ACROSS = ("mesh.data=2", "mesh.dcn.data=2")
 
