@@ -49,7 +49,6 @@ class Group:
     axes: tuple[str, ...]  # mesh axes along which a group's members differ
     size: int
     network: str  # the slowest that a group crosses
-    is_whole: bool = True  # a group goes over all of its axes
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
@@ -82,9 +81,7 @@ def group_at(places: np.ndarray, mesh: Mesh) -> Group:
     domains = [[_domain(devices[place]) for place in group] for group in places]
     crosses = any(len(set(group)) > 1 for group in domains)
     platform = devices[0].platform
-    size = places.shape[1]
-    whole = size == np.prod([mesh.shape[axis] for axis in axes], dtype=int)
-    return Group(axes, size, _NETWORKS[platform][crosses], bool(whole))
+    return Group(axes, places.shape[1], _NETWORKS[platform][crosses])
 
 
 def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> float:
@@ -103,15 +100,15 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
     home = _domain(members[0])
     near = [device for device in members if _domain(device) == home]
     if network == "DCN":
-        return part.network * _stated(chip, "dcn_bandwidth") / chip.devices
-    link = _stated(chip, "link_bandwidth")
+        return part.network * stated(chip, "dcn_bandwidth") / chip.devices
+    link = stated(chip, "link_bandwidth")
     if network == "ICI":
         slice_ = [d for d in mesh.devices.flat if _domain(d) == home]
         return part.links * link * num_links(near, slice_, chip) / _rivals(near, chip)
-    fast = part.links * link * _stated(chip, "links")
+    fast = part.links * link * stated(chip, "links")
     if network == "NVLink":
         return fast
-    return min(fast, part.network * len(near) * _stated(chip, "dcn_bandwidth"))
+    return min(fast, part.network * len(near) * stated(chip, "dcn_bandwidth"))
 
 
 def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
@@ -150,6 +147,18 @@ def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -
     return max(1, count)
 
 
+def stated(chip: Chip, field: str) -> float:
+    """Return a figure of a chip.
+
+    Raises:
+        NotStated: if its vendor does not say it.
+    """
+    value = getattr(chip, field)
+    if value is None or math.isnan(value):
+        raise NotStated(f"{chip.kind}: its vendor does not state {field}")
+    return value
+
+
 def _members(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
     """Give the group that the mesh's first device belongs to."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
@@ -170,13 +179,6 @@ def _extents(devices: Sequence[Device]) -> list[int]:
 
 def _coords(device: Device) -> tuple[int, ...]:
     return tuple(device.coords)
-
-
-def _stated(chip: Chip, field: str) -> float:
-    value = getattr(chip, field)
-    if value is None or math.isnan(value):
-        raise NotStated(f"{chip.kind}: its vendor does not state {field}")
-    return value
 
 
 def _domain(device: Device) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from train.config import Config
 from train.hardware.chips import Chip
-from train.hardware.interconnect import Group, NotStated, bandwidth
+from train.hardware.interconnect import Group, bandwidth, stated
 from train.plan.cost import StepCost
 
 
@@ -40,13 +40,10 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     Raises:
         NotStated: if the vendor does not state a figure, also when it is asked for.
     """
-    part = chip.achievable
-    if chip.hbm_bandwidth is None:
-        raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
-    bfloat16 = chip.flops["bfloat16"]
+    part, bfloat16 = chip.achievable, chip.flops["bfloat16"]
     return Rates(
         flops=part.products * bfloat16 / chip.devices,
-        memory=part.memory * chip.hbm_bandwidth / chip.devices,
+        memory=part.memory * stated(chip, "hbm_bandwidth") / chip.devices,
         send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
         eight_bits=part.products * chip.flops.get(compute, bfloat16) / chip.devices,
     )

@@ -84,7 +84,7 @@ def test_axes_are_those_along_which_members_differ(attribute, axes, size):
 
 def test_part_of_an_axis_is_told():
     found = group("replica_groups=[4,2]<=[8], x=1", a_mesh((1, 8, 1)))
-    assert found == Group(("fsdp",), 2, "ICI", is_whole=False)
+    assert found == Group(("fsdp",), 2, "ICI")
 
 
 @pytest.mark.parametrize(
