@@ -137,6 +137,7 @@ def _stand_ins(target: Target) -> Iterator[StandIn]:
     kind, _ = _GPUS.get(target.family, (target.chip.kind, ""))
     bounds = (*target.host_bounds, 1, 1)[:3]
     shape = (*target.topology, 1, 1)[:3]
+    on_tpu = target.platform == "tpu"
     ids = itertools.count()
     hosts: dict[tuple[int, ...], int] = {}
     for at_slice in range(target.slices):
@@ -146,10 +147,10 @@ def _stand_ins(target: Target) -> Iterator[StandIn]:
             for core in range(target.chip.devices):
                 yield StandIn(
                     id=next(ids),
-                    platform="tpu" if target.platform == "tpu" else "gpu",
+                    platform="tpu" if on_tpu else "gpu",
                     device_kind=kind,
                     process_index=hosts.setdefault(host, len(hosts)),
-                    slice_index=at_slice if target.platform == "tpu" else 0,
-                    coords=coords,
+                    slice_index=at_slice,
+                    coords=coords if on_tpu else (at_slice, 0, x),
                     core_on_chip=core,
                 )

@@ -17,7 +17,7 @@ of the former (2D: dims of 16).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,6 @@ class Group:
     axes: tuple[str, ...]  # mesh axes along which a group's members differ
     size: int
     network: str  # the slowest that a group crosses
-    is_whole: bool = True  # a group goes over all of its axes
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
@@ -82,9 +81,7 @@ def group_at(places: np.ndarray, mesh: Mesh) -> Group:
     domains = [[_domain(devices[place]) for place in group] for group in places]
     crosses = any(len(set(group)) > 1 for group in domains)
     platform = devices[0].platform
-    size = places.shape[1]
-    whole = size == np.prod([mesh.shape[axis] for axis in axes], dtype=int)
-    return Group(axes, size, _NETWORKS[platform][crosses], bool(whole))
+    return Group(axes, places.shape[1], _NETWORKS[platform][crosses])
 
 
 def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> float:
@@ -99,21 +96,19 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
     Raises:
         NotStated: if the chip's vendor does not say how fast that network is.
     """
-    members = _members(mesh, axes)
-    part = chip.achievable
+    members, part = _members(mesh, axes), chip.achievable
+    home = _domain(members[0])
+    near = [device for device in members if _domain(device) == home]
     if network == "DCN":
-        return part.network * _stated(chip, "dcn_bandwidth") / chip.devices
-    link = _stated(chip, "link_bandwidth")
+        return part.network * stated(chip, "dcn_bandwidth") / chip.devices
+    link = stated(chip, "link_bandwidth")
     if network == "ICI":
-        near = [d for d in members if _slice(d) == _slice(members[0])]
-        slices = [d for d in mesh.devices.flat if _slice(d) == _slice(members[0])]
-        return part.links * link * num_links(near, slices, chip) / _rivals(near, chip)
-    fast = part.links * link * _stated(chip, "links")
+        slice_ = [d for d in mesh.devices.flat if _domain(d) == home]
+        return part.links * link * num_links(near, slice_, chip) / _rivals(near, chip)
+    fast = part.links * link * stated(chip, "links")
     if network == "NVLink":
         return fast
-    home = members[0].process_index
-    here = sum(device.process_index == home for device in members)
-    return min(fast, part.network * here * _stated(chip, "dcn_bandwidth"))
+    return min(fast, part.network * len(near) * stated(chip, "dcn_bandwidth"))
 
 
 def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
@@ -123,7 +118,12 @@ def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> i
     """
     devices = _members(mesh, axes)
     group = [devices[place] for place in members] or devices
-    return len({tuple(_domain(device)) for device in group})
+    return num_slices(group)
+
+
+def num_slices(devices: Iterable[Device]) -> int:
+    """Count the parts that only the data center's network joins; GPUs: nodes."""
+    return len(set(map(_domain, devices)))
 
 
 def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
@@ -145,6 +145,18 @@ def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -
         if size > 1:
             count += 2 if ring and size == extent else 1
     return max(1, count)
+
+
+def stated(chip: Chip, field: str) -> float:
+    """Return a figure of a chip.
+
+    Raises:
+        NotStated: if its vendor does not say it.
+    """
+    value = getattr(chip, field)
+    if value is None or math.isnan(value):
+        raise NotStated(f"{chip.kind}: its vendor does not state {field}")
+    return value
 
 
 def _members(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
@@ -169,19 +181,16 @@ def _coords(device: Device) -> tuple[int, ...]:
     return tuple(device.coords)
 
 
-def _slice(device: Device) -> int:
-    return getattr(device, "slice_index", 0)
+def _domain(device: Device) -> tuple[int, ...]:
+    """Name what the fast network joins: a slice of TPUs, a node of GPUs.
 
-
-def _stated(chip: Chip, field: str) -> float:
-    value = getattr(chip, field)
-    if value is None or math.isnan(value):
-        raise NotStated(f"{chip.kind}: its vendor does not state {field}")
-    return value
-
-
-def _domain(device) -> Sequence[int]:
-    """Name what the fast network joins: a slice of TPUs, the devices of a process."""
+    A node may have a process for each GPU: what started on one host is a slice to jax.
+    Coordinates begin with it too, also of GPUs that are described, to compile for.
+    Source: BuildGlobalTopology in openxla/xla, xla/pjrt/distributed/topology_util.cc.
+    """
     if device.platform == "tpu":
         return (getattr(device, "slice_index", 0),)
-    return (device.process_index,)
+    if device.platform == "cpu":
+        return (device.process_index,)
+    of_host = getattr(device, "slice_index", device.process_index)
+    return of_host, *getattr(device, "coords", ())[:-2]

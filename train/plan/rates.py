@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from train.config import Config
 from train.hardware.chips import Chip
-from train.hardware.interconnect import Group, NotStated, bandwidth
+from train.hardware.interconnect import Group, bandwidth, stated
 from train.plan.cost import StepCost
 
 
@@ -40,13 +40,10 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     Raises:
         NotStated: if the vendor does not state a figure, also when it is asked for.
     """
-    part = chip.achievable
-    if chip.hbm_bandwidth is None:
-        raise NotStated(f"{chip.kind}: its vendor does not state hbm_bandwidth")
-    bfloat16 = chip.flops["bfloat16"]
+    part, bfloat16 = chip.achievable, chip.flops["bfloat16"]
     return Rates(
         flops=part.products * bfloat16 / chip.devices,
-        memory=part.memory * chip.hbm_bandwidth / chip.devices,
+        memory=part.memory * stated(chip, "hbm_bandwidth") / chip.devices,
         send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
         eight_bits=part.products * chip.flops.get(compute, bfloat16) / chip.devices,
     )
@@ -129,10 +126,15 @@ def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
 
 
 def _matrices(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """Return rows and columns of a device's part of all weights."""
+    """Return rows and columns of a device's part of what a token is multiplied with."""
     D, H = model.embed_dim, model.head_size
     heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
-    F = model.mlp_size // tensor
-    widened = 3 if model.gated else 2
-    of_a_layer = [(D, heads)] * 2 + [(D, kv)] * 2 + [(D, F)] * widened
-    return of_a_layer * model.num_layers + [(D, (model.vocab_size or 1) // tensor)]
+    attention = [(D, heads)] * 2 + [(D, kv)] * 2
+    widened, with_experts = 3 if model.gated else 2, model.expert_layers
+    # Experts that every token takes are one MLP (model/experts/experts.py).
+    F, shared = model.expert_size, model.shared_experts * model.expert_size
+    sizes = [model.mlp_size] * (model.num_layers - with_experts)
+    sizes += [*[F] * model.experts_per_token, shared] * with_experts
+    mlps = [(D, size // tensor) for size in sizes if size] * widened
+    head = (D, (model.vocab_size or 1) // tensor)
+    return [*attention * model.num_layers, *mlps, head]

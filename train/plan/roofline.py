@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.hardware.achievable import slowest
 from train.hardware.chips import Chip
-from train.hardware.interconnect import NotStated, bandwidth, hops, num_parts
+from train.hardware.interconnect import bandwidth, hops, num_parts, stated
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, StepCost
 from train.plan.rates import Busy, busy
 
@@ -196,9 +196,7 @@ def predict(
 
 def _host_link(sent: int, chip: Chip) -> Link:
     """Time what goes to host memory; as much comes back at the same time."""
-    if chip.host_bandwidth is None:
-        raise NotStated(f"{chip.kind}: its vendor does not state host_bandwidth")
-    rate = chip.host_bandwidth / chip.devices
+    rate = stated(chip, "host_bandwidth") / chip.devices
     return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
 
 
@@ -225,7 +223,7 @@ def _links(
     links = []
     for (axes, network), totals in groups.items():
         rate = bandwidth(mesh, axes, network, chip)
-        parts = num_parts(mesh, axes) * (more if network in FAR else 1)
+        parts = num_parts(mesh, axes) * more if network in FAR else 1
         timed = [_timed(total, rate, parts, mesh, chip) for total in totals]
         seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
         waits = ACTIVATION_AXES & {*axes} or network == "DCN"

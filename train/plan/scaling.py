@@ -2,7 +2,9 @@
 
 From one program for several slices. With their number n grow the terms (n-1)/n of the
 rings, the hops that each collective starts, and how far the slowest slice is behind the
-mean; with a single slice the data center's network is idle.
+mean; with a single slice the data center's network is idle. Between TPU slices one chip
+of each makes a ring; rings of GPUs go through all members in all nodes, in a single one
+over NVLink.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +15,9 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.console import print_table
 from train.hardware.chips import Chip
-from train.mesh import Device
-from train.plan.cost import CollectiveTotal, StepCost
+from train.hardware.interconnect import num_parts, num_slices
+from train.mesh_sizes import num_shards
+from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
@@ -47,19 +50,23 @@ def weak_scaling(
     chip: Chip,
     points: Iterable[int] = POINTS,
 ) -> list[Scaled]:
-    """Predict the speed of other numbers of slices; [] for a program of one slice.
+    """Predict the speed of other numbers of slices.
 
     Arguments: as `predict`, of a program for several slices.
+
+    Returns:
+        [] for a program of one slice, or whose stages lie in several: more of them
+        would need more layers.
 
     Raises:
         NotStated: as `predict`.
     """
     compiled = num_slices(mesh.devices.flat)
-    if compiled < 2:
+    if compiled < 2 or num_parts(mesh, ["pipeline"]) > 1:
         return []
 
     def at(slices: int) -> tuple[float, Prediction]:
-        sent = [_scaled(total, compiled, slices) for total in cost.sent]
+        sent = [_scaled(total, mesh, slices) for total in cost.sent]
         found = predict(replace(cost, sent=sent), config, mesh, chip, slices)
         more = slices / compiled
         far = sum(total.sent for total in sent if total.network in FAR)
@@ -78,14 +85,6 @@ def weak_scaling(
         parts = sorted((alone.low / step.low, alone.high / step.high))
         rows.append(Scaled(slices, sent, found, Range(*parts)))
     return rows
-
-
-def num_slices(devices: Iterable[Device]) -> int:
-    """Count the parts that only the data center's network joins; GPUs: nodes."""
-    devices = list(devices)
-    if devices[0].platform == "tpu":
-        return len({getattr(device, "slice_index", 0) for device in devices})
-    return len({device.process_index for device in devices})
 
 
 def print_weak_scaling(rows: Sequence[Scaled]) -> None:
@@ -110,8 +109,18 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
     )
 
 
-def _scaled(total: CollectiveTotal, compiled: int, slices: int) -> CollectiveTotal:
+def _scaled(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
+    """Return a collective between slices as so many of them need it."""
     if total.network not in FAR:
         return total
-    factor = (slices - 1) / slices / ((compiled - 1) / compiled)
-    return replace(total, sent=total.sent * factor)
+    near = 1  # members in a slice
+    if total.network != "DCN":
+        near = num_shards(mesh.shape, total.axes) // num_parts(mesh, total.axes)
+    if slices == near == 1:
+        return replace(total, count=0, sent=0.0)
+    before, now = (
+        sent_bytes(total.kind, 1, near * parts)
+        for parts in (num_slices(mesh.devices.flat), slices)
+    )
+    network = "NVLink" if slices == 1 else total.network
+    return replace(total, network=network, sent=total.sent * now / before)

@@ -2,10 +2,19 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tests.train.machines import machine
-from train.hardware.interconnect import NotStated, bandwidth, hops
+from train.hardware.interconnect import (
+    NotStated,
+    bandwidth,
+    group_along,
+    hops,
+    num_parts,
+    num_slices,
+)
 
 ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/chips.py
 GB = 1e9
@@ -68,6 +77,23 @@ def test_a_ring_through_nodes_has_the_cards_of_its_members_there(composed):
     assert all_cards == pytest.approx(FAR * 8 * 50 * GB)
     inside = bandwidth(copies.mesh, ["fsdp"], "NVLink", copies.chip)
     assert inside == pytest.approx(NVLINK * 450 * GB)
+
+
+def test_a_node_is_one_whether_each_of_its_gpus_has_a_process(composed):
+    at = machine(composed, "h100-8x2", "mesh=fsdp", "mesh.data=2")
+
+    def like(change):
+        return Mesh(np.vectorize(change)(at.mesh.devices), at.mesh.axis_names)
+
+    each = like(lambda gpu: dataclasses.replace(gpu, process_index=gpu.id))
+    # As XLA describes GPUs that are not there, in jax 0.10.2: all are of one slice.
+    described = like(lambda gpu: dataclasses.replace(gpu, slice_index=0))
+    for mesh in (at.mesh, each, described):
+        assert group_along(["fsdp"], mesh).network == "NVLink"
+        assert group_along(["data"], mesh).network == "network"
+        assert num_slices(mesh.devices.flat) == num_parts(mesh, ["data"]) == 2
+        both = bandwidth(mesh, ["data", "fsdp"], "network", at.chip)
+        assert both == pytest.approx(FAR * 8 * 50 * GB)
 
 
 def test_what_a_vendor_does_not_say_is_not_made_up(composed):

@@ -158,6 +158,20 @@ def test_small_dims_leave_matrix_units_idle(composed):
     assert matrix_fill(model, 16, None) == (1, 1)
 
 
+def test_a_token_goes_through_its_experts_not_through_one_wide_mlp(composed):
+    """Eight ways: of Qwen3's 8 experts of 768 a device has 96 columns each."""
+    attention, head = (2 * 512 + 2 * 128, 2 * 512 + 2 * 256), (18992, 19200)
+    more = ("model.shared_experts=2", "model.dense_layers=1", "model.mlp_dim=6144")
+    for overrides, mlps in (
+        ((), (48 * 24 * 96, 48 * 24 * 256)),
+        (more, (47 * 3 * (8 * 96 + 192) + 3 * 768, 47 * 3 * (8 + 1) * 256 + 3 * 768)),
+    ):
+        model = composed("model=qwen3_30b_a3b", *overrides).model
+        parts = zip(attention, mlps, head, strict=True)
+        used, taken = (48 * a + b + c for a, b, c in parts)
+        assert matrix_fill(model, 8, 256)[0] == pytest.approx(used / taken)
+
+
 times = st.floats(0, 100)
 
 

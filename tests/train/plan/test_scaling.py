@@ -1,10 +1,13 @@
 """More slices, from the program for two."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.hardware.achievable import TPU, slowest
-from train.plan.scaling import num_slices, print_weak_scaling, weak_scaling
+from train.hardware.achievable import HOPPER, TPU, slowest
+from train.hardware.interconnect import num_slices
+from train.plan.scaling import print_weak_scaling, weak_scaling
 
 ACROSS = ("mesh.data=2", "mesh.dcn.data=2")
 
@@ -51,6 +54,40 @@ def test_it_starts_from_several_slices(composed):
     assert weak_scaling(execution(1, 1), *one.place) == []
     nodes = machine(composed, "h100-8x4", "mesh=fsdp")
     assert num_slices(nodes.mesh.devices.flat) == 4
+
+
+@pytest.mark.parametrize("preset", ["fsdp", "ddp"])
+def test_a_ring_of_gpus_goes_through_all_of_each_node(composed, preset):
+    """Of a gather each sends all but its own part; in one node, 7/8 over NVLink."""
+    two = machine(composed, "h100-8x2", f"mesh={preset}", "data.batch_size=16")
+    axis = {"fsdp": "fsdp", "ddp": "data"}[preset]
+    step = execution(1e12, 0, total(axis, "network", 15 / 16 * 1e9))
+    rows = {row.slices: row for row in weak_scaling(step, *two.place)}
+    (inside,) = rows[1].prediction.links
+    assert (inside.network, rows[1].sent) == ("NVLink", 0)
+    assert inside.sent == pytest.approx(7 / 8 * 1e9)
+    assert inside.seconds == pytest.approx(
+        inside.sent / (HOPPER.links * 450e9) + HOPPER.start_s
+    )
+    for nodes in (2, 4, 199):
+        members = 8 * nodes
+        assert rows[nodes].sent == pytest.approx((members - 1) / members * 1e9)
+
+
+def test_a_permute_sends_what_it_holds_to_however_many(composed):
+    across = ("mesh=fsdp", "mesh.context=2", "mesh.dcn.context=2", "mesh.fsdp=8")
+    two = machine(composed, "h100-8x2", *across, "data.batch_size=16")
+    permute = replace(total("context", "network", 1e6), kind="collective-permute")
+    rows = weak_scaling(execution(1e12, 0, permute), *two.place)
+    assert [row.sent for row in rows] == [0] + [1e6] * (len(rows) - 1)
+    assert rows[0].prediction.links[0].seconds == 0
+
+
+def test_more_slices_would_be_stages_without_layers(composed):
+    stages = ("mesh=fsdp", "mesh.pipeline=2", "mesh.dcn.pipeline=2", "mesh.fsdp=8")
+    two = machine(composed, "h100-8x2", *stages, "data.batch_size=16")
+    sent = total("pipeline", "network", 1e6)
+    assert weak_scaling(execution(1e12, 0, sent), *two.place) == []
 
 
 @pytest.mark.parametrize(

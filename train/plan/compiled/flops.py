@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import Instruction, Module
+from train.plan.compiled.hlo import Array, Instruction, Module
 from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
@@ -21,6 +21,8 @@ from train.plan.cost import (
 )
 
 _FLOATS = ("f", "bf")
+# jax/_src/cudnn/fused_attention_stablehlo.py: of the scores, [B, N, T, S].
+_SCORES = r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]'
 _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 
@@ -86,10 +88,22 @@ def product_flops(instruction: Instruction) -> float:
 
 def has_eight_bits(instruction: Instruction) -> bool:
     """Tell whether the operands of a product have eight bits."""
+    arrays = multiplied(instruction)
+    return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
+
+
+def multiplied(instruction: Instruction) -> list[Array]:
+    """Return what a product or an attention kernel multiplies; [] of all else.
+
+    Not what a library's call adds or scales by, nor a kernel's masks and sizes.
+    """
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    if instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes:
-        arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
-    return all(array.dtype.startswith(("f8", "s8")) for array in arrays[:2])
+    own = instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes
+    if own:
+        arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]
+    if product_flops(instruction):
+        return arrays[:2]
+    return arrays if own and kernel_flops(instruction)[0] else []
 
 
 def _grouped_flops(instruction: Instruction) -> float:
@@ -97,7 +111,7 @@ def _grouped_flops(instruction: Instruction) -> float:
     if not is_kernel(instruction):
         return 0.0
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]
+    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
     return flops * expected_part(instruction.op_name)
 
@@ -138,12 +152,15 @@ def kernel_flops(instruction: Instruction) -> tuple[float, float]:
 
     Splash skips whole blocks above the diagonal and behind a window; how many there are
     stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
-    one half, with a window the part of all scores that is seen.
+    one half, with a window the part of all scores that is seen. Its operands have heads
+    before positions or behind them: the shape of its scores tells which is which.
     """
     target = instruction.target
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
     if target.startswith("__cudnn$fmha"):
-        (B, T, N, H), S = arrays[0].dims, arrays[1].dims[1]
+        scores = instruction.find(_SCORES)
+        B, N, T, S = map(int, re.findall(r"\d+", scores))
+        H = arrays[0].dims[-1]
         causal = instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"')
         products = CUDNN_PRODUCTS["Backward" in target]
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from train.plan.compiled.attribution import part_of, producers, scope
 from train.plan.compiled.buffers import Buffer, largest_buffers
-from train.plan.compiled.flops import kernel_flops
+from train.plan.compiled.flops import multiplied
 from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.source_lines import SourceLines
@@ -28,7 +28,6 @@ _MARKS = (
     *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
-_FLOATS = ("f", "bf")
 
 
 class InPlace(NamedTuple):
@@ -138,12 +137,6 @@ def _operand_bytes(module: Module) -> dict[str, int]:
     sizes = Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.parts:
-            if inner.opcode not in ("dot", "convolution") and not (
-                inner.opcode == "custom-call" and kernel_flops(inner)[0] > 0
-            ):
-                continue
-            for operand in inner.operands:
-                for array in operand.arrays:
-                    if array.dtype.startswith(_FLOATS):  # a mask is no operand
-                        sizes[array.dtype] += executed.times * array.num_bytes
+            for array in multiplied(inner):
+                sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())

@@ -41,15 +41,14 @@ def slices_group(send: Instruction, mesh: Mesh) -> Group:
         for axis, name in enumerate(mesh.axis_names)
         if np.any(slices != np.take(slices, [0], axis))
     )
-    whole = len(np.unique(slices))
     target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
     if not target:  # pairs of devices: each slice sends to one
-        return Group(axes, whole, "DCN")
+        return Group(axes, len(np.unique(slices)), "DCN")
     wanted = set[int]()
     for part in target.split(","):
         first, _, last = part.partition(":")
         wanted |= {*range(int(first) - 1, int(last or first))}  # they count from 1
-    return Group(axes, len(wanted), "DCN", len(wanted) == whole)
+    return Group(axes, len(wanted), "DCN")
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:

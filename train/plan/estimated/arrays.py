@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from train.mesh_sizes import num_shards
+
 Axes = tuple[str, ...]
 
 
@@ -89,18 +91,13 @@ class Array:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
 
-def ways(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Count the devices along some mesh axes."""
-    return math.prod(sizes[axis] for axis in axes)
-
-
 def uncut(array: Array, axes: Iterable[str], sizes: Mapping[str, int]) -> Array:
     """Return an array that some axes do not cut any more."""
     dims = []
     for dim in array.dims:
         gone = [axis for axis in dim.axes if axis in axes]
         kept = tuple(axis for axis in dim.axes if axis not in axes)
-        dims.append(Dim(dim.size * ways(sizes, gone), kept, dim.known))
+        dims.append(Dim(dim.size * num_shards(sizes, gone), kept, dim.known))
     flag, source = array.from_batch, array.source
     return Array(tuple(dims), array.itemsize, flag, made_from=source)
 

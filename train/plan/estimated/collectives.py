@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from model.axes import mesh_axes
-from train.plan.estimated.arrays import Array, Axes, Dim, Place, ways
+from train.mesh_sizes import num_shards
+from train.plan.estimated.arrays import Array, Axes, Dim, Place
 
 
 class Exchange(NamedTuple):
@@ -80,7 +81,7 @@ class Sending:
         key = (place.body, array.source, axes, again)
         if axes and key not in self._gathered:
             self._gathered.add(key)
-            payload = array.bytes * ways(self.sizes, axes)
+            payload = array.bytes * num_shards(self.sizes, axes)
             self.add(axes, "all-gather", payload, place, array.label)
 
     def reduce(self, array: Array, kept: Axes, label: str = "") -> None:
@@ -100,7 +101,7 @@ class Sending:
             scatter = part.is_product and self.platform != "cpu"
             kind = "reduce-scatter" if scatter else "all-reduce"
             self.add(cut, kind, part.bytes, part.place, label)
-            left = part.bytes / ways(self.sizes, cut)
+            left = part.bytes / num_shards(self.sizes, cut)
             self.add(rest, "all-reduce", left, part.place, label)
 
     def lay_out(
@@ -121,9 +122,9 @@ class Sending:
             lost = tuple(a for a in dim.axes if a not in wanted)
             dropped += lost if strict else ()
             axes += () if strict else lost
-            size = dim.size * ways(self.sizes, dim.axes)
-            dims.append(Dim(-(-size // ways(self.sizes, axes)), axes, dim.known))
+            size = dim.size * num_shards(self.sizes, dim.axes)
+            dims.append(Dim(-(-size // num_shards(self.sizes, axes)), axes, dim.known))
         self.add(moved, "all-to-all", array.bytes, place, array.label)
-        whole = array.bytes * ways(self.sizes, dropped)
+        whole = array.bytes * num_shards(self.sizes, dropped)
         self.add(dropped, "all-gather", whole, place, array.label)
         return tuple(dims)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from model.axes import mesh_axes
+from train.mesh_sizes import num_shards
 from train.plan.estimated.arrays import (
     Array,
     Axes,
@@ -12,7 +13,6 @@ from train.plan.estimated.arrays import (
     merged,
     reshaped,
     resized,
-    ways,
 )
 from train.plan.estimated.collectives import Sending
 
@@ -123,7 +123,7 @@ class Layouts:
         axes = mesh_axes(params["axis_name"])
         groups, dims = params["axis_index_groups"], list(array.dims)
         members = tuple(groups[0]) if groups else ()
-        parts = len(members) or ways(self._sending.sizes, axes)
+        parts = len(members) or num_shards(self._sending.sizes, axes)
         grows = params.get("all_gather_dimension", params.get("concat_axis"))
         shrinks = params.get("scatter_dimension", params.get("split_axis"))
         if grows is not None:

@@ -11,7 +11,7 @@ from model.axes import mesh_axes
 from model.choices import Attention
 from model.params import named
 from train.optimizer.update import Optimizer
-from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops
+from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops, computed_blocks
 from train.plan.estimated.arrays import Array, Dim
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.operation import Operation
@@ -76,19 +76,33 @@ class LocalStep:
         whole = attention = eight_bits = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in (*self.gradients.each(), *self.gradients.in_branches):
-            flops, part = self.microbatches * op.place.times * op.flops, op.part
+            flops = self.microbatches * op.place.times * op.flops
             if not op.is_kernel:
                 products += flops
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
+            part = op.part
             if self.attention.is_cudnn:  # Splash was traced instead of it
                 again = CUDNN_PRODUCTS[True] / backward
                 flops *= again if op.place.is_backward else 1.0
-                part = min(part, 0.5)
+                part = _cudnn_part(op)
             whole += flops
             attention += flops * part
         return Flops(products, attention, whole, eight_bits=eight_bits)
+
+
+def _cudnn_part(kernel: Operation) -> float:
+    """Return the part of scores that cuDNN computes where Splash was traced.
+
+    Half of a causal square, into however few blocks Splash cuts that; all where a
+    ring's queries see another device's keys, which are as many. Where a window reaches
+    over all blocks there are more keys than queries.
+    """
+    queries, keys, *_ = (a.dims[-2].size for a in kernel.operands if len(a.dims) == 4)
+    computed, blocks = computed_blocks(kernel.place.scope) or (0, 1)
+    whole = computed == blocks and queries == keys
+    return 1.0 if whole else min(kernel.part, 0.5)
 
 
 def local_step(program: Program) -> LocalStep:

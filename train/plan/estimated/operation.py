@@ -1,6 +1,6 @@
 """What a walk over a program yields: one equation, or a loop of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from train.plan.estimated.arrays import Array, Place
@@ -33,13 +33,14 @@ class Operation:
     carried: list[Array] = field(default_factory=list)
     stacked: list[Array] = field(default_factory=list)
 
-    def each(self) -> Iterator["Operation"]:
-        """Return what its body holds, of the loops in there too."""
-        for operation in self.body:
-            yield operation
-            yield from operation.each()
-
     @property
     def is_kernel(self) -> bool:
         """Whether it is a kernel, not XLA's own."""
         return self.name == "pallas_call"
+
+
+def each(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Return operations, and what the loops among them hold, loops in there too."""
+    for operation in operations:
+        yield operation
+        yield from each(operation.body)

@@ -24,7 +24,7 @@ from model.choices import Attention
 from model.params import is_of_layers
 from train.plan.estimated.arrays import Array
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.operation import Operation
+from train.plan.estimated.operation import Operation, each
 from train.plan.estimated.schedule import Schedule
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -180,7 +180,7 @@ def _weights(step: LocalStep) -> dict[Array, Array]:
 def _used(loop: Operation) -> dict[Array, Array]:
     return {
         array.source: array
-        for op in loop.each()
+        for op in each(loop.body)
         if op.flops and loop.place.is_backward
         for array in op.operands
         if not array.from_batch and array.source in loop.slices

@@ -21,7 +21,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import Sending
 from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.operation import SHAPES, Operation
+from train.plan.estimated.operation import SHAPES, Operation, each
 from train.plan.estimated.products import grouped, kernel_flops, multiply
 
 # Linear in all operands at once: partial sums may pass.
@@ -55,9 +55,7 @@ class Walk:
 
     def each(self) -> Iterator[Operation]:
         """Return all operations, loops' too; `place` says how often they run."""
-        for operation in self.operations:
-            yield operation
-            yield from operation.each()
+        return each(self.operations)
 
     def run(self, jaxpr: Any, arguments: Sequence[Array]) -> list[Array]:
         """Walk a jaxpr, open or closed, and return its results."""

@@ -124,3 +124,28 @@ def test_cublas_is_read():
     done = count_flops(read(text))
     assert done.products == done.eight_bits == 2 * 16 * 64 * 32
     assert done.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [("2,64,4,8", "2,32,2,8"), ("2,4,64,8", "2,2,32,8")]
+)
+@pytest.mark.parametrize(("mask", "part"), [("NO_MASK", 1), ("CAUSAL", 1 / 2)])
+def test_cudnn_may_have_heads_before_positions(queries, keys, mask, part):
+    """As in a ring: 64 queries of 4 heads, 32 keys of 2 heads."""
+    text = in_one(
+        f"  %q = bf16[{queries}] parameter(0)\n"
+        f"  %k = bf16[{keys}] parameter(1)\n"
+        f"  %v = bf16[{keys}] parameter(2)\n"
+        "  ROOT %o = (bf16[2,4,64,8], f32[2,4,64], u8[0]) custom-call(%q, %k, %v), "
+        'custom_call_target="__cudnn$fmhaSoftmax", backend_config={'
+        '"operation_queue_id": "0", "cudnn_fmha_backend_config": {'
+        '"algorithm": {"tuning_knobs": {"17": "1"}}, "fmha_scale": 1.0, '
+        '"intermediate_tensor_shape": {"element_type": "BF16", '
+        '"dimensions": ["2", "4", "64", "32"], "tuple_shapes": []}, '
+        f'"is_flash_attention": true, "mask_type": "{mask}", '
+        '"sliding_window_length": 0}}'
+    )
+    done = count_flops(read(text))
+    assert done.whole_attention == 2 * 2 * (2 * 4 * 64 * 32) * 8
+    assert done.attention == part * done.whole_attention
+    assert done.unknown == ()

@@ -66,6 +66,37 @@ def test_products_of_float32_and_of_bfloat16_are_told_apart(found, stored_step):
     assert on_tpu["bf16"] > 0.95 * sum(on_tpu.values())
 
 
+INT8 = """  %a = s8[16,64] parameter(0)
+  %b = s8[64,32] parameter(1)
+  ROOT %c = s32[16,32] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\
+"""
+CUBLAS = """  %a = f8e4m3fn[16,64] parameter(0)
+  %b = f8e4m3fn[32,64] parameter(1)
+  %scale = f32[] parameter(2)
+  ROOT %c = (bf16[16,32], s8[1024]) custom-call(%a, %b, %scale, %scale), \
+custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":\
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}"""
+GROUPED = """  %sizes = s32[8] parameter(0)
+  %a = bf16[16,64] parameter(1)
+  %b = bf16[8,64,32] parameter(2)
+  ROOT %c = bf16[16,32] custom-call(%sizes, %a, %b), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/(grouped_rows)"}"""
+
+
+@pytest.mark.parametrize(
+    ("instruction", "operands"),
+    [
+        (INT8, {"s8": 16 * 64 + 64 * 32}),
+        (CUBLAS, {"f8e4m3fn": 16 * 64 + 32 * 64}),
+        (GROUPED, {"bf16": 2 * (16 * 64 + 8 * 64 * 32)}),
+    ],
+    ids=["int8", "cublas", "experts"],
+)
+def test_whatever_multiplies_has_operands(instruction, operands):
+    """But no scales, and no sizes of groups."""
+    assert inspect(in_one(instruction), []).operand_bytes == operands
+
+
 @pytest.mark.parametrize(("name", "forward"), [("ddp_full", 2), ("ddp_attention", 1)])
 def test_kernels_have_names_and_counts(stored_step, name, forward):
     assert look_into(stored_step(name)).kernels == {

@@ -84,15 +84,15 @@ def test_axes_are_those_along_which_members_differ(attribute, axes, size):
 
 def test_part_of_an_axis_is_told():
     found = group("replica_groups=[4,2]<=[8], x=1", a_mesh((1, 8, 1)))
-    assert found == Group(("fsdp",), 2, "ICI", is_whole=False)
+    assert found == Group(("fsdp",), 2, "ICI")
 
 
 @pytest.mark.parametrize(
     ("platform", "inside", "between"),
     [("gpu", "NVLink", "network"), ("cpu", "memory", "network")],
 )
-def test_processes_are_joined_by_the_slow_network(platform, inside, between):
-    mesh = a_mesh((2, 4, 1), platform, processes=2)
+def test_nodes_are_joined_by_the_slow_network(platform, inside, between):
+    mesh = a_mesh((2, 4, 1), platform, slices=2, processes=2)
     assert group("replica_groups=[2,4]<=[8], x=1", mesh).network == inside
     assert group("replica_groups=[4,2]<=[2,4]T(1,0), x=1", mesh).network == between
 
