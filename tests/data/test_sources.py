@@ -108,10 +108,8 @@ def test_any_number_of_processes_sees_the_same_batches(
 def test_each_source_gives_its_share_before_and_after_a_change(stores, sources):
     order = Order(sources, mixture(stores), 7)
     each = [order.find(step, np.arange(B))[0] for step in range(STEPS)]
-    for batches, weights in (
-        (each[:60], [0.61, 0.23, 0.16]),
-        (each[60:], [0, 0.5, 0.5]),
-    ):
+    halves = (each[:60], [0.61, 0.23, 0.16]), (each[60:], [0, 0.5, 0.5])
+    for batches, weights in halves:
         counts = np.bincount(np.concatenate(batches), minlength=3)
         assert np.abs(counts - np.array(weights) * len(batches) * B).max() < 1
     counts = np.bincount(np.concatenate(each), minlength=3)
@@ -288,14 +286,14 @@ def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
 def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
     gone = f"{tmp_path}/gone"
     of_text = DataConfig(source=Source.text, path=gone, cache_dir=f"{tmp_path}/c")
-    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    there is no such"):
+    with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    there is no"):
         open_sources(of_text)
     with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    .*data\.prepare"):
         encoding_of(dataclasses.replace(of_text, source=Source.tokens))
-    config = mixture(stores)
+    config, sets = mixture(stores), {"own": gone}
     for table in ("eval.sets", "sets"):
         with pytest.raises(DataError, match=rf"^{table}\.own\.path = {gone}\n"):
-            open_sets(open_sources(config), config, {"own": gone}, table=table)
+            open_sets(open_sources(config), config, sets, table=table)
     config.sources["other"] = MixtureSource(gone)
     with pytest.raises(DataError, match=rf"^data\.sources\.other\.path = {gone}\n"):
         open_sources(config)

@@ -1,0 +1,139 @@
+"""What a later start may read of what was saved, add to it, or leave of it."""
+
+from unittest import mock
+
+import jax
+import pytest
+
+from data.batches import Order
+from model.params import named
+from tests.train.run.conftest import ABOUT
+from tests.train.run.states import like, make_state, same
+from train.config import CheckpointConfig
+from train.errors import ConfigError
+from train.feed import place
+from train.run.checkpoint import Checkpoints
+from train.run.restore import SavedSteps
+
+GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
+
+
+def test_a_run_that_watches_for_spikes_goes_on_to_the_bit(programs, store, folder):
+    program = programs(*GUARDED, devices=1)
+    order = Order(store, program.config.data, 0)
+
+    def steps(state, first: int, last: int):
+        with jax.set_mesh(program.mesh):
+            for step in range(first, last):
+                batch = place(order.read(step), program.batch)
+                state, _ = program.train_step(state, batch)
+        return state
+
+    state, checkpoints = (
+        steps(program.init(), 0, 6),
+        Checkpoints(folder, CheckpointConfig()),
+    )
+    checkpoints.save(6, state, ABOUT)
+    checkpoints.wait()
+    expected = jax.device_get(steps(state, 6, 9))
+    restored = checkpoints.saved.restore(program.state)
+    assert int(restored.recent.num_accepted) == 6
+    same(jax.device_get(steps(restored, 6, 9)), expected)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), GUARDED), (GUARDED, ()), (GUARDED, (GUARDED[0], "train.skip_window=8"))],
+    ids=["on", "off", "window"],
+)
+def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, after):
+    """Whoever allowed train.skip_sigma to change finds the rest as it was."""
+    old, new = programs(*before, devices=1), programs(*after, devices=1)
+    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    if state.recent is not None:
+        state = state._replace(recent=jax.tree.map(lambda x: x + 3, state.recent))
+    checkpoints.save(0, state, ABOUT)
+    checkpoints.wait()
+    restored = checkpoints.saved.restore(new.state)
+    same(restored, state._replace(recent=new.init().recent))
+    checkpoints.close()
+
+
+AVERAGED = ("optimizer.ema_decay=0.9",)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), AVERAGED), (AVERAGED, ())], ids=["on", "off"]
+)
+def test_an_average_that_is_new_begins_at_the_weights(
+    programs, store, folder, before, after
+):
+    """Or ceases; whoever allowed it to change finds the rest as it was."""
+    old, new = programs(*before, devices=1), programs(*after, devices=1)
+    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    if state.optimizer.average is not None:
+        average = jax.tree.map(lambda x: x + 1, state.params)
+        state = state._replace(optimizer=state.optimizer._replace(average=average))
+    checkpoints.save(0, state, ABOUT)
+    checkpoints.wait()
+    restored = checkpoints.saved.restore(new.state)
+    average = state.params if after else None
+    same(restored.optimizer, state.optimizer._replace(average=average))
+    same(restored.params, state.params)
+    _, params = checkpoints.saved.restore_params(new.state)
+    same(params, state.params)
+    with jax.set_mesh(new.mesh):  # average and weights are arrays of their own
+        new.train_step(
+            restored, place(Order(store, new.config.data, 0).read(0), new.batch)
+        )
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        (("optimizer=lion",), "optimizer.name"),
+        (("optimizer=adafactor",), "optimizer.name"),
+        (("optimizer=muon",), "optimizer.name"),
+        (("model.qk_norm=false",), "model"),
+        (("model.mlp_dim=160",), "model"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
+    """From the checkpoint and to it: neither is a crash that would be tried again."""
+    one, other = programs(devices=1), programs(*typed, devices=1)
+    for path, old, new in (("there", one, other), ("back", other, one)):
+        checkpoints = Checkpoints(folder / path, CheckpointConfig())
+        checkpoints.save(0, old.init(), ABOUT)
+        checkpoints.wait()
+        with pytest.raises(
+            ConfigError, match="take it back, or start another"
+        ) as error:
+            checkpoints.saved.restore(new.state)
+        assert [mistake.key for mistake in error.value.mistakes] == [key]
+        assert checkpoints.saved.steps() == [0]
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged):
+    """Or, where there is one, their average."""
+    state, wanted = make_state(1), like()
+    if averaged:
+        average = state.optimizer._replace(average=make_state(2).params)
+        state = state._replace(optimizer=average)
+        average = wanted.optimizer._replace(average=wanted.params)
+        wanted = wanted._replace(optimizer=average)
+    checkpoints = saved()
+    checkpoints.save(1, state, ABOUT)
+    checkpoints.wait()
+    reader = SavedSteps(folder)
+    load = mock.Mock(side_effect=reader._orbax.load)
+    monkeypatch.setattr(reader._orbax, "load", load)
+    step, params = reader.restore_params(wanted)
+    assert step == 1
+    same(params, make_state(1 + averaged).params)
+    of = "optimizer.average" if averaged else "params"
+    read = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
+    assert read == {f"{of}.w", f"{of}.b.half"}
