@@ -91,11 +91,12 @@ def open_sources(
 ) -> Sources:
     """Open, and for text build on first use, what a config names.
 
-    `beat` is called for each piece of text that is encoded meanwhile.
+    `beat` is called for each piece of text that is encoded meanwhile. Who asks for
+    sources `to_evaluate` needs validation text.
 
     Raises:
         DataError: something is missing or damaged, or tokenizers differ, or there is
-            no text `to_evaluate` on.
+            no validation text where it is needed.
     """
     if config.source is Source.python:
         stores = {config.name: cached_store(config, beat)}

@@ -27,6 +27,7 @@ from train.cli.rules import validate
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit, Mistake, as_typed
 from train.hardware.chips import chip_of
+from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, covered, flatten, of_training
 from train.mesh import Device
 from train.plan.candidates import Layout, layout_of, layouts, variants
@@ -35,7 +36,6 @@ from train.plan.memory import MemoryBudget, memory_budget, memory_limit
 from train.plan.plan import Plan, compile_and_read, estimate
 from train.plan.precision import combinations
 from train.plan.recomputing import typed
-from train.plan.scaling import num_slices
 from train.plan.search_result import (
     Candidate,
     Excluded,
