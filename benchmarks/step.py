@@ -136,8 +136,7 @@ def main() -> None:
     ratios = check_narrow(options, names) if options.isa else None
     contenders = [Contender(spec_of(name, options, options.isa)) for name in names]
     try:
-        check(contenders)
-        contenders = prune(contenders, options.steps)
+        contenders = prune(check(contenders), options.steps)
         alternate(contenders, options.blocks, options.steps)
         result = report(contenders, options)
         result["narrow"] = {"isa": options.isa, "product": ratios}

@@ -55,6 +55,7 @@ def test_a_planned_mesh_is_written_out(folder, door):
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_a_source_may_be_used_up_by_the_last_step(folder, door):
     """What the loop reads ahead of its steps is more than there is."""
     store = folder / "prepared"

@@ -191,6 +191,7 @@ def test_what_eight_bits_lose_of_experts(programs, store, mesh, devices):
     assert flushed[1] > 0.03 > 0.01 > flushed[0] >= 0
 
 
+@pytest.mark.slow
 def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(
     tmp_path, text, forks
 ):

@@ -186,6 +186,7 @@ def as_users_compile(program):
     return lowered.compile(spared if jax.__version_info__ < (0, 11) else None)
 
 
+@pytest.mark.slow
 def test_a_guarded_run_without_spikes_is_the_same_run(program, guarded, store):
     """To the bit; the average of weights changes nothing either."""
     step, guarded_step = map(as_users_compile, (program, guarded))

@@ -144,6 +144,7 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out):
     assert "is not enough: take more or larger chips" in advice.change
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sharded_so_far_is_not_advised(laid_out):
     odd = ("model.num_heads=11", "model.embed_dim=748", "model.head_dim=68")
     program = laid_out("mesh=ddp", "data.batch_size=8", *odd)

@@ -103,6 +103,7 @@ def test_no_more_are_compiled_when_the_time_is_up(config, devices, room, monkeyp
     assert search(config, devices, room, compiles=2, minutes=0).compiled == []
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_so(config, devices, capsys):
     room = MemoryBudget(2**20, 2**20, 2**20)
     found = search(config, devices, room)
@@ -140,6 +141,7 @@ def test_what_helps_depends_on_what_does_not_fit(config, devices):
     assert "alone" not in said
 
 
+@pytest.mark.slow
 def test_a_layout_that_cuts_layers_across_slices_is_weighed_if_given(
     composed, two_slices, room
 ):
