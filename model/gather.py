@@ -8,7 +8,7 @@ bytes, changes with the number of devices (docs/log.md).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -26,6 +26,9 @@ _LANES = 128  # of a TPU's vectors, along the last dim
 # Devices that XLA:TPU scatters over at once in every slice, and in every 3D torus.
 _FEW, _FEW_IN_3D = 8, 4
 _SMALL = 2**25  # bytes of what it gathers by an all-reduce (docs/log.md)
+
+
+Step = tuple[int, str, list | None]  # dim, mesh axis, groups along it; None: all
 
 
 class Parts(NamedTuple):
@@ -71,14 +74,13 @@ class Parts(NamedTuple):
         parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.cut)
         small = self.on_tpu and parts * part.nbytes < _SMALL
         for dim, axis, groups in reversed([*self._steps(self.gather_by_rows or small)]):
-            # A TPU had better not cut its lanes, the last dim; XLA's CPU cannot
-            # multiply what was moved.
-            to = 0 if self.on_tpu else dim
-            part = jnp.moveaxis(self._in_order(part, dim), dim, to)
-            part = jax.lax.all_gather(
-                part, axis, axis=to, tiled=True, axis_index_groups=groups
-            )
-            part = jnp.moveaxis(part, to, dim)
+            how = {"tiled": True, "axis_index_groups": groups}
+            if self.on_tpu:
+                rows = jax.lax.all_gather(rows_of(part, dim), axis, **how)
+                part = from_rows(rows, part.shape, dim)
+            else:
+                part = self._in_order(part, dim)
+                part = jax.lax.all_gather(part, axis, axis=dim, **how)
         return part
 
     def scatter(self, whole: jax.Array) -> jax.Array:
@@ -90,19 +92,13 @@ class Parts(NamedTuple):
 
     def _scatter(self, sums: jax.Array) -> jax.Array:
         for dim, steps in groupby(self._steps(self.on_tpu), itemgetter(0)):
-            to = 0 if self.on_tpu else dim
-            sums = jnp.moveaxis(sums, dim, to)
-            size = sums.shape[-1]
-            if self.on_tpu:  # for all steps: what is cut and padded again XLA adds up
-                more = -size % multiple(size)
-                sums = jnp.pad(sums, [(0, 0)] * (sums.ndim - 1) + [(0, more)])
-            for number, (_, axis, groups) in enumerate(steps):
-                if self.on_tpu and number:  # along lanes it would be an all-reduce
-                    sums = with_layout_constraint(sums, Layout(tuple(range(sums.ndim))))
+            if self.on_tpu:
+                sums = _scatter_rows(sums, steps)
+                continue
+            for _, axis, groups in steps:
                 how = {"tiled": True, "axis_index_groups": groups}
-                sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=to, **how)
-            sums = sums[..., :size] if self.on_tpu else sums
-            sums = self._in_order(jnp.moveaxis(sums, to, dim), dim)
+                sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=dim, **how)
+            sums = self._in_order(sums, dim)
         if self.copies:
             sums = jax.lax.psum(sums, self.copies)
         return sums
@@ -117,8 +113,8 @@ class Parts(NamedTuple):
             return part
         return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
-    def _steps(self, by_rows: bool) -> Iterator[tuple[int, str, list | None]]:
-        """Give (dim, mesh axis, groups along it; None: all), as a scatter goes."""
+    def _steps(self, by_rows: bool) -> Iterator[Step]:
+        """Give the steps of a scatter, in their order."""
         for dim, axes in self.cut:
             for axis in axes:
                 size = jax.lax.psum(1, axis)
@@ -157,6 +153,36 @@ def on_shards(
     if not any(place):
         return function
     return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)
+
+
+def _scatter_rows(sums: jax.Array, steps: Iterable[Step]) -> jax.Array:
+    """Scatter along one dim, on a TPU."""
+    (dim, *_), *_ = steps = [*steps]
+    shape, rows = sums.shape, rows_of(sums, dim)
+    size = rows.shape[-1]
+    # For all steps: what is cut and padded again XLA adds up.
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -size % multiple(size))])
+    for _, axis, groups in steps:
+        # Along lanes it would be an all-reduce.
+        rows = with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
+        rows = jax.lax.psum_scatter(rows, axis, tiled=True, axis_index_groups=groups)
+    return from_rows(rows[..., :size], shape, dim)
+
+
+def rows_of(x: jax.Array, dim: int) -> jax.Array:
+    """Put the dim first along which a TPU gathers or scatters.
+
+    It had better not cut its lanes, the last dim. A last dim that fills no whole number
+    of them (heads of 64, say) becomes one with the others: empty lanes travel too.
+    """
+    x = jnp.moveaxis(x, dim, 0)
+    return x.reshape(len(x), -1) if x.ndim > 2 and x.shape[-1] % _LANES else x
+
+
+def from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    """Undo `rows_of` an array of this shape, whatever became of the number of rows."""
+    others = shape[:dim] + shape[dim + 1 :]
+    return jnp.moveaxis(rows.reshape(len(rows), *others), 0, dim)
 
 
 def nested(size: int, few: int, slices: int = 1) -> list[list[list[int]] | None]:
