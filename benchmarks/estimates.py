@@ -6,7 +6,7 @@ About a minute each on TPU targets, twenty seconds on GPU ones, on two idle core
 
 `arguments`: compiled over computed state and batch, which differ by what tiles pad.
 `temporaries`, `FLOPs`, `memory`, `speed`, `sent in layers`: estimated over compiled,
-the last with the payloads of the layers' collectives.
+the last of the bytes that a device sends for the layers.
 
 `tpu-remat` and `gpu-remat` take each of their cases with the ways to recompute a layer
 that a search weighs, and say whether the estimate puts those in the compiled plan's
@@ -148,8 +148,8 @@ def _speed(plan: Plan) -> float:
 
 
 def _in_layers(plan: Plan) -> float:
-    every = sum(row.payload for row in plan.cost.sent)
-    return every - sum(row.payload for row in plan.cost.outside_layers)
+    every = sum(row.sent for row in plan.cost.sent)
+    return every - sum(row.sent for row in plan.cost.outside_layers)
 
 
 def compare_policies(case: str) -> list[Compared]:

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from model.execution import Execution
 
-_LANES = 128  # of a TPU's vectors, along the last dim
+_SUBLANES, _LANES = 8, 128  # of a TPU's vectors, along the last two dims
 # Devices that XLA:TPU scatters over at once in every slice, and in every 3D torus.
 _FEW, _FEW_IN_3D = 8, 4
 _SMALL = 2**25  # bytes of what it gathers by an all-reduce (docs/log.md)
@@ -172,11 +172,13 @@ def _scatter_rows(sums: jax.Array, steps: Iterable[Step]) -> jax.Array:
 def rows_of(x: jax.Array, dim: int) -> jax.Array:
     """Put the dim first along which a TPU gathers or scatters.
 
-    It had better not cut its lanes, the last dim. A last dim that fills no whole number
-    of them (heads of 64, say) becomes one with the others: empty lanes travel too.
+    It had better not cut its lanes, the last dim. Where the last two dims fill vectors
+    in part (heads of 64 dims, or four heads), all but the first become one: what is
+    empty would travel too, and XLA would make an all-reduce of a scatter.
     """
     x = jnp.moveaxis(x, dim, 0)
-    return x.reshape(len(x), -1) if x.ndim > 2 and x.shape[-1] % _LANES else x
+    partial = x.ndim > 2 and (x.shape[-2] % _SUBLANES or x.shape[-1] % _LANES)
+    return x.reshape(len(x), -1) if partial else x
 
 
 def from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:

@@ -41,6 +41,7 @@ STEPS = {  # head dims 64 and 128; 4 and 2 key/value heads
 INT8 = [*LLAMA, "mesh=fsdp", "data.batch_size=8", "model.compute_dtype=int8"]
 CHIPS = {"v5e": "v5e-8", "v5p": "v5p-8", "v6e": "v6e-8"}
 KERNELS = [(chip, 4096, head_dim) for chip in CHIPS for head_dim in (64, 128)]
+SCATTERS = [("v5e-8", [50304, 768], 1), ("v5e-64", [128256, 2048], 2)]  # steps
 PARTS = {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
 
 
@@ -73,8 +74,11 @@ def compiled(compile_cases):
         f"{chip}_grouped": {"target": target, "grouped": [8192, 8, 2048, 768]}
         for chip, target in CHIPS.items()
     }
-    scatter = {"scatter": {"target": "v5e-64", "scatter": [128256, 2048]}}
-    return compile_cases(steps | kernels | int8 | grouped | scatter)
+    scatters = {
+        f"scatter_{target}": {"target": target, "scatter": table}
+        for target, table, _ in SCATTERS
+    }
+    return compile_cases(steps | kernels | int8 | grouped | scatters)
 
 
 def splash_calls(text: str) -> set[str]:
@@ -148,9 +152,10 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
 
 
-def test_a_tables_gradient_is_scattered_in_both_steps(compiled):
+@pytest.mark.parametrize(("target", "table", "steps"), SCATTERS)
+def test_a_tables_gradient_is_scattered_in_every_step(compiled, target, table, steps):
     """Its columns lie along lanes, of which XLA:TPU scatters none."""
-    result = compiled["scatter"]
+    result = compiled[f"scatter_{target}"]
     assert result.error is None
-    assert len(re.findall(r" reduce-scatter\(", result.text)) == 2
+    assert len(re.findall(r" reduce-scatter\(", result.text)) == steps
     assert " all-reduce(" not in result.text

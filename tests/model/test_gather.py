@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from model.gather import Parts, multiple, nested
+from model.gather import Parts, from_rows, multiple, nested, rows_of
 
 SHAPE = (16, 3, 24)
 
@@ -108,3 +108,22 @@ def test_what_is_scattered_can_be_cut_in_two_until_it_is_small(size):
         tiles /= 2
         assert tiles == int(tiles)
     assert -size % multiple(size) <= size / 50
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "rows"),
+    [
+        ((768, 12, 64), 0, (768, 768)),  # heads of 64 leave half of the lanes empty
+        ((2048, 4, 128), 0, (2048, 512)),  # and four heads half of the sublanes
+        ((12, 64, 768), 2, (768, 768)),
+        ((4096, 32, 128), 0, (4096, 32, 128)),
+        ((2048, 5464), 1, (5464, 2048)),
+        ((2048, 5464), 0, (2048, 5464)),  # already one dim beside the rows
+        ((2048,), 0, (2048,)),
+    ],
+)
+def test_nothing_empty_travels(shape, dim, rows):
+    array = numbers(*shape)
+    found = rows_of(array, dim)
+    assert found.shape == rows
+    np.testing.assert_array_equal(from_rows(found, shape, dim), array)

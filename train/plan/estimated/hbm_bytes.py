@@ -6,7 +6,7 @@ and write. Loops go by the passes of plan/estimated/schedule.py:
 - A pass that only combines arrays reads what an earlier one read together with that, if
   it could have run then.
 - On TPU a value below half of a core's memory stays in it, if it is used again before
-  much else passes through; what products read they round themselves.
+  as much passes through; what products read they round themselves.
 - Rounding or gathering a weight writes what each product reads; the reduction of its
   gradient reads what a product wrote.
 """
@@ -20,7 +20,6 @@ from train.plan.estimated.operation import Operation
 from train.plan.estimated.schedule import Schedule
 from train.plan.estimated.temporaries import saved_bytes
 
-_AGAIN = 1 / 8  # of a core's memory may pass through between two uses of a value
 # Times that what is kept is moved besides where it is used: written by what makes it if
 # it fits a core, else copied; GPU: set to zero, copied in, and mostly copied out, if
 # layers are a loop.
@@ -78,7 +77,7 @@ def _trip(loop: Operation, plan: Schedule, core: int) -> tuple[float, float]:
         large = [a for a in reads if a.from_batch and 2 * a.bytes >= widest]
         shared = elementwise and all(seen.get(a, -1) > ready for a in large)
         for array in reads:
-            stays = array in touched and clock - touched[array] <= _AGAIN * core
+            stays = array in touched and clock - touched[array] <= core / 2
             stays = (stays and array.bytes < core / 2) or array.on_host
             if array.from_batch and not (shared or stays):
                 moved[multiplies] += array.bytes

