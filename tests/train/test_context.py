@@ -58,7 +58,9 @@ def test_gradients_are_those_of_one_device(gradients, batches, model, mesh):
         assert distance(found[1], grads) < 1e-5
 
 
-@pytest.mark.parametrize("way", [RING, ALL_GATHER])
+@pytest.mark.parametrize(
+    "way", [pytest.param(RING, marks=pytest.mark.slow), ALL_GATHER]
+)
 def test_keys_of_all_heads_on_each_device_meet_their_own_queries(
     gradients, batches, way
 ):

@@ -124,6 +124,7 @@ def test_where_nothing_fits_it_says_so(config, devices, capsys):
     assert raised.value.code == DOES_NOT_FIT
 
 
+@pytest.mark.slow
 def test_what_real_devices_have_is_what_there_is(config, devices, monkeypatch):
     little = {"bytes_limit": 2**20}
     device = topology.StandIn
