@@ -19,6 +19,7 @@ from model.experts.router import Routing
 from model.gather import Parts, parts_of
 from model.gpt import GPT, project
 from model.parts import part
+from model.row_max import row_max
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
@@ -206,7 +207,8 @@ class _Tiled(NamedTuple):
         ]
         if self.num_tokens != self.config.vocab_rows:  # the rest only pads
             logits_BCV = jnp.where(ids_11V < self.num_tokens, logits_BCV, -jnp.inf)
-        most_BC = jnp.max(logits_BCV, axis=-1)
+        on_cpu = self.how.platform == "cpu"
+        most_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
         most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
         Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
         log_z_BC = most_BC + jnp.log(jax.lax.psum(Z_BC, cut))

@@ -186,7 +186,7 @@ def _xla(
     soft_cap: float | None,
 ) -> Array:
     mask = xla.mask(q.shape[1], segment_ids, window)
-    return xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks)
+    return xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks, causal=True)
 
 
 def _of_all(x_BT: Array, axes: tuple[str, ...]) -> Array:

@@ -94,7 +94,7 @@ def attention(
     if implementation is Attention.xla and alone:
         mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
         more = compute, soft_cap, sinks_N, drop
-        return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
+        return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more, causal=True)
     assert drop is None, "settled by train/execution"
     dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))

@@ -21,9 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 from model.attention.ring import Documents, Result
 from model.linear import einsum
 from model.remat import named
+from model.row_max import row_max
 
 MULTIPLE = 1  # positions of a chunk
 _MASKED = -1e30
+# Keys behind a block of queries are left out (docs/log.md).
+_BLOCK, _MOST_BLOCKS = 128, 4  # positions of one, at least
 
 Drop = Callable[[Array], Array]  # of weights [B, T, K, N/K, S]
 
@@ -74,28 +77,48 @@ def attend(
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
     drop: Drop | None = None,
+    *,
+    causal: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     A sink is one more score, of a value that is zero: it takes its part of the weights
-    from the sum over all others.
+    from the sum over all others. With `causal` the mask is of `mask`'s kind, queries
+    being the last T of S positions: a block of them meets no key behind its last.
     """
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    K, S = k_BSKH.shape[2], k_BSKH.shape[1]
     q_BNTH = jnp.swapaxes(q_BTNH * H**-0.5, 1, 2)
-    operands = q_BNTH.reshape(B, K, -1, H), k_BSKH, v_BSKH, _of_groups(mask_BTS, N // K)
-    kept_BKMS = None
+    kept_BTKGS = None
     if drop is not None:
-        kept_BTKGS = drop(jnp.ones((B, T, K, N // K, k_BSKH.shape[1]), compute))
-        kept_BKMS = jnp.moveaxis(kept_BTKGS, 1, 3).reshape(B, K, -1, k_BSKH.shape[1])
-    result: Any = _attend(*operands, kept_BKMS, compute, soft_cap)
-    o_BKMH, lse_BKM = result
-    o_BTNH = jnp.swapaxes(o_BKMH.reshape(B, N, T, H), 1, 2)
+        kept_BTKGS = drop(jnp.ones((B, T, K, N // K, S), compute))
+
+    def of_block(start: int, stop: int, keys: int) -> tuple[Array, Array]:
+        q_BKMH = q_BNTH[:, :, start:stop].reshape(B, K, -1, H)
+        mask_BMS = _of_groups(mask_BTS[:, start:stop, :keys], N // K)
+        kept_BKMS = None
+        if kept_BTKGS is not None:
+            kept_BKGTS = jnp.moveaxis(kept_BTKGS[:, start:stop, ..., :keys], 1, 3)
+            kept_BKMS = kept_BKGTS.reshape(B, K, -1, keys)
+        operands = q_BKMH, k_BSKH[:, :keys], v_BSKH[:, :keys], mask_BMS, kept_BKMS
+        result: Any = _attend(*operands, compute, soft_cap)
+        o_BKMH, lse_BKM = result
+        return o_BKMH.reshape(B, N, -1, H), lse_BKM.reshape(B, N, -1)
+
+    C = T // _num_blocks(T) if causal else T
+    blocks = [of_block(t, t + C, S - T + t + C) for t in range(0, T, C)]
+    o_BNTH, lse_BNT = (jnp.concatenate(x, axis=2) for x in zip(*blocks, strict=True))
+    o_BTNH = jnp.swapaxes(o_BNTH, 1, 2)
     if sinks_N is None:
         return o_BTNH
-    sinks_1N1 = sinks_N.astype(jnp.float32)[None, :, None]
-    kept_BNT = jax.nn.sigmoid(lse_BKM.reshape(B, N, T) - sinks_1N1)
+    kept_BNT = jax.nn.sigmoid(lse_BNT - sinks_N.astype(jnp.float32)[None, :, None])
     return o_BTNH * jnp.swapaxes(kept_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
+
+
+def _num_blocks(T: int) -> int:
+    """Return into how many equal blocks T queries are cut."""
+    fitting = [n for n in range(1, _MOST_BLOCKS + 1) if T % n == 0 and n * _BLOCK <= T]
+    return max(fitting, default=1)
 
 
 def forward(
@@ -230,7 +253,7 @@ def _masked(scores_BKMS: Array, mask_BMS: Array) -> Array:
 
 def _softmax(scores_BKMS: Array) -> tuple[Array, Array]:
     """Return the weights, and the log-sum-exp of the scores."""
-    highest_BKM1 = jnp.max(scores_BKMS, axis=-1, keepdims=True)
+    highest_BKM1 = row_max(scores_BKMS)
     weights_BKMS = jnp.exp(scores_BKMS - highest_BKM1)
     sum_BKM1 = jnp.sum(weights_BKMS, axis=-1, keepdims=True)
     lse_BKM1 = highest_BKM1 + jnp.log(sum_BKM1)
@@ -267,7 +290,9 @@ def _gradients(
     dscores_BKMS = _times(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
     into = compute, jnp.float32
     dq_BKMH = einsum("bkms,bskh->bkmh", dscores_BKMS, k_BSKH, *into)
-    dk_BSKH = einsum("bkms,bkmh->bskh", dscores_BKMS, q_BKMH, *into)
+    # The narrow operand is turned round: XLA's CPU hands such products to its library.
+    by_keys = "bkhm,bkms->bkhs"
+    dk_BKHS = einsum(by_keys, jnp.swapaxes(q_BKMH, 2, 3), dscores_BKMS, *into)
     used_BKMS = _times(weights_BKMS, factors_BKMS)
-    dv_BSKH = einsum("bkms,bkmh->bskh", used_BKMS, do_BKMH, *into)
-    return dq_BKMH, dk_BSKH, dv_BSKH
+    dv_BKHS = einsum(by_keys, jnp.swapaxes(do_BKMH, 2, 3), used_BKMS, *into)
+    return dq_BKMH, jnp.moveaxis(dk_BKHS, 3, 1), jnp.moveaxis(dv_BKHS, 3, 1)

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import cudnn, splash
+from model.attention import cudnn, splash, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention, choose
 from model.attention.ring import Result
 from model.attention.xla import Local
 from model.choices import Attention
+from model.row_max import row_max
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -74,11 +75,12 @@ def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):
     ]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("kv_heads", "T"), [(4, 9), (2, 9), (1, 9), (2, 384)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_xla_attention_is_jaxs(kv_heads, packed):
-    q, k, v = inputs(kv_heads)
-    documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]]) if packed else None
+def test_xla_attention_is_jaxs(kv_heads, T, packed):
+    q, k, v = inputs(kv_heads, T)
+    ids = [[1] * 3 + [2] * (T - 3), [1] * (T - 1) + [0]]
+    documents = jnp.array(ids) if packed else None
     same = documents[:, :, None] == documents[:, None] if packed else None
 
     def ours(q, k, v):
@@ -94,8 +96,44 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
         jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (ours, jaxs)
     )
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, 2e-6, 2e-6), found, expected
     )
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"soft_cap": 0.5, "window": 100}, {"sinks": True}, {"drop": True}]
+)
+def test_blocks_of_queries_meet_all_that_they_see(how):
+    """384 queries of 400 positions are three blocks; in one they meet all keys."""
+    T, S, window = 384, 400, how.get("window")
+    q, k, v = inputs(2, S)
+    operands = q[:, -T:], k, v
+    sinks = SINKS if how.get("sinks") else None
+    kept = jnp.asarray(np.random.default_rng(1).random((2, T, 2, 2, S)) < 0.8)
+    drop = (lambda ones: jnp.where(kept, ones, 0.0)) if how.get("drop") else None
+    mask = xla.mask(T, jnp.ones((2, S), jnp.int32), window)
+
+    def loss(q, k, v, causal):
+        more = jnp.float32, how.get("soft_cap"), sinks, drop
+        out = xla.attend(q, k, v, mask, *more, causal=causal)
+        return jnp.sum(jnp.sin(out)), out
+
+    blocks, whole = (
+        jax.grad(partial(loss, causal=causal), (0, 1, 2), has_aux=True)(*operands)
+        for causal in (True, False)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 2e-6, 2e-6), blocks, whole
+    )
+
+
+@pytest.mark.parametrize("size", [1, 31, 96, 4096])
+def test_the_largest_of_a_row_is_found_and_a_nan_is_one(size):
+    rows = np.random.default_rng(0).normal(size=(5, size)).astype(np.float32)
+    rows[1, size // 2], rows[2, -1] = np.nan, np.inf
+    rows[3] = -np.inf
+    found = row_max(jnp.asarray(rows))
+    np.testing.assert_array_equal(found, rows.max(axis=-1, keepdims=True))
 
 
 def by_formula(q, k, v, seen, soft_cap=None, sinks=None):
