@@ -95,8 +95,9 @@ def test_xla_attention_is_jaxs(kv_heads, T, packed):
     found, expected = (
         jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (ours, jaxs)
     )
+    rtol = 1e-7 if T == 9 else 2e-6  # long rows are summed in another order
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, 2e-6, 2e-6), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol, 2e-6), found, expected
     )
 
 
