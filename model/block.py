@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
-from model.attention.xla import Local
+from model.attention.masks import Local
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop

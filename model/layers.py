@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
-from model.attention.xla import Local
+from model.attention.masks import Local
 from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.attention.xla import Local
+from model.attention.masks import Local
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
 from model.linear import leading

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.attention.cache import KeysValues
-from model.attention.xla import Local
+from model.attention.masks import Local
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import Execution

@@ -21,8 +21,8 @@ from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
 from train.evaluate.tasks import Asked, Tasks, load_tasks
-from train.plan.candidates import Layout
-from train.plan.search import choose
+from train.plan.search.candidates import Layout
+from train.plan.search.search import choose
 from train.program import Program, make_program, settle
 from train.run.versions import code_version, versions
 

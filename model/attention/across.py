@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.attention import cudnn, cudnn_packed, splash, xla
+from model.attention import cudnn, cudnn_packed, masks, splash, xla
 from model.attention.ring import Kernel, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
@@ -185,7 +185,7 @@ def _xla(
     window: int | None,
     soft_cap: float | None,
 ) -> Array:
-    mask = xla.mask(q.shape[1], segment_ids, window)
+    mask = masks.causal(q.shape[1], segment_ids, window)
     return xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks, causal=True)
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model.attention import xla
+from model.attention import masks, xla
+from model.attention.masks import Local
 
 
 class KeysValues(NamedTuple):
@@ -45,7 +46,7 @@ def cached_attention(
     trained_length: int | None = None,
     *,
     window: int | None = None,
-    local: xla.Local | None = None,
+    local: Local | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -58,7 +59,7 @@ def cached_attention(
     newest_T = cache.length - T + jnp.arange(T)
     behind_TS = newest_T[:, None] - jnp.arange(S)[None]
     seen_TS = behind_TS >= 0
-    for reach in (trained_length, xla.reach(window, local, S)):
+    for reach in (trained_length, masks.reach(window, local, S)):
         if reach is not None:
             seen_TS &= behind_TS < reach
     seen_BTS = seen_TS[None]

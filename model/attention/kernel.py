@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model.attention import across, xla
+from model.attention import across, masks, xla
 from model.attention.across import KERNELS
+from model.attention.masks import Local
 from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
 from model.parts import in_branch
@@ -64,7 +65,7 @@ def attention(
     context: ContextAttention = ContextAttention.ring,
     drop: xla.Drop | None = None,
     window: int | None = None,
-    local: xla.Local | None = None,
+    local: Local | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -92,7 +93,7 @@ def attention(
     if window is not None and window >= T * jax.lax.psum(1, rules.sequence):
         window = None
     if implementation is Attention.xla and alone:
-        mask_BTS = xla.mask(T, segment_ids_BT, xla.reach(window, local, T))
+        mask_BTS = masks.causal(T, segment_ids_BT, masks.reach(window, local, T))
         more = compute, soft_cap, sinks_N, drop
         return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more, causal=True)
     assert drop is None, "settled by train/execution"

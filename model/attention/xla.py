@@ -11,12 +11,12 @@ M = T N/K queries that share keys, head by head.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from model.attention.ring import Documents, Result
 from model.linear import einsum
@@ -29,43 +29,6 @@ _MASKED = -1e30
 _BLOCK, _MOST_BLOCKS = 128, 4  # positions of one, at least
 
 Drop = Callable[[Array], Array]  # of weights [B, T, K, N/K, S]
-
-
-class Local(NamedTuple):
-    """Whether a layer is local, which is known only as it runs; `times` of `of` are."""
-
-    flag: Bool[Array, ""]
-    times: int
-    of: int
-
-
-def reach(
-    window: int | None, local: Local | None, length: int
-) -> Int[Array, ""] | int | None:
-    """Return how many keys a query sees in a layer that may be a local one."""
-    if window is None or local is None:
-        return window
-    return jnp.where(local.flag, window, length)
-
-
-def mask(
-    T: int,
-    segment_ids_BS: Int[Array, "B S"] | None,
-    window: Int[Array, ""] | int | None = None,
-) -> Bool[Array, "_ T S"]:
-    """Tell for each query which keys it sees: those before it in its document.
-
-    With a window it is itself and the window - 1 before it. Queries are the last T of S
-    positions; without documents S is T.
-    """
-    S = T if segment_ids_BS is None else segment_ids_BS.shape[1]
-    causal_BTS = jnp.tril(jnp.ones((T, S), bool), S - T)[None]
-    if window is not None:
-        behind_TS = jnp.arange(S - T, S)[:, None] - jnp.arange(S)[None]
-        causal_BTS &= (behind_TS < window)[None]
-    if segment_ids_BS is None:
-        return causal_BTS
-    return causal_BTS & (segment_ids_BS[:, S - T :, None] == segment_ids_BS[:, None])
 
 
 def attend(
@@ -87,32 +50,50 @@ def attend(
     being the last T of S positions: a block of them meets no key behind its last.
     """
     B, T, N, H = q_BTNH.shape
-    K, S = k_BSKH.shape[2], k_BSKH.shape[1]
+    S, K = k_BSKH.shape[1:3]
     q_BNTH = jnp.swapaxes(q_BTNH * H**-0.5, 1, 2)
     kept_BTKGS = None
     if drop is not None:
         kept_BTKGS = drop(jnp.ones((B, T, K, N // K, S), compute))
-
-    def of_block(start: int, stop: int, keys: int) -> tuple[Array, Array]:
-        q_BKMH = q_BNTH[:, :, start:stop].reshape(B, K, -1, H)
-        mask_BMS = _of_groups(mask_BTS[:, start:stop, :keys], N // K)
-        kept_BKMS = None
-        if kept_BTKGS is not None:
-            kept_BKGTS = jnp.moveaxis(kept_BTKGS[:, start:stop, ..., :keys], 1, 3)
-            kept_BKMS = kept_BKGTS.reshape(B, K, -1, keys)
-        operands = q_BKMH, k_BSKH[:, :keys], v_BSKH[:, :keys], mask_BMS, kept_BKMS
-        result: Any = _attend(*operands, compute, soft_cap)
-        o_BKMH, lse_BKM = result
-        return o_BKMH.reshape(B, N, -1, H), lse_BKM.reshape(B, N, -1)
-
     C = T // _num_blocks(T) if causal else T
-    blocks = [of_block(t, t + C, S - T + t + C) for t in range(0, T, C)]
+    blocks = []
+    for start in range(0, T, C):
+        stop = start + C
+        keys = S - T + stop
+        block = (
+            *(q_BNTH[:, :, start:stop], k_BSKH[:, :keys], v_BSKH[:, :keys]),
+            mask_BTS[:, start:stop, :keys],
+            None if kept_BTKGS is None else kept_BTKGS[:, start:stop, ..., :keys],
+        )
+        blocks.append(_attend_block(*block, compute, soft_cap))
     o_BNTH, lse_BNT = (jnp.concatenate(x, axis=2) for x in zip(*blocks, strict=True))
     o_BTNH = jnp.swapaxes(o_BNTH, 1, 2)
     if sinks_N is None:
         return o_BTNH
     kept_BNT = jax.nn.sigmoid(lse_BNT - sinks_N.astype(jnp.float32)[None, :, None])
     return o_BTNH * jnp.swapaxes(kept_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
+
+
+def _attend_block(
+    q_BNTH: Float[Array, "B N T H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    mask_BTS: Bool[Array, "_ T S"],
+    kept_BTKGS: Float[Array, "B T K N/K S"] | None,
+    compute: DTypeLike,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """Attend from a block of scaled queries; return log-sum-exps too."""
+    B, N, T, H = q_BNTH.shape
+    S, K = k_BSKH.shape[1:3]
+    kept_BKMS = None
+    if kept_BTKGS is not None:
+        kept_BKMS = jnp.moveaxis(kept_BTKGS, 1, 3).reshape(B, K, -1, S)
+    q_BKMH, mask_BMS = q_BNTH.reshape(B, K, -1, H), _of_groups(mask_BTS, N // K)
+    operands = q_BKMH, k_BSKH, v_BSKH, mask_BMS, kept_BKMS
+    result: Any = _attend(*operands, compute, soft_cap)
+    o_BKMH, lse_BKM = result
+    return o_BKMH.reshape(q_BNTH.shape), lse_BKM.reshape(B, N, T)
 
 
 def _num_blocks(T: int) -> int:

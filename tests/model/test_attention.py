@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import cudnn, splash, xla
+from model.attention import cudnn, masks, splash, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention, choose
+from model.attention.masks import Local
 from model.attention.ring import Result
-from model.attention.xla import Local
 from model.choices import Attention
 from model.row_max import row_max
 
@@ -112,7 +112,7 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
     sinks = SINKS if how.get("sinks") else None
     kept = jnp.asarray(np.random.default_rng(1).random((2, T, 2, 2, S)) < 0.8)
     drop = (lambda ones: jnp.where(kept, ones, 0.0)) if how.get("drop") else None
-    mask = xla.mask(T, jnp.ones((2, S), jnp.int32), window)
+    mask = masks.causal(T, jnp.ones((2, S), jnp.int32), window)
 
     def loss(q, k, v, causal):
         more = jnp.float32, how.get("soft_cap"), sinks, drop

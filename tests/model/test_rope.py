@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention.xla import Local
+from model.attention.masks import Local
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
 from model.rope import frequencies, rotate, rotations

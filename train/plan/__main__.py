@@ -32,10 +32,10 @@ def main(config: PlanConfig) -> int:
     from train.describe import describe
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
-    from train.plan.memory import memory_budget, memory_limit
+    from train.plan.budget import memory_budget, memory_limit
     from train.plan.plan import compile_and_read, estimate
-    from train.plan.search import choose, search
-    from train.plan.search_result import print_result
+    from train.plan.search.result import print_result
+    from train.plan.search.search import choose, search
     from train.plan.show import print_inspection
 
     named = config.target not in (None, CPU)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 from train.cli.rules import validate
 from train.errors import ConfigError
 from train.plan.advice import Advice
+from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
-from train.plan.memory import DeviceMemory, MemoryBudget
+from train.plan.memory import DeviceMemory
 from train.plan.precision import SMALLER, Change
 from train.plan.recomputing import keeping_less, typed
 from train.program import Program, make_program

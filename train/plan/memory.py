@@ -6,7 +6,6 @@ activations: `gradients` says how much gradients are where all exist at once.
 """
 
 import dataclasses
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +17,8 @@ from jax.stages import Compiled
 
 from model.axes import mesh_axes
 from train.console import print_table
-from train.hardware.chips import Chip
-from train.mesh import Device
 from train.plan.aot import Compilation, OutOfMemory
-from train.plan.config import MARGIN
+from train.plan.budget import MemoryBudget
 from train.plan.cost import COMPILED
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -29,25 +26,7 @@ from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
-_CLOSE = 0.05  # drivers, and what vendors count as a GB, differ by less
-_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """The memory of one device.
-
-    total: all of it.
-    program: what a program can have; the rest is the system's.
-    available: the least of that, and of all but the margin.
-    note: why a program has no more, and what changes that; "" if nothing does.
-    """
-
-    total: int
-    program: int
-    available: int
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,55 +79,6 @@ class DeviceMemory:
         del figures["devices_per_host"]
         held = {"host_held_bytes": self.host_held}
         return {"per_device": figures.pop("parts"), **figures, **held}
-
-
-def memory_budget(
-    chip: Chip | None,
-    margin: float = MARGIN,
-    num_devices: int = 1,
-    limit: int | None = None,
-) -> MemoryBudget:
-    """Return the memory of a device; chip None: of this machine's virtual ones.
-
-    `limit` is what a real device's programs have (`memory_limit`). Where that is far
-    from what is stated the card has another memory, as an A100 of 40 GB has. Where it
-    is close what is stated is taken, so that a plan made elsewhere has the same.
-    """
-    note = ""
-    if chip is None or chip.hbm_bytes is None:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
-        program = total
-    elif chip.program_bytes:
-        total, program = chip.hbm_bytes // chip.devices, chip.program_bytes
-    else:
-        total, part = chip.hbm_bytes // chip.devices, memory_fraction()
-        program = int(part * total)
-        note = (
-            f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
-            f"{_FRACTION[0]}=0.92, say, in the environment"
-        )
-    if limit is not None and abs(limit / program - 1) > _CLOSE:
-        total, program = total * limit // program, limit
-    return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
-
-
-def memory_limit(device: Device) -> int | None:
-    """Return the bytes that programs have of a device, as its allocator says.
-
-    None where it says nothing: a CPU, and a device that is not this process's.
-    """
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (AttributeError, jax.errors.JaxRuntimeError):  # a stand-in; a fake one
-        return None
-
-
-def memory_fraction() -> float:
-    """Return the part of a GPU's memory that JAX takes.
-
-    Source: docs.jax.dev, GPU memory allocation.
-    """
-    return float(next(filter(None, map(os.environ.get, _FRACTION)), 0.75))
 
 
 def device_memory(

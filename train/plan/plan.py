@@ -14,6 +14,7 @@ from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
+from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
@@ -24,13 +25,7 @@ from train.plan.estimated.step import (
     estimate_step,
 )
 from train.plan.fit import make_fit
-from train.plan.memory import (
-    DeviceMemory,
-    MemoryBudget,
-    device_memory,
-    memory_budget,
-    memory_limit,
-)
+from train.plan.memory import DeviceMemory, device_memory
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling

@@ -11,8 +11,8 @@ from model.choices import Mlp
 from model.config import ModelConfig
 from train.cli.command import compose
 from train.config import MESH_AXES
-from train.plan.candidates import Layout, layout_of, layouts, variants
 from train.plan.recomputing import WAYS, typed
+from train.plan.search.candidates import Layout, layout_of, layouts, variants
 
 
 @given(

@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import pytest
 
+from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.fit import make_fit
-from train.plan.memory import Figure, MemoryBudget
+from train.plan.memory import Figure
 from train.plan.recomputing import keeping_less, typed
 from train.sharding import bytes_per_device
 

@@ -9,13 +9,8 @@ from train.hardware.chips import CHIPS
 from train.hardware.devices import StandIn
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory
-from train.plan.memory import (
-    Figure,
-    device_memory,
-    memory_budget,
-    memory_limit,
-    print_memory,
-)
+from train.plan.budget import memory_budget, memory_limit
+from train.plan.memory import Figure, device_memory, print_memory
 
 GB = 2**30
 

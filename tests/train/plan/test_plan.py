@@ -6,7 +6,8 @@ import pytest
 
 from train.plan import plan as planning
 from train.plan.__main__ import _print
-from train.plan.memory import MemoryBudget, print_memory
+from train.plan.budget import MemoryBudget
+from train.plan.memory import print_memory
 from train.plan.plan import estimate
 
 GPT2 = (

@@ -7,12 +7,13 @@ import jax
 import pytest
 
 from train.hardware.targets import parse_target
+from train.plan.budget import memory_budget
 from train.plan.estimated.step import (
     estimate_items,
     estimate_memory,
     estimate_step,
 )
-from train.plan.memory import HELD, device_memory, memory_budget, print_memory
+from train.plan.memory import HELD, device_memory, print_memory
 from train.plan.plan import estimate
 
 

@@ -8,11 +8,11 @@ from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan import recomputing
-from train.plan import search as searching
-from train.plan.candidates import Layout
-from train.plan.memory import memory_budget
+from train.plan.budget import memory_budget
 from train.plan.plan import Plan, estimate
 from train.plan.recomputing import WAYS
+from train.plan.search import weigh
+from train.plan.search.candidates import Layout
 
 MODEL = (
     *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),
@@ -44,7 +44,7 @@ def estimated_once(monkeypatch):
         plan = PLANS[key, mesh.size]
         return dataclasses.replace(plan, budget=budget or plan.budget)
 
-    monkeypatch.setattr(searching, "estimate", once)
+    monkeypatch.setattr(weigh, "estimate", once)
 
 
 @pytest.fixture
@@ -65,5 +65,5 @@ COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
 def two_slices(devices, monkeypatch):
     """Two slices, on which copies and stages are weighed; one way to recompute."""
     monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
-    monkeypatch.setattr(searching, "layouts", lambda *_: [STAGES, COPIES])
+    monkeypatch.setattr(weigh, "layouts", lambda *_: [STAGES, COPIES])
     return fake_devices(parse_target("v5e-4x2"))

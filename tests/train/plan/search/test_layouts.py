@@ -7,16 +7,16 @@ from tests.train.plan.search.conftest import MODEL
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan import precision, recomputing
-from train.plan import search as searching
-from train.plan.memory import MemoryBudget, memory_budget
+from train.plan.budget import MemoryBudget, memory_budget
 from train.plan.plan import estimate
 from train.plan.precision import CHANGES, changed, combinations
 from train.plan.recomputing import WAYS
-from train.plan.search import search
-from train.plan.search_result import (
+from train.plan.search import weigh
+from train.plan.search.result import (
     none_fits,
     print_result,
 )
+from train.plan.search.search import search
 from train.program import make_program
 
 
@@ -75,7 +75,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     some += ("optimizer.offload=true",)
     monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
     monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
-    monkeypatch.setattr(searching, "layouts", lambda *_: [])
+    monkeypatch.setattr(weigh, "layouts", lambda *_: [])
     # Which compiles moments of eight bits on a TPU's host.
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     config = composed(*MODEL, "mesh=fsdp", "optimizer=adamw", "train.remat=full")
@@ -105,7 +105,7 @@ def test_changes_whose_speed_nobody_states_are_left_out(composed, devices, monke
     """How fast a B200 reaches host memory."""
     some = "optimizer.moment_dtype=bfloat16", "optimizer.offload=true"
     monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
-    monkeypatch.setattr(searching, "layouts", lambda *_: [])
+    monkeypatch.setattr(weigh, "layouts", lambda *_: [])
     config = composed(*MODEL, "mesh=fsdp", "optimizer=adamw")
     target = parse_target("b200-8")
     devices, room = fake_devices(target), memory_budget(target.chip)

@@ -9,18 +9,18 @@ import pytest
 from tests.train.plan.search.conftest import FEW, MODEL
 from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware import devices as topology
-from train.plan import search as searching
 from train.plan.aot import OutOfMemory
+from train.plan.budget import MemoryBudget
 from train.plan.config import PlanConfig
-from train.plan.memory import MemoryBudget
 from train.plan.plan import estimate
 from train.plan.recomputing import typed
-from train.plan.search import choose, search
-from train.plan.search_result import (
+from train.plan.search import search as searching
+from train.plan.search.result import (
     frontier,
     none_fits,
     print_result,
 )
+from train.plan.search.search import choose, search
 from train.program import make_program
 from train.units import format_bytes
 
@@ -47,7 +47,7 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
 
 def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypatch):
     found = search(config, devices, room)
-    monkeypatch.delattr(searching, "_weigh_all")
+    monkeypatch.delattr(searching, "weigh_all")
     assert search(config, devices, room) == found
     other = dataclasses.replace(
         config, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1)

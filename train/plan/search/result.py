@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from train.config import Config
 from train.console import print_table
-from train.plan.candidates import Layout
+from train.errors import ConfigError, Mistake
+from train.plan.plan import Plan
+from train.plan.search.candidates import Layout
 from train.units import format_bytes, format_count
 
 _SHOWN = 10  # layouts
@@ -199,3 +201,31 @@ def frontier(found: Iterable[Candidate]) -> list[Candidate]:
         if not kept or one.needed < kept[-1].needed:
             kept.append(one)
     return kept
+
+
+def as_candidate(layout: Layout, plan: Plan) -> Candidate:
+    """Return what a plan says of a layout.
+
+    Raises:
+        ConfigError: if nobody states how fast the devices are.
+    """
+    needed, prediction = plan.memory.needed, plan.prediction
+    if prediction is None:
+        rule = f"cannot compare layouts: {plan.unpredicted}"
+        raise ConfigError([Mistake("search", True, rule)])
+    middle = prediction.middle
+    return Candidate(
+        layout=layout,
+        needed=needed.bytes,
+        held=plan.memory.held,
+        available=plan.budget.available,
+        step_s=middle.step_s,
+        tokens_per_second=middle.tokens_per_second,
+        mfu=middle.mfu,
+        how=needed.how,
+    )
+
+
+def rank(one: Candidate) -> tuple[bool, float, int]:
+    """Return a key that sorts candidates: the fastest that fits first."""
+    return not one.fits, one.step_s if one.fits else one.needed, one.needed

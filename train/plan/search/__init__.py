@@ -1,0 +1,1 @@
+"""Which layout of a step is the fastest that fits."""

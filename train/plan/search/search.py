@@ -1,0 +1,166 @@
+"""Which layout of a step is the fastest that fits: mesh, recomputation, microbatches.
+
+All ways to lay a step out are weighed by shapes alone (plan/estimated/step.py), then
+the best are compiled, where the compiler is installed; the layout that the config has
+is weighed and compiled with them.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from etils import epath
+from pydantic import TypeAdapter
+
+from data.machine import cache_folder
+from train.config import MESH_AXES, Config
+from train.errors import DOES_NOT_FIT, Exit
+from train.hardware.chips import chip_of
+from train.hardware.interconnect import num_slices
+from train.identity import HARMLESS, covered, flatten, of_training
+from train.mesh import Device
+from train.plan.budget import MemoryBudget, memory_budget, memory_limit
+from train.plan.config import MARGIN
+from train.plan.plan import compile_and_read
+from train.plan.recomputing import typed
+from train.plan.search.candidates import Layout, layout_of
+from train.plan.search.result import (
+    Candidate,
+    SearchResult,
+    as_candidate,
+    none_fits,
+    rank,
+)
+from train.plan.search.weigh import weigh_all, weigh_changes
+from train.program import make_program
+from train.run.storage import write_whole
+from train.run.versions import code_version, versions
+
+log = logging.getLogger(__name__)
+_RESULT = TypeAdapter(SearchResult)
+
+
+def search(
+    config: Config,
+    devices: Sequence[Device],
+    budget: MemoryBudget,
+    compiles: int = 0,
+    minutes: float = math.inf,
+    precision: bool = False,
+) -> SearchResult:
+    """Look for the fastest layout that fits.
+
+    What was found before, by the same code for the same config and devices, is kept in
+    the cache.
+
+    Args:
+        config: settled; what it says of mesh, recomputation and microbatches is one of
+            the layouts.
+        devices: to lay the step out on, which need not be there.
+        budget: a device's memory.
+        compiles: how many to compile at least, until one fits; 0: none.
+        minutes: after which no more are compiled.
+        precision: weigh fewer bits and host memory too (plan/precision.py).
+
+    Raises:
+        ConfigError: if nobody states how fast the devices are, or no mesh is possible.
+    """
+    given = layout_of(config, len(devices))
+    file = _cached(config, devices, budget, precision)
+    if file.exists():
+        result = _RESULT.validate_json(file.read_text())
+        done = {one.layout for one in result.compiled}
+        if len(done) >= compiles and (given is None or not compiles or given in done):
+            return replace(result, given=given)
+    start = time.monotonic()
+    weighed, excluded = weigh_all(config, devices, budget, given)
+    if precision:
+        weighed |= weigh_changes(config, devices, budget, weighed)
+    ranked = sorted(weighed.values(), key=rank)
+    queue = _queue(ranked, given)
+    compiled = list[Candidate]()
+    while queue and compiles and time.monotonic() < start + 60 * minutes:
+        layout = queue.pop(0).layout
+        program = make_program(layout.applied(config), devices)
+        compiled.append(as_candidate(layout, compile_and_read(program, budget)))
+        if len(compiled) >= compiles and any(one.fits for one in compiled):
+            break
+    result = SearchResult(
+        weighed=ranked,
+        compiled=sorted(compiled, key=rank),
+        given=given if given in weighed else None,
+        excluded=excluded,
+        seconds=time.monotonic() - start,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
+    return result
+
+
+def _queue(ranked: list[Candidate], given: Layout | None) -> list[Candidate]:
+    """Order what to compile: the given one, the best of each remat policy, the rest.
+
+    Estimates compare meshes better than they compare what is recomputed.
+    """
+    fitting = [one for one in ranked if one.fits]
+    best = {one.layout.remat: one for one in reversed(fitting)}.values()
+    first = [one for one in ranked if one.layout == given]
+    return list(
+        {
+            one.layout: one for one in (*first, *sorted(best, key=rank), *fitting)
+        }.values()
+    )
+
+
+def choose(
+    config: Config,
+    devices: Sequence[Device],
+    margin: float = MARGIN,
+    compiles: int = 0,
+    minutes: float = math.inf,
+) -> Layout:
+    """Settle the layout of a config that leaves it to a search.
+
+    What was compiled before for such devices wins over what is estimated now.
+
+    Raises:
+        Exit: DOES_NOT_FIT, if nothing does.
+    """
+    chip = chip_of(devices[0].device_kind)
+    if chip is None or chip.hbm_bandwidth is None:
+        log.info("mesh=planned: nobody says how fast these devices are: all on fsdp")
+        parts = num_slices(devices)
+        train = typed(config.train.remat), config.train.accumulation_steps
+        return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
+    budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
+    result = search(config, devices, budget, compiles, minutes)
+    if result.best is None:
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
+    best = result.best
+    log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
+    return best.layout
+
+
+def _cached(
+    config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
+) -> Path:
+    """Name the file of what was found for a config, whatever its own layout.
+
+    Training finds there what the plan of the same config found.
+    """
+    layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
+    searched = (*layout, "train.remat", "train.accumulation_steps")
+    idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
+    kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
+    left, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
+    keys = flatten(of_training(config)).items()
+    same = {k: v for k, v in keys if k == cores or not covered(k, left)}
+    about = [same, kind, precision, versions(), code_version()]
+    about = json.dumps(about, sort_keys=True)
+    digits = hashlib.sha256(about.encode()).hexdigest()[:16]
+    return cache_folder() / "plans" / f"{digits}.json"
