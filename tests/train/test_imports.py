@@ -23,10 +23,11 @@ train.evaluate.validation train.sample.generate train.sample.prompts train.descr
 train.evaluate.harness train.evaluate.tasks train.execution
     train.distributed
     train.run
-    train.plan.config train.plan.aot train.plan.cost train.plan.memory
+    train.plan.config train.plan.aot train.plan.cost train.plan.budget train.plan.memory
     train.plan.compiled | train.plan.estimated
     train.plan | train.profile | train.pretrained | train.log_window train.loop \
 train.evaluate.results train.load_run
+    train.plan.search
     train.preflight
     train.start
     launch
