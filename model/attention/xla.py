@@ -46,7 +46,7 @@ def attend(
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     A sink is one more score, of a value that is zero: it takes its part of the weights
-    from the sum over all others. With `causal` the mask is of `mask`'s kind, queries
+    from the sum over all others. With `causal` the mask is one of masks.causal, queries
     being the last T of S positions: a block of them meets no key behind its last.
     """
     B, T, N, H = q_BTNH.shape
@@ -58,14 +58,11 @@ def attend(
     C = T // _num_blocks(T) if causal else T
     blocks = []
     for start in range(0, T, C):
-        stop = start + C
-        keys = S - T + stop
-        block = (
-            *(q_BNTH[:, :, start:stop], k_BSKH[:, :keys], v_BSKH[:, :keys]),
-            mask_BTS[:, start:stop, :keys],
-            None if kept_BTKGS is None else kept_BTKGS[:, start:stop, ..., :keys],
-        )
-        blocks.append(_attend_block(*block, compute, soft_cap))
+        block, keys = slice(start, start + C), slice(S - T + start + C)
+        kept = None if kept_BTKGS is None else kept_BTKGS[:, block, ..., keys]
+        operands = q_BNTH[:, :, block], k_BSKH[:, keys], v_BSKH[:, keys]
+        more = mask_BTS[:, block, keys], kept, compute, soft_cap
+        blocks.append(_attend_block(*operands, *more))
     o_BNTH, lse_BNT = (jnp.concatenate(x, axis=2) for x in zip(*blocks, strict=True))
     o_BTNH = jnp.swapaxes(o_BNTH, 1, 2)
     if sinks_N is None:
