@@ -18,6 +18,10 @@ folder, interval_s, timeout_s, machine = sys.argv[1:]
 if machine:
     train.run.liveness._machine = lambda: machine
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+
+def say(line):  # in one write: two threads do
+    print(f"{line}\\n", end="", flush=True)
+
 lease = None
 for command in iter(sys.stdin.readline, ""):
     try:
@@ -25,9 +29,9 @@ for command in iter(sys.stdin.readline, ""):
             case "take":
                 lease = take_lease(
                     folder, float(interval_s), float(timeout_s),
-                    lambda message: print("LOST", message, flush=True),
+                    lambda message: say(f"LOST {message}"),
                 )
-                print("taken", flush=True)
+                say("taken")
             case "check":
                 lease.check()
             case "close":
@@ -39,9 +43,9 @@ for command in iter(sys.stdin.readline, ""):
             case "exit":
                 sys.exit()
     except Exit as e:
-        print(e, flush=True)
+        say(e)
         sys.exit(e.code)
-    print("did", command, end="", flush=True)
+    say(f"did {command.strip()}")
 """
 
 
