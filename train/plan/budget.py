@@ -1,4 +1,4 @@
-"""The memory that a step may need on one device."""
+"""The memory of one device that a step may take."""
 
 import os
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ PLANS: dict[tuple, Plan] = {}
 FEW = WAYS[0], WAYS[2], WAYS[-1]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def estimated_once(monkeypatch):
     """Estimate each program once, of three policies; none depends on the room."""
     monkeypatch.setattr(recomputing, "WAYS", FEW)

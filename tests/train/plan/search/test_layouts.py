@@ -19,6 +19,8 @@ from train.plan.search.result import (
 from train.plan.search.search import search
 from train.program import make_program
 
+pytestmark = pytest.mark.usefixtures("estimated_once")
+
 
 def test_microbatches_are_those_that_a_pipeline_can_cut_once_more(
     composed, two_slices, room

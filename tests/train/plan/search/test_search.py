@@ -24,6 +24,8 @@ from train.plan.search.search import choose, search
 from train.program import make_program
 from train.units import format_bytes
 
+pytestmark = pytest.mark.usefixtures("estimated_once")
+
 
 def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room):
     found = search(config, devices, room)

@@ -1,0 +1,58 @@
+"""What a step may take of a device's memory."""
+
+import jax
+import pytest
+
+from train.hardware.chips import CHIPS
+from train.hardware.devices import StandIn
+from train.hardware.targets import parse_target
+from train.plan.budget import memory_budget, memory_limit
+
+GB = 2**30
+
+
+def test_the_margin_is_of_all_memory_but_the_system_has_its_part():
+    target = parse_target("v5e-8")
+    assert memory_budget(target.chip, 0.0).available == int(15.75 * GB)
+    assert memory_budget(target.chip, 0.25).available == 12 * GB
+
+
+def test_of_a_gpu_programs_have_the_part_that_jax_takes(monkeypatch):
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    chip = parse_target("h100-8").chip
+    assert chip.hbm_bytes is not None
+    assert memory_budget(chip, 0.0).program == int(0.75 * chip.hbm_bytes)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", ".92")
+    assert memory_budget(chip, 0.0).program == int(0.92 * chip.hbm_bytes)
+    assert memory_budget(parse_target("v5e-8").chip, 0.0).program == int(15.75 * GB)
+
+
+def test_what_a_real_card_has_counts_where_its_name_does_not_tell(monkeypatch):
+    """An A100 has 80 GB or 40; what drivers leave of either differs a little."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.75")
+    chip = parse_target("a100-8").chip
+    stated = memory_budget(chip, 0.05)
+    assert memory_budget(chip, 0.05, limit=int(0.99 * stated.program)) == stated
+    half = memory_budget(chip, 0.05, limit=stated.program // 2)
+    assert half.available == half.program == stated.program // 2
+    assert half.total == pytest.approx(stated.total / 2)
+    unknown = memory_budget(CHIPS["gh200"], 0.0, limit=GB)
+    assert unknown.available == GB
+
+
+def test_only_a_real_device_says_what_programs_have(configure, lay_out, monkeypatch):
+    config = configure("mesh=ddp", "model.attention=xla")
+    device = lay_out(config, "v5e-8").mesh.devices.flat[0]
+    assert memory_limit(device) is None
+    assert memory_limit(jax.devices()[0]) is None  # a CPU
+    said = {"bytes_limit": 7, "bytes_in_use": 1}
+    monkeypatch.setattr(StandIn, "memory_stats", lambda _: said, raising=False)
+    assert memory_limit(device) == 7
+
+
+@pytest.mark.parametrize("chip", [c for c in CHIPS.values() if c.hbm_bytes])
+def test_a_program_has_no_more_than_a_device_holds(chip):
+    room = memory_budget(chip, 0.0)
+    assert 0 < room.available <= room.program <= 1.01 * room.total
