@@ -13,7 +13,7 @@ from train.units import format_bytes, format_flops
 
 
 def describe(program: Program) -> None:
-    """Print devices, mesh, the table of parameters, tokens and FLOPs per step."""
+    """Print devices, mesh, the size of the state, tokens and FLOPs per step."""
     config, how = program.config, program.how
     devices = program.mesh.devices
     sizes = " x ".join(f"{k} {v}" for k, v in program.mesh.shape.items() if v > 1)
@@ -33,16 +33,14 @@ def describe(program: Program) -> None:
             f"layers, {pipeline.microbatches} microbatches: {pipeline.iterations} "
             f"iterations, {pipeline.bubble:.0%} bubble"
         )
-    print_table(
-        _rows(program),
-        ["parameter", "shape", "dtype", "logical axes", "spec", "bytes/device"],
-        "parameters",
-    )
     state = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(program.state))
     active = ""
     if program.num_active_params < program.num_params:
         active = f", {program.num_active_params:,} of them active in a token"
-    print(f"parameters  {program.num_params:,}{active}")
+    params = jax.tree.leaves(program.state.params)
+    sharded = sum(not leaf.sharding.is_fully_replicated for leaf in params)
+    where = f" in {len(params)} arrays, {sharded} of them sharded"
+    print(f"parameters  {program.num_params:,}{active}{where}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
     across = ""
     if (sharing := shards_of(how.rules, program.mesh.shape)[1]) > 1:
@@ -76,9 +74,10 @@ def describe_data(order: Order, num_steps: int) -> None:
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 
-def _rows(program: Program) -> list[list[str]]:
+def print_parameters(program: Program) -> None:
+    """Print a table of the parameters: shape, dtype, spec and bytes on a device."""
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
-    return [
+    rows = [
         [
             name,
             "x".join(map(str, leaf.shape)),
@@ -89,3 +88,5 @@ def _rows(program: Program) -> list[list[str]]:
         ]
         for name, leaf in named(program.state.params)
     ]
+    headers = ["parameter", "shape", "dtype", "logical axes", "spec", "bytes/device"]
+    print_table(rows, headers, "parameters")

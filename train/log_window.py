@@ -17,7 +17,8 @@ from train.program import Program
 from train.run.directory import RunDir
 from train.step import Metrics
 
-_MUCH_WAITING = 0.02  # of a window's time
+# A warning about slow data needs this share of the training time, over so many seconds.
+_MUCH_WAITING, _WARNING_AFTER_S = 0.02, 30.0
 _NAMED = 8  # updates left out that one note names; events.jsonl names all
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ class LogWindow:
         self.skipped_in_a_row = 0
         self.culprit: Culprit | None = None  # to blame for these, if one was watched
         self._watched: Metrics | None = None  # the last such step that was accepted
-        self._warned: bool | None = None  # None: the first window also fills the buffer
+        self._trained_s = self._waited_s = 0.0  # since the end of the first window
+        self._first_window = True  # it also fills the buffer of batches
+        self._warned = False
         self._lapped_wait = 0.0
         self._open()
 
@@ -119,7 +122,7 @@ class LogWindow:
         flops = program.flops_per_step * len(steps) / seconds
         mfu = flops / self.peak if self.peak else None
         self._lap(step=step)
-        self._warn(waited / seconds, progress)
+        self._warn(seconds, waited, progress)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
         if write:
@@ -162,15 +165,27 @@ class LogWindow:
             more = f" and {len(named) - _NAMED:,} more" if named[_NAMED:] else ""
             progress.note(f"updates left out: {', '.join(named[:_NAMED])}{more}")
 
-    def _warn(self, waiting: float, progress: Progress) -> None:
-        """Note once that the data is late, and what to do."""
-        if self._warned is False and waiting > _MUCH_WAITING:
+    def _warn(self, seconds: float, waited: float, progress: Progress) -> None:
+        """Note once that training waits for data, and what to do.
+
+        Args:
+            seconds: that the window took.
+            waited: seconds of these in which no batch was there.
+            progress: what the user sees.
+        """
+        if self._first_window or self._warned:
+            self._first_window = False
+            return
+        self._trained_s += seconds
+        self._waited_s += waited
+        share = self._waited_s / self._trained_s
+        if self._trained_s >= _WARNING_AFTER_S and share > _MUCH_WAITING:
             self._warned = True
             progress.note(
-                f"waiting for data takes {waiting:.1%} of the time: raise data.prefetch"
-                f"={self._program.config.data.prefetch}, or bring the store nearer"
+                f"{share:.1%} of the training time is spent waiting for data: use a "
+                f"data.prefetch above {self._program.config.data.prefetch}, or bring "
+                "the token store nearer to this machine"
             )
-        self._warned = self._warned or False
 
 
 def _loads(metrics: Metrics) -> dict[str, float]:

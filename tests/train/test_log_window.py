@@ -11,17 +11,24 @@ from train.log_window import LogWindow
 from train.step import Metrics
 
 
-def test_late_data_is_said_once_and_not_of_the_first_window():
-    window = object.__new__(LogWindow)
+def notes_on_waiting(windows: list[tuple[float, float]]) -> list[str]:
+    """Return what windows of (seconds, of these waiting for data) lead to."""
+    window, notes = object.__new__(LogWindow), []
     data = SimpleNamespace(prefetch=2)
     window._program = SimpleNamespace(config=SimpleNamespace(data=data))
-    window._warned = None
-    notes = []
-    progress = SimpleNamespace(note=notes.append)
-    for waiting in (0.5, 0.01, 0.031, 0.9):
-        window._warn(waiting, progress)
-    (note,) = notes
-    assert "takes 3.1% of the time: raise data.prefetch=2" in note
+    window._trained_s = window._waited_s = 0.0
+    window._first_window, window._warned = True, False
+    for seconds, waited in windows:
+        window._warn(seconds, waited, SimpleNamespace(note=notes.append))
+    return notes
+
+
+def test_slow_data_is_noted_once_and_only_if_it_lasts():
+    (note,) = notes_on_waiting([(100, 50), (20, 1), (20, 1), (20, 9)])
+    assert note.startswith("5.0% of the training time is spent waiting for data")
+    assert "data.prefetch above 2" in note
+    assert notes_on_waiting([(100, 50), (2, 1)]) == []  # a short run's second window
+    assert notes_on_waiting([(1, 0), (20, 1), (200, 0)]) == []
 
 
 def test_what_is_read_before_a_save_is_not_recorded_again():

@@ -10,6 +10,7 @@ from typing import NoReturn
 from hydra._internal.utils import get_args_parser
 
 from train.cli.hints import did_you_mean, keys_of
+from train.cli.other_trainers import name_here
 from train.config import Config
 from train.errors import ConfigError, Mistake
 
@@ -78,8 +79,11 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
     for flag in flags.unknown:
         name, _, value = flag.lstrip("-").partition("=")
         rule = "there is no such flag" + did_you_mean(flag, options)
-        key = did_you_mean(name.replace("-", "_"), keys_of(Config))
-        if key and "=" in flag:
+        typed, keys = name.replace("-", "_"), keys_of(Config)
+        key = did_you_mean(typed, keys)
+        if here := name_here(typed, keys):
+            rule += f"; keys have no dashes, and {here}"
+        elif key and "=" in flag:
             rule += f"; keys have no dashes{key.removesuffix('?')}={value}?"
         else:
             rule += "; --hydra-help lists them"

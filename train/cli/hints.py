@@ -18,8 +18,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-# What other programs take for a key, and what to do here.
-_HABITS = {"resume": "the same command continues a run"}
+from train.cli.other_trainers import name_here
 
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
@@ -51,8 +50,8 @@ def _field_hints(kind: type) -> dict[str, Any]:
 def unknown_key(schema: type, key: str) -> str:
     """Return the rule for a key that there is not: which may be meant, or are there."""
     rule, parent = "there is no such key", key.rpartition(".")[0]
-    if key in _HABITS:
-        return f"{rule}; {_HABITS[key]}"
+    if here := name_here(key, keys_of(schema)):
+        return f"{rule}; {here}"
     section = type_of(schema, parent)[0]
     beside = fields(section) if is_dataclass(section) and parent else ()
     listed = {*keys_of(schema), *(f"{parent}.{field.name}" for field in beside)}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(config: PlanConfig) -> int:
     """Print layout and cost; with a target, what a step needs and how fast it is."""
-    from train.describe import describe
+    from train.describe import describe, print_parameters
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
     from train.plan.budget import memory_budget, memory_limit
@@ -65,6 +65,7 @@ def main(config: PlanConfig) -> int:
     program = _lay_out(config, devices, check_vocab)
     if not config.json:
         describe(program)
+        print_parameters(program)
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
     plan = (compile_and_read if compiler else estimate)(program, budget)

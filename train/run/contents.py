@@ -72,12 +72,12 @@ def _check(saved: Mapping[str, Any], wanted: Any, needed: set[str]) -> None:
         before = tuple(saved[name].shape)
         if name not in shapes:
             raise _misfit(name, "was saved, and has no place")
-        if not _fits(before, shapes[name]):
+        if not fits_padded(before, shapes[name]):
             wanted_shape = f"{shapes[name]} is wanted"
             raise _misfit(name, f"was saved with the shape {before}, {wanted_shape}")
 
 
-def _fits(before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def fits_padded(before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Return whether a shape is the one that was saved, but for padding.
 
     Runs of before vocabularies were padded hold tables of 50,257 rows, say, where

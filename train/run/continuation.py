@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.sources import Sources
+from model.gpt import abstract_gpt, params_of
+from model.params import named
 from train.cli.schema import read_yaml
 from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, differences, refused
 from train.optimizer.schedule import factor
+from train.run.contents import fits_padded
 from train.run.digests import saved_steps
 from train.run.metrics import read_events
 from train.run.starts import check_data, newest_start, read_results, yaml_value
@@ -63,14 +66,8 @@ def compare_with_run(
             else change
             for change in changes
         ]
-    rule = (
-        "differs from the run in {path}, which has {old}; take it back, start "
-        "another run.name, or add run.allow_change=[{key}]"
-    )
-    if wrong := refused(changes, config.run.allow_change):
-        rules = [rule.format(path=path, old=c.old, key=c.key) for c in wrong]
-        new = zip(wrong, rules, strict=True)
-        raise ConfigError([Mistake(c.key, c.new, rule) for c, rule in new])
+    if not_allowed := refused(changes, config.run.allow_change):
+        raise ConfigError(_refusals(not_allowed, path, earlier, config))
     _check_changed_data(path, sources, changes, last.get("changes", {}))
     known_skips = last.get("changes", {}).get("data.skip_batches")
     known_skips = known_skips or earlier.data.skip_batches
@@ -94,6 +91,33 @@ def compare_with_run(
     if not finished:
         schedule_steps = _schedule_steps(config, schedule_steps, newest)
     return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
+
+
+def _refusals(
+    changes: list[Difference], path: epath.Path, earlier: Config, config: Config
+) -> list[Mistake]:
+    """Say of each change that it makes another run, and what can be done.
+
+    `run.allow_change` is advised only if the saved parameters fit the new model.
+    """
+    before, after = (
+        {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(c.model)))}
+        for c in (earlier, config)
+    )
+    fits = before.keys() == after.keys() and all(
+        fits_padded(shape, after[name]) for name, shape in before.items()
+    )
+    mistakes = []
+    for change in changes:
+        rule = f"differs from the run in {path}, which has {change.old}; take it back"
+        if fits or not change.key.startswith("model."):
+            rule += ", start another run.name, or add "
+            rule += f"run.allow_change=[{change.key}]"
+        else:
+            rule += ", or start another run.name: the arrays that the run has saved "
+            rule += "do not fit this model"
+        mistakes.append(Mistake(change.key, change.new, rule))
+    return mistakes
 
 
 def _schedule_steps(config: Config, before: int, newest: int) -> int:

@@ -1,6 +1,7 @@
 """The command line as its users meet it."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -76,6 +77,10 @@ def test_help_is_short_and_says_what_one_needs(run):
     assert len(result.stdout.splitlines()) < 40
     for text in ("python -m train ", "mesh: auto, ddp", "78 the config", "--multirun"):
         assert text in result.stdout
+    commands = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    for name in commands - {"train", "launch"}:
+        assert re.search(rf"\b(train|data)\.{name}\b", result.stdout), name
+    assert "  launch " in result.stdout
     assert "Hydra is" not in result.stdout
 
 

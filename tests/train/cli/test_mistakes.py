@@ -3,7 +3,11 @@
 import pytest
 import yaml
 
+from tests.fleet import REPOSITORY
 from tests.train.cli.conftest import entry
+from train.cli.hints import keys_of
+from train.cli.other_trainers import NAMES, RESUME
+from train.config import Config
 
 
 def test_all_mistakes_at_once(run):
@@ -193,3 +197,26 @@ def test_mistakes_in_a_table_of_sections_hide_no_others(run):
     assert "did you mean data.sources.web.path" in result.stderr
     assert "section" in entry(result, "data.sources.b = 3")
     assert "whole number" in entry(result, "seed = x")
+
+
+def test_a_key_of_another_trainer_is_translated(run):
+    result = run("block_size=256", "training.seq_len=64", "steps=4", "--max_iters=5")
+    for typed, key in (
+        ("block_size = 256", "data.sequence_length"),
+        ("training.seq_len = 64", "data.sequence_length"),
+        ("steps = 4", "train.num_steps"),
+        ("--max_iters=5", "train.num_steps"),
+    ):
+        assert f"it is called {key} here" in entry(result, typed)
+
+
+def test_translations_name_keys_that_exist_and_agree_with_the_docs():
+    rows = (REPOSITORY / "docs" / "switching.md").read_text().splitlines()
+    keys = keys_of(Config)
+    for name, here in NAMES.items():
+        if here == RESUME:
+            continue
+        key = here.partition(",")[0]
+        assert key in keys, name
+        mentions = [row for row in rows if f"`{name}`" in row]
+        assert not mentions or any(f"`{key}`" in row for row in mentions), name

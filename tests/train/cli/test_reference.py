@@ -5,6 +5,7 @@ import os
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 from data.config import PrepareConfig
@@ -14,6 +15,7 @@ from data.verify import VerifyConfig
 from launch.config import KINDS, LaunchConfig
 from tests.fleet import REPOSITORY
 from train.checkpoints import CheckpointsConfig
+from train.cli.compose import compose
 from train.cli.hints import bounds_rule, describe, keys_of, kind_of, meaning, type_of
 from train.config import Config
 from train.evaluate.__main__ import EvaluateConfig
@@ -28,15 +30,17 @@ PAGE = REPOSITORY / "docs" / "config.md"
 INTRODUCTION = """\
 # Every key
 
-Made from the dataclasses; what a preset sets instead of a default stands in
-`configs/`, and `python -m train --cfg job` shows the outcome and what is wrong with
-it. `null` is nothing given. Commands on a run (`train.evaluate` and the like) take
-`run.*` too, some also `runtime.*`."""
+This page is generated from the dataclasses. "Default" is the value of the dataclass;
+"train" is the value that `python -m train` has without any override, where its presets
+in `configs/` set another one. `python -m train ... --cfg job` shows every value of a
+command line, and what is wrong with it. `null` means that nothing is given. Commands
+on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`."""
 
 
 def page() -> str:
     shared = {field.name for field in fields(Config)}
-    parts = [INTRODUCTION, "## python -m train", *tables(Config)]
+    composed = compose([])
+    parts = [INTRODUCTION, "## python -m train", *tables(Config, composed=composed)]
     commands = {
         "train.plan": PlanConfig,
         "train.evaluate": EvaluateConfig,
@@ -64,7 +68,11 @@ def page() -> str:
 
 
 def tables(
-    schema: type, prefix: str = "", title: str = "", leave_out: Collection[str] = ()
+    schema: type,
+    prefix: str = "",
+    title: str = "",
+    leave_out: Collection[str] = (),
+    composed: Config | None = None,
 ) -> list[str]:
     """Return the parts of a page in Markdown: for each section its keys as a table.
 
@@ -73,42 +81,58 @@ def tables(
         prefix: of its keys.
         title: of its own table.
         leave_out: fields that stand elsewhere.
+        composed: the config of a command without overrides; adds a column.
     """
     hints = typing.get_type_hints(schema, include_extras=True)
     own = [field for field in fields(schema) if field.name not in leave_out]
-    rows = list(rows_of(schema, own, prefix))
+    rows = list(rows_of(schema, own, prefix, composed))
     parts = [f"### {title}"] if title else []
     parts.append(inspect.cleandoc(schema.__doc__ or ""))
     if rows:
-        head = "| key | type | default | bounds | meaning |"
-        parts.append("\n".join([head, "| --- | --- | --- | --- | --- |", *rows]))
+        columns = ["key", "type", "default", "bounds", "meaning"]
+        if composed is not None:
+            columns.insert(3, "train")
+        head = "| " + " | ".join(columns) + " |"
+        parts.append("\n".join([head, "| --- " * len(columns) + "|", *rows]))
     for field in own:
         kind, key = kind_of(hints[field.name]), f"{prefix}{field.name}"
         entry = (typing.get_args(kind) or (None,))[-1]
         if is_dataclass(kind):
-            parts += tables(typing.cast(type, kind), f"{key}.", key)
+            parts += tables(typing.cast(type, kind), f"{key}.", key, (), composed)
         elif is_dataclass(entry):
             each = f"{key}.<name>" if typing.get_origin(kind) is dict else f"{key}[i]"
             parts += tables(typing.cast(type, entry), f"{each}.", each)
     return parts
 
 
-def rows_of(schema: type, own: Sequence[Field], prefix: str) -> Iterator[str]:
+def rows_of(
+    schema: type,
+    own: Sequence[Field],
+    prefix: str,
+    composed: Config | None = None,
+) -> Iterator[str]:
     hints = typing.get_type_hints(schema, include_extras=True)
     for field in own:
         hint = hints[field.name]
         if not is_dataclass(kind_of(hint)):
             bounds = bounds_rule(hint).removeprefix("must ").removeprefix("be ")
-            cells = [f"`{prefix}{field.name}`", describe(hint), default_of(field)]
+            key, default = f"{prefix}{field.name}", default_of(field)
+            cells = [f"`{key}`", describe(hint), in_words(default)]
+            if composed is not None:
+                value = attrgetter(key)(composed)
+                cells.append("" if value == default else in_words(value))
             text = meaning(schema, field.name).replace("<", "&lt;")
             cells += [bounds, text]
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
-def default_of(field: Field) -> str:
-    value: Any = field.default
-    if value is MISSING:
-        value = field.default_factory()  # type: ignore
+def default_of(field: Field) -> Any:
+    if field.default is MISSING:
+        return field.default_factory()  # type: ignore
+    return field.default
+
+
+def in_words(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
     return '`""`' if value == "" else f"`{value}`"
@@ -131,3 +155,11 @@ def test_comments_above_and_beside_a_field_count():
     assert meaning(Config, "train.skip_sigma").endswith("the recent ones; null: none")
     assert meaning(PlanConfig, "seed") == meaning(Config, "seed") != ""
     assert meaning(Config, "no.such.key") == ""
+
+
+def test_the_page_shows_what_the_command_has_where_its_presets_differ():
+    lines = page().splitlines()
+    (row,) = [line for line in lines if line.startswith("| `data.batch_size` ")]
+    default, composed = Config().data.batch_size, compose([]).data.batch_size
+    assert default != composed
+    assert f"| `{default}` | `{composed}` |" in row

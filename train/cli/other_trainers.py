@@ -1,0 +1,69 @@
+"""What settings of nanoGPT, MaxText and torchtitan are called in Longhaul.
+
+`docs/switching.md` explains the same names in a table.
+"""
+
+from collections.abc import Collection
+
+RESUME = "the same command continues a run"
+
+# A name that several trainers share stands once.
+NAMES = {
+    "resume": RESUME,
+    # nanoGPT
+    "block_size": "data.sequence_length",
+    "gradient_accumulation_steps": "train.accumulation_steps",
+    "max_iters": "train.num_steps",
+    "min_lr": "schedule.final_fraction",
+    "warmup_iters": "schedule.warmup_steps",
+    "dtype": "model.compute_dtype",
+    "out_dir": "run.dir",
+    "eval_interval": "eval.interval_steps",
+    "eval_iters": "eval.num_batches",
+    # MaxText
+    "per_device_batch_size": "data.batch_size, which counts rows over all devices",
+    "max_target_length": "data.sequence_length",
+    "steps": "train.num_steps",
+    "learning_rate_final_fraction": "schedule.final_fraction",
+    "warmup_steps_fraction": "schedule.warmup_steps",
+    "ici_data_parallelism": "mesh.data",
+    "ici_fsdp_parallelism": "mesh.fsdp",
+    "ici_tensor_parallelism": "mesh.tensor",
+    "ici_context_parallelism": "mesh.context",
+    "ici_expert_parallelism": "mesh.expert",
+    "ici_pipeline_parallelism": "mesh.pipeline",
+    "dcn_data_parallelism": "mesh.dcn.data",
+    "dcn_fsdp_parallelism": "mesh.dcn.fsdp",
+    "remat_policy": "train.remat",
+    "base_output_directory": "run.dir",
+    "run_name": "run.name",
+    "eval_steps": "eval.num_batches",
+    "checkpoint_period": "checkpoint.save_interval_steps",
+    # torchtitan
+    "global_batch_size": "data.batch_size",
+    "local_batch_size": "data.batch_size, which counts rows over all devices",
+    "seq_len": "data.sequence_length",
+    "lr": "optimizer.learning_rate",
+    "lr_min": "schedule.final_fraction",
+    "mixed_precision_param": "model.compute_dtype",
+    "data_parallel_shard_degree": "mesh.fsdp",
+    "data_parallel_replicate_degree": "mesh.data",
+    "tensor_parallel_degree": "mesh.tensor",
+    "context_parallel_degree": "mesh.context",
+    "expert_parallel_degree": "mesh.expert",
+    "pipeline_parallel_degree": "mesh.pipeline",
+    "dump_folder": "run.dir",
+}
+
+
+def name_here(key: str, known: Collection[str]) -> str:
+    """Return what another trainer's key is called in Longhaul; "" if it is not known.
+
+    Args:
+        key: as typed; only its last part counts.
+        known: the keys of the command, without which the answer would be of no use.
+    """
+    here = NAMES.get(key.rpartition(".")[2], "")
+    if here == RESUME:
+        return here
+    return f"it is called {here} here" if here.partition(",")[0] in known else ""
