@@ -54,10 +54,7 @@ def attend(
             count.
     """
     if segment_ids_BT is None:
-        attend_whole_rows: Any = (
-            cudnn.attend
-        )  # jaxtyping's decorator hides the keywords
-        return attend_whole_rows(
+        return cudnn.attend(
             q_BTNH, k_BTKH, v_BTKH, None, sinks_N, window=window, soft_cap=soft_cap
         )
     assert (sinks_N, soft_cap) == (None, None), "why_not refuses these"
@@ -113,7 +110,7 @@ class Documents(NamedTuple):
         return jnp.take_along_axis(x_BNCT, at_BT[:, None], axis=2)
 
     def to_documents(self, x_BNT: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
-        """Move each document's values to begin at 0; after its end they are arbitrary."""
+        """Move each document's values to begin at 0; the others are undefined."""
         T = x_BNT.shape[2]
         at_BCT = self.starts_BC[..., None] + jnp.arange(T)[None, None]
         at_BCT = jnp.minimum(at_BCT, T - 1)
