@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from model.attention import across
-from model.attention.kernel import choose
+from model.attention.across import choose_context_attention
+from model.attention.kernel import choose_kernel
 from model.axes import AxisRules
 from model.choices import (
     Attention,
@@ -108,7 +108,7 @@ def _context_attention(
         rule += "of its keys; take mesh.context=1, or embedding and residual alone"
         raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
     try:
-        return across.choose(asked, kernel, devices, length, kv_heads)
+        return choose_context_attention(asked, kernel, devices, length, kv_heads)
     except ValueError as error:
         rule = f"cannot serve: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
@@ -135,7 +135,7 @@ def _expert_exchange(
 def _kernel(config: Config, device: Device) -> Attention:
     model, length = config.model, config.data.sequence_length
     try:
-        kernel = choose(
+        kernel = choose_kernel(
             model.attention,
             device.platform,
             length,

@@ -1,16 +1,17 @@
-"""Attention of rows that devices share, each having T of their S positions.
+"""Attention over rows that devices share, each with T of their S positions.
 
-`ring` sends keys and values from device to device (model/attention/ring.py); of local
-layers only those that a window reaches (model/attention/window.py). `ulysses` exchanges
-positions for heads: each device attends as if it were alone, to whole rows of some
-heads. `all_gather` brings the keys and values of all to each device; its mask depends
-on the device, so of the kernels only `xla` takes it.
+- `ring` sends keys and values from device to device (model/attention/ring.py). In
+  local layers it sends only those that the window reaches (model/attention/window.py).
+- `ulysses` exchanges positions for heads: each device attends to whole rows of some
+  heads, as if it were alone.
+- `all_gather` gathers all keys and values on each device. The mask then depends on the
+  device, and only the `xla` kernel takes such a mask.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.21783,
 section 3.3.2.
 
-Shapes: B batch, T positions of a device, S of all, N query heads, K key/value heads,
-H head dim.
+Shapes: B batch, T local positions, S positions of a row, N query heads,
+K key/value heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -43,18 +44,15 @@ def why_not(
     sequence_length: int,
     kv_heads: int,
 ) -> str | None:
-    """Return why devices cannot attend so, or None where they can.
+    """Return why devices cannot attend this way, or None if they can.
 
     Args:
         way: not `auto`.
-        kernel: that they run.
-        devices: that share a row.
-        sequence_length: of a row.
-        kv_heads: key and value heads of a device, as `tensor` cuts them.
+        kernel: the kernel on each device.
+        devices: the number of devices that share a row.
+        sequence_length: positions of a row.
+        kv_heads: key and value heads on a device, after `tensor` shards them.
     """
-    multiple = devices
-    if way is ContextAttention.ring:
-        multiple = 2 * devices * KERNELS[kernel].MULTIPLE
     if way is ContextAttention.ulysses and kv_heads % devices:
         return (
             f"ulysses needs the {kv_heads} key and value heads of a device to be "
@@ -64,6 +62,9 @@ def why_not(
         return "ring needs model.attention=cudnn, whose masks are of two chunks of rows"
     if way is ContextAttention.all_gather and kernel is not Attention.xla:
         return f"all_gather needs model.attention=xla, not {kernel}"
+    multiple = devices
+    if way is ContextAttention.ring:
+        multiple = 2 * devices * KERNELS[kernel].MULTIPLE
     if sequence_length % multiple:
         return (
             f"{way} over {devices} devices with {kernel} attention needs a "
@@ -72,20 +73,23 @@ def why_not(
     return None
 
 
-def choose(
-    asked: ContextAttention,
+def choose_context_attention(
+    setting: ContextAttention,
     kernel: Attention,
     devices: int,
     sequence_length: int,
     kv_heads: int,
 ) -> ContextAttention:
-    """Choose how devices attend, arguments as in `why_not`.
+    """Return how devices attend; `auto` means the first way that is possible.
+
+    The other arguments are those of `why_not`.
 
     Raises:
-        ValueError: if it cannot serve; with `auto`, if nothing can.
+        ValueError: if this way is impossible; with `auto`, if every way is.
     """
-    auto = ContextAttention.auto
-    ways = [way for way in ContextAttention if asked in (auto, way) and way is not auto]
+    ways = [setting]
+    if setting is ContextAttention.auto:
+        ways = [way for way in ContextAttention if way is not ContextAttention.auto]
     reasons = []
     for way in ways:
         reason = why_not(way, kernel, devices, sequence_length, kv_heads)
@@ -99,40 +103,46 @@ def attend(
     way: ContextAttention,
     kernel: ModuleType,
     axes: tuple[str, ...],
+    *,
     window: int | None,
     soft_cap: float | None,
 ) -> Attend:
-    """Return attention on a device's own rows, heads and positions.
+    """Return attention for local rows, heads and positions.
 
     Args:
         way: not `auto`.
         kernel: the kernel's module.
-        axes: mesh axes by hand along which devices share rows.
-        window: as in `attention`, less than a whole row.
-        soft_cap: as there.
+        axes: manual mesh axes over which devices share rows.
+        window: as in `attention`; shorter than a row.
+        soft_cap: as in `attention`.
     """
     if way is ContextAttention.ring and window is None:
-        capped = {} if soft_cap is None else {"soft_cap": soft_cap}
-        passes = kernel.forward, kernel.backward
-        return partial(_ring, Kernel(*(partial(f, **capped) for f in passes)), axes)
-    own = _xla if kernel is xla else kernel.attend
-    whole = partial(own, window=window, soft_cap=soft_cap)
-    if way is ContextAttention.ring and window is not None:
-        return partial(attend_in_window, whole, window, kernel.MULTIPLE, axes)
+        options = {} if soft_cap is None else {"soft_cap": soft_cap}
+        passes = Kernel(
+            forward=partial(kernel.forward, **options),
+            backward=partial(kernel.backward, **options),
+        )
+        return partial(_ring, passes, axes)
+    if way is ContextAttention.all_gather:
+        assert kernel is xla
+        return partial(_all_gather, axes, window, soft_cap)
+    attend_rows = _attend_with_xla if kernel is xla else kernel.attend
+    attend_rows = partial(attend_rows, window=window, soft_cap=soft_cap)
     if way is ContextAttention.ulysses:
-        return partial(_ulysses, whole, axes)
-    assert kernel is xla
-    return partial(_all_gather, axes, window, soft_cap)
+        return partial(_ulysses, attend_rows, axes)
+    assert window is not None
+    return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
 
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
-    operands = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
-    o_BNTH: Any = ring(kernel, axes, *operands, ids, sinks)
+    scaled_q = q * q.shape[-1] ** -0.5
+    q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
+    o_BNTH: Any = ring(kernel, axes, q_BNTH, k_BKTH, v_BKTH, ids, sinks)
     return o_BNTH.swapaxes(1, 2)
 
 
 def _ulysses(
-    whole: Attend,
+    attend_rows: Attend,
     axes: tuple[str, ...],
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
@@ -144,11 +154,12 @@ def _ulysses(
         return jax.lax.all_to_all(x, axes, split, joined, tiled=True)
 
     q, k, v = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-    ids = None if segment_ids_BT is None else _of_all(segment_ids_BT, axes)
-    if sinks_N is not None:  # of the own heads
-        own, first = q.shape[2], q.shape[2] * jax.lax.axis_index(axes)
-        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first, own)
-    return exchange(whole(q, k, v, ids, sinks_N), 1, 2)
+    ids = None if segment_ids_BT is None else _gather_rows(segment_ids_BT, axes)
+    if sinks_N is not None:
+        heads = q.shape[2]
+        first_head = heads * jax.lax.axis_index(axes)
+        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first_head, heads)
+    return exchange(attend_rows(q, k, v, ids, sinks_N), 1, 2)
 
 
 def _all_gather(
@@ -162,20 +173,27 @@ def _all_gather(
     sinks_N: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     T = q_BTNH.shape[1]
-    k_BSKH, v_BSKH = _of_all(k_BTKH, axes), _of_all(v_BTKH, axes)
-    own_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
-    behind_TS = own_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
-    mask_BTS = (behind_TS >= 0)[None]
+    k_BSKH, v_BSKH = _gather_rows(k_BTKH, axes), _gather_rows(v_BTKH, axes)
+    positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
+    distance_TS = positions_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
+    mask_BTS = (distance_TS >= 0)[None]
     if window is not None:
-        mask_BTS &= (behind_TS < window)[None]
+        mask_BTS &= (distance_TS < window)[None]
     if segment_ids_BT is not None:
-        keys_BS = _of_all(segment_ids_BT, axes)
-        mask_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None]
-    more = q_BTNH.dtype, soft_cap, sinks_N
-    return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more)
+        key_ids_BS = _gather_rows(segment_ids_BT, axes)
+        mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
+    return xla.attend(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask_BTS,
+        q_BTNH.dtype,
+        soft_cap=soft_cap,
+        sinks_N=sinks_N,
+    )
 
 
-def _xla(
+def _attend_with_xla(
     q: Array,
     k: Array,
     v: Array,
@@ -185,9 +203,18 @@ def _xla(
     window: int | None,
     soft_cap: float | None,
 ) -> Array:
-    mask = masks.causal(q.shape[1], segment_ids, window)
-    return xla.attend(q, k, v, mask, q.dtype, soft_cap, sinks, causal=True)
+    """Run the `xla` kernel with the signature of the other kernels."""
+    return xla.attend(
+        q,
+        k,
+        v,
+        masks.causal(q.shape[1], segment_ids, window),
+        q.dtype,
+        soft_cap=soft_cap,
+        sinks_N=sinks,
+        causal=True,
+    )
 
 
-def _of_all(x_BT: Array, axes: tuple[str, ...]) -> Array:
+def _gather_rows(x_BT: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)

@@ -1,4 +1,4 @@
-"""Keys and values of what came before, for generation.
+"""Attention to keys and values of earlier positions, for generation.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
 L layers.
@@ -16,9 +16,11 @@ from model.attention.masks import Local
 
 
 class KeysValues(NamedTuple):
-    """Keys and values seen so far, [B, S, K, H] each, and how many of S are.
+    """The keys and values of earlier positions.
 
-    A row begins at its `first` of them; None: at 0.
+    keys, values: room for S positions.
+    length: the number of positions that are filled.
+    first_B: the position at which each row begins. None means position 0.
     """
 
     keys: Float[Array, "*L B S K H"]
@@ -29,11 +31,11 @@ class KeysValues(NamedTuple):
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
     ) -> "KeysValues":
-        """Write T more positions behind the ones that are there."""
-        at = (0, self.length, 0, 0)
+        """Return the cache with T more positions after the filled ones."""
+        start = (0, self.length, 0, 0)
         return KeysValues(
-            jax.lax.dynamic_update_slice(self.keys, k_BTKH, at),
-            jax.lax.dynamic_update_slice(self.values, v_BTKH, at),
+            jax.lax.dynamic_update_slice(self.keys, k_BTKH, start),
+            jax.lax.dynamic_update_slice(self.values, v_BTKH, start),
             self.length + k_BTKH.shape[1],
             self.first_B,
         )
@@ -50,20 +52,34 @@ def cached_attention(
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend from the newest T positions of a cache to what it holds before them.
+    """Attend from the newest T positions of a cache to the positions up to them.
 
-    None looks further back than rows were long in training. The window and what comes
-    after it are as in `attention`.
+    Args:
+        q_BTNH: queries.
+        cache: keys and values, those of the queries' positions included.
+        compute: dtype of the products' operands.
+        trained_length: the length of rows in training. No query looks further back.
+        window: as in `attention`, like all that follow.
+        local: whether the window applies.
+        soft_cap: of the scores.
+        sinks_N: one score for each head.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    newest_T = cache.length - T + jnp.arange(T)
-    behind_TS = newest_T[:, None] - jnp.arange(S)[None]
-    seen_TS = behind_TS >= 0
+    positions_T = cache.length - T + jnp.arange(T)
+    distance_TS = positions_T[:, None] - jnp.arange(S)[None]
+    visible_TS = distance_TS >= 0
     for reach in (trained_length, masks.reach(window, local, S)):
         if reach is not None:
-            seen_TS &= behind_TS < reach
-    seen_BTS = seen_TS[None]
+            visible_TS &= distance_TS < reach
+    visible_BTS = visible_TS[None]
     if cache.first_B is not None:
-        seen_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
-    keys, values = cache.keys, cache.values
-    return xla.attend(q_BTNH, keys, values, seen_BTS, compute, soft_cap, sinks_N)
+        visible_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
+    return xla.attend(
+        q_BTNH,
+        cache.keys,
+        cache.values,
+        visible_BTS,
+        compute,
+        soft_cap=soft_cap,
+        sinks_N=sinks_N,
+    )

@@ -1,9 +1,12 @@
-"""Causal attention inside documents: one function, three kernels.
+"""Causal attention within documents: one function over four kernels.
 
-`xla` runs anywhere and holds [B, N, T, S] scores. `cudnn` is NVIDIA's fused kernel;
-documents cost it a [B, 1, T, S] mask that a row of one document does not pay. `splash`
-is jax's own Pallas kernel for TPU; it never holds scores and skips blocks above the
-diagonal. None falls back to another: what a kernel cannot do is an error.
+- `xla` runs on every platform and holds [B, N, T, S] scores in memory.
+- `cudnn` is NVIDIA's fused kernel. With documents it also needs a [B, 1, T, S] mask.
+- `cudnn_packed` is the same kernel, told where each document begins; it needs no mask.
+- `splash` is jax's Pallas kernel for TPU. It never holds scores, and it skips blocks
+  above the diagonal.
+
+No kernel falls back to another. What a kernel cannot do is an error.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
@@ -23,9 +26,15 @@ from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
 from model.parts import in_branch
 
+_PLATFORM_KERNELS = {
+    "tpu": Attention.splash,
+    "cuda": Attention.cudnn,
+    "gpu": Attention.cudnn,
+}
 
-def choose(
-    asked: Attention,
+
+def choose_kernel(
+    setting: Attention,
     platform: str,
     sequence_length: int,
     head_dim: int,
@@ -34,20 +43,26 @@ def choose(
     sinks: bool = False,
     dropout: bool = False,
 ) -> Attention:
-    """Choose the kernel: the one asked for, or with `auto` the platform's own.
+    """Return the kernel that a setting means; `auto` means the platform's own kernel.
 
     Raises:
-        ValueError: if the kernel cannot serve. `auto` does not silently take a slower
-            one than the platform's own either.
+        ValueError: if the kernel cannot compute this attention. `auto` does not choose
+            a slower kernel silently either.
     """
-    best = {"tpu": Attention.splash, "cuda": Attention.cudnn, "gpu": Attention.cudnn}
-    kernel = best.get(platform, Attention.xla) if asked is Attention.auto else asked
-    reason = None
-    if kernel is not Attention.xla:
-        of = platform, sequence_length, head_dim, soft_cap, sinks
-        reason = KERNELS[kernel].why_not(*of)
-        if dropout:
-            reason = f"{kernel} attention drops no weights (model.dropout.attention)"
+    kernel = setting
+    if setting is Attention.auto:
+        kernel = _PLATFORM_KERNELS.get(platform, Attention.xla)
+    if kernel is Attention.xla:
+        return kernel
+    reason = KERNELS[kernel].why_not(
+        platform=platform,
+        sequence_length=sequence_length,
+        head_dim=head_dim,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+    if dropout:
+        reason = f"{kernel} attention drops no weights (model.dropout.attention)"
     if reason:
         raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
     return kernel
@@ -69,73 +84,87 @@ def attention(
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend from each position to itself and those before it in its document.
+    """Attend from each position to itself and to earlier positions of its document.
 
     Args:
         q_BTNH: queries.
         k_BSKH: keys, S = T.
         v_BSKH: values.
-        segment_ids_BT: int32 document of each position; None: one document a row.
+        segment_ids_BT: int32 document of each position. None means that each row is one
+            document.
         implementation: the kernel; not `auto`.
         compute: dtype of the products' operands.
-        rules: where activations lie; kernels work shard by shard.
+        rules: how activations are sharded. Kernels run on each shard by itself.
         context: how devices that share rows attend to each other's keys; not `auto`.
-        drop: leaves out weights at random; only of `xla`, where no row is shared.
-        window: how many keys a query sees at most, itself included; None: all.
-        local: whether the window holds here, where that is known only as it runs.
-        soft_cap: c of c tanh(score / c); None: scores are as they are.
-        sinks_N: a score of each head that takes weight and gives nothing.
+        drop: drops weights at random. Only `xla` takes it, and only where no two
+            devices share a row.
+        window: the number of keys that a query sees at most, itself included. None
+            means all of them.
+        local: whether the window applies to this layer, if only the running program
+            knows that.
+        soft_cap: the c of c tanh(score / c). None leaves scores uncapped.
+        sinks_N: one score for each head, of a key whose value is zero.
 
     Returns:
-        [B, T, N, H] in q's dtype.
+        [B, T, N, H] in the dtype of q.
     """
-    T, alone = q_BTNH.shape[1], not rules.sequence
+    T, shares_rows = q_BTNH.shape[1], bool(rules.sequence)
     if window is not None and window >= T * jax.lax.psum(1, rules.sequence):
         window = None
-    if implementation is Attention.xla and alone:
-        mask_BTS = masks.causal(T, segment_ids_BT, masks.reach(window, local, T))
-        more = compute, soft_cap, sinks_N, drop
-        return xla.attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, *more, causal=True)
-    assert drop is None, "settled by train/execution"
-    dtype, kernel = q_BTNH.dtype, KERNELS[implementation]
+    if implementation is Attention.xla and not shares_rows:
+        return xla.attend(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            masks.causal(T, segment_ids_BT, masks.reach(window, local, T)),
+            compute,
+            soft_cap=soft_cap,
+            sinks_N=sinks_N,
+            drop=drop,
+            causal=True,
+        )
+    assert drop is None, "train/execution.py refuses dropout here"
+    kernel = KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"
     if rules.spec("heads") != rules.spec("kv_heads"):
-        # A device's keys would not be those of its queries' groups: one for each query.
+        # The keys on a device are not those that its queries need. Repeat each key for
+        # every query that shares it, and shard the copies like the queries.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
 
     def attend(window: int | None) -> Callable[..., Array]:
-        if alone:
-            assert kernel is not xla
-            own = partial(kernel.attend, window=window, soft_cap=soft_cap)
+        if shares_rows:
+            attend_local = across.attend(
+                context, kernel, rules.sequence, window=window, soft_cap=soft_cap
+            )
         else:
-            own = across.attend(context, kernel, rules.sequence, window, soft_cap)
-        return _on_shards(own, rules, kv_axis)
+            assert kernel is not xla
+            attend_local = partial(kernel.attend, window=window, soft_cap=soft_cap)
+        return _on_shards(attend_local, rules, kv_axis)
 
-    arguments = q, k, v, segment_ids_BT, sinks_N
     if window is None or local is None:
-        return attend(window)(*arguments).astype(dtype)
-
-    # A kernel's mask is fixed as it is compiled: one for each kind of layer.
-    kinds = (
-        in_branch(attend(window), local.times, local.of),
-        in_branch(attend(None), local.of - local.times, local.of),
-    )
-    return jax.lax.cond(local.flag, *kinds, *arguments).astype(dtype)
+        run = attend(window)
+    else:
+        # The mask of a kernel is fixed when it is compiled. Therefore local layers take
+        # one branch, and the others take another one.
+        in_window = in_branch(attend(window), local.times, local.of)
+        everywhere = in_branch(attend(None), local.of - local.times, local.of)
+        run = partial(jax.lax.cond, local.flag, in_window, everywhere)
+    return run(q, k, v, segment_ids_BT, sinks_N).astype(q_BTNH.dtype)
 
 
 def _on_shards(
-    own: Callable[..., Array], rules: AxisRules, kv_axis: str
+    attend: Callable[..., Array], rules: AxisRules, kv_axis: str
 ) -> Callable[..., Array]:
-    """Run a kernel shard by shard: XLA cannot partition it by itself."""
+    """Run a kernel on each shard by itself, because XLA cannot partition it."""
     if not rules.activations:
-        return own
+        return attend
     q_spec = rules.spec("batch", None, "heads", None)
     kv_spec = rules.spec("batch", None, kv_axis, None)
     ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
     return jax.shard_map(
-        own,
+        attend,
         in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
         out_specs=q_spec,
         check_vma=False,

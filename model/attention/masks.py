@@ -1,4 +1,4 @@
-"""Which keys a query sees: those before it in its document, in a window if it has one.
+"""Masks: a query sees earlier keys of its document, within its window if it has one.
 
 Shapes: B batch, T query time, S key time.
 """
@@ -10,7 +10,12 @@ from jaxtyping import Array, Bool, Int
 
 
 class Local(NamedTuple):
-    """Whether a layer is local, which is known only as it runs; `times` of `of` are."""
+    """Whether a layer attends in a window, if only the running program knows that.
+
+    flag: true in a local layer.
+    times: the number of local layers among the layers of the scan.
+    of: the number of layers of the scan.
+    """
 
     flag: Bool[Array, ""]
     times: int
@@ -20,7 +25,7 @@ class Local(NamedTuple):
 def reach(
     window: int | None, local: Local | None, length: int
 ) -> Int[Array, ""] | int | None:
-    """Return how many keys a query sees in a layer that may be a local one."""
+    """Return how many keys a query of this layer sees; None means all of them."""
     if window is None or local is None:
         return window
     return jnp.where(local.flag, window, length)
@@ -31,16 +36,19 @@ def causal(
     segment_ids_BS: Int[Array, "B S"] | None,
     window: Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "_ T S"]:
-    """Tell for each query which keys it sees: those before it in its document.
+    """Return true for each pair of a query and a key that the query sees.
 
-    With a window it is itself and the window - 1 before it. Queries are the last T of S
-    positions; without documents S is T.
+    Args:
+        T: the number of queries. They are the last T of S positions.
+        segment_ids_BS: document of each position. None means one document of T
+            positions.
+        window: the number of keys that a query sees at most, itself included.
     """
     S = T if segment_ids_BS is None else segment_ids_BS.shape[1]
     causal_BTS = jnp.tril(jnp.ones((T, S), bool), S - T)[None]
     if window is not None:
-        behind_TS = jnp.arange(S - T, S)[:, None] - jnp.arange(S)[None]
-        causal_BTS &= (behind_TS < window)[None]
+        distance_TS = jnp.arange(S - T, S)[:, None] - jnp.arange(S)[None]
+        causal_BTS &= (distance_TS < window)[None]
     if segment_ids_BS is None:
         return causal_BTS
     return causal_BTS & (segment_ids_BS[:, S - T :, None] == segment_ids_BS[:, None])

@@ -1,22 +1,23 @@
-"""A ring of devices that share a row: queries stay, keys and values travel.
+"""Ring attention: devices share a row; queries stay, keys and values travel.
 
-Of a row's 2c chunks device i of c holds chunks i and 2c-1-i ("zig-zag"), so that each
-has as much to do in each step, whatever the kernel, and no step needs a mask but one:
+A row is divided into 2c chunks. Device i of c holds chunks i and 2c-1-i ("zig-zag").
+Every device then has the same amount of work in each step, whatever the kernel, and
+only one step needs a mask:
 
-    step 0: causal over the own chunks, whose order ascends.
+    step 0: causal attention within the device's chunks, which are in ascending order.
     step n, with the keys of device j = i-n mod c: the second chunk of queries sees the
-        first of keys; also, if j < i, the first sees the first, else the second the
-        second.
+        first chunk of keys. Also, if j < i, the first sees the first; otherwise, the
+        second sees the second.
 
-Results of the steps are merged by their log-sum-exps. The backward pass goes round once
-more: each step is the kernel's own backward pass, with the merged result and
-log-sum-exp, and the gradients of keys and values travel with these until they are home.
-What is sent next travels beside the kernel.
+The results of the steps are merged by their log-sum-exps. The backward pass goes around
+the ring again: each step is the kernel's own backward pass, with the merged result and
+log-sum-exp. The gradients of keys and values travel with them until they are back on
+their device. What the next step needs is sent while the kernel runs.
 
 Source: Ring Attention, arXiv:2310.01889; the order of chunks: Llama 3,
 arXiv:2407.21783, section 3.3.2.
 
-Shapes: B batch, T query time of a device, S key time, N query heads, K key/value heads,
+Shapes: B batch, T local query time, S local key time, N query heads, K key/value heads,
 H head dim, c devices.
 """
 
@@ -30,36 +31,43 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from model.remat import named
 
-Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
-Held = tuple[Array, Array, Array | None]  # keys, values, their documents
-Start = Array | int  # of half of the positions
+Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None  # of queries, of keys
+Start = Array | int  # The first position of half of a device's positions.
 
 
 class Kernel(NamedTuple):
-    """A kernel that says its log-sum-exp, and takes it back in its backward pass.
+    """A kernel that returns its log-sum-exp and takes it in its backward pass.
 
-    Queries come scaled, heads before positions: that is how kernels lay their operands
-    out, so that nothing is moved from step to step. Queries whose keys are all masked
-    get a log-sum-exp so low that their result has no weight.
+    Queries are scaled, and heads come before positions: kernels lay out their operands
+    like this, so that no step has to move them. A query whose keys are all masked gets
+    a log-sum-exp so low that its result has no weight.
 
-    forward: (q, k, v, documents, causal) -> (result, log-sum-exp), the latter float32.
-    backward: (q, k, v, documents, causal, Result, cotangent) -> what these keys add to
-        the gradients of q, k and v, the result being one over more keys.
+    forward: (q, k, v, documents, causal) -> (output, float32 log-sum-exp).
+    backward: (q, k, v, documents, causal, Result, cotangent) -> the gradients of q, k
+        and v from these keys, for a result over more keys.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
 
 
+class Travelling(NamedTuple):
+    """Keys, values and their documents, which travel from device to device."""
+
+    keys_BKTH: Array
+    values_BKTH: Array
+    segment_ids_BT: Array | None
+
+
 class Result(NamedTuple):
-    """What queries have seen so far, and the log-sum-exp of their scores."""
+    """The output over the keys seen so far, and the log-sum-exp of their scores."""
 
     o_BNTH: Float[Array, "B N T H"]
     lse_BNT: Float[Array, "B N T"]
 
     def merged(self, o_BNTH: Array, lse_BNT: Array, start: Start) -> "Result":
-        """Add what half of the queries, from `start` on, see of other keys."""
-        before = Result(_half(self.o_BNTH, start), _half(self.lse_BNT, start))
+        """Merge in the output of half of the queries, from `start`, over other keys."""
+        before = self.half(start)
         lse = jnp.logaddexp(before.lse_BNT, lse_BNT)
         o_BNTH = _weigh(before.o_BNTH, before.lse_BNT - lse) + _weigh(
             o_BNTH, lse_BNT - lse
@@ -67,6 +75,10 @@ class Result(NamedTuple):
         return Result(
             _with_half(self.o_BNTH, o_BNTH, start), _with_half(self.lse_BNT, lse, start)
         )
+
+    def half(self, start: Start) -> "Result":
+        """Return the result of half of the queries."""
+        return Result(_half(self.o_BNTH, start), _half(self.lse_BNT, start))
 
 
 def _weigh(o_BNTH: Array, log_BNT: Array) -> Array:
@@ -81,7 +93,7 @@ def _with_half(x: Array, half: Array, start: Start) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, half, start, 2)
 
 
-def _adding(x: Array, half: Array, start: Start) -> Array:
+def _add_half(x: Array, half: Array, start: Start) -> Array:
     return _with_half(x, _half(x, start) + half.astype(x.dtype), start)
 
 
@@ -95,80 +107,97 @@ def ring(
     segment_ids_BT: Int[Array, "B T"] | None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T H"]:
-    """Attend from a device's two chunks to all that come before, in q's dtype.
+    """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
     Args:
-        kernel: that each step runs.
-        axes: mesh axes by hand along which devices share rows.
-        q_BNTH: scaled queries, rounded; T must be even.
+        kernel: the kernel of each step.
+        axes: manual mesh axes over which devices share rows.
+        q_BNTH: scaled queries, in the dtype of the products' operands. T is even.
         k_BKTH: keys.
         v_BKTH: values.
-        segment_ids_BT: int32 document of each position; None: one document a row.
-        sinks_N: a score of each head of a key whose value is zero; None: none.
+        segment_ids_BT: int32 document of each position. None means that each row is one
+            document.
+        sinks_N: one score for each head, of a key whose value is zero.
     """
-    operands = q_BNTH, k_BKTH, v_BKTH, segment_ids_BT, sinks_N
-    return _forward(kernel, axes, *operands)[0]
+    output, _ = _forward(kernel, axes, q_BNTH, k_BKTH, v_BKTH, segment_ids_BT, sinks_N)
+    return output
+
+
+class _Residuals(NamedTuple):
+    """Values that the backward pass needs of the forward pass."""
+
+    q_BNTH: Array
+    k_BKTH: Array
+    v_BKTH: Array
+    segment_ids_BT: Array | None
+    sinks_N: Array | None
+    result: Result
 
 
 def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
     c = jax.lax.psum(1, axes)
 
-    def see(result: Result, held: Held, n: Array | int) -> Result:
-        for pair in _chunks(n, q, ids, held, axes):
-            found = kernel.forward(*pair.operands, False)
-            result = result.merged(*found, pair.queries)
+    def attend_step(result: Result, travelling: Travelling, n: Array | int) -> Result:
+        for pair in _pairs(n, q, ids, travelling, axes):
+            o, lse = kernel.forward(*pair.operands, False)
+            result = result.merged(o, lse, pair.query_start)
         return result
 
     def step(carry, n):
-        result, held = carry
-        following = _send(held, axes)
-        return (see(result, held, n), following), None
+        result, travelling = carry
+        following = _send(travelling, axes)
+        return (attend_step(result, travelling, n), following), None
 
     o, lse = kernel.forward(q, k, v, None if ids is None else (ids, ids), True)
-    carry = Result(o.astype(jnp.float32), lse), _send((k, v, ids), axes)
-    (result, held), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
-    o, lse = see(result, held, c - 1)
-    if sinks is not None:  # one key more that all queries have seen
+    start = Result(o.astype(jnp.float32), lse), _send(Travelling(k, v, ids), axes)
+    (result, travelling), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
+    o, lse = attend_step(result, travelling, c - 1)
+    if sinks is not None:  # One more key, which all queries see.
         with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o, lse = _weigh(o, lse - with_sink), with_sink
     o, lse = named(o.astype(q.dtype), "attention"), named(lse, "attention")
-    return o, (q, k, v, ids, sinks, Result(o, lse))
+    return o, _Residuals(q, k, v, ids, sinks, Result(o, lse))
 
 
-def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
+def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
     q, k, v, ids, sinks, result = residuals
     c = jax.lax.psum(1, axes)
 
-    def see(dq: Array, held: Held, grads: list[Array], n: Array | int):
-        dk, dv = _send(grads, axes)
-        for pair in _chunks(n, q, ids, held, axes):
-            own = Result(*(_half(x, pair.queries) for x in result))
-            cotangent = _half(do, pair.queries)
-            more = kernel.backward(*pair.operands, False, own, cotangent)
-            dq = _adding(dq, more[0], pair.queries)
-            dk = _adding(dk, more[1], pair.keys)
-            dv = _adding(dv, more[2], pair.keys)
+    def differentiate_step(
+        dq: Array, travelling: Travelling, kv_grads: list[Array], n: Array | int
+    ):
+        dk, dv = _send(kv_grads, axes)
+        for pair in _pairs(n, q, ids, travelling, axes):
+            more_dq, more_dk, more_dv = kernel.backward(
+                *pair.operands,
+                False,
+                result.half(pair.query_start),
+                _half(do, pair.query_start),
+            )
+            dq = _add_half(dq, more_dq, pair.query_start)
+            dk = _add_half(dk, more_dk, pair.key_start)
+            dv = _add_half(dv, more_dv, pair.key_start)
         return dq, [dk, dv]
 
     def step(carry, n):
-        dq, held, grads = carry
-        following = _send(held, axes)
-        dq, grads = see(dq, held, grads, n)
-        return (dq, following, grads), None
+        dq, travelling, kv_grads = carry
+        following = _send(travelling, axes)
+        dq, kv_grads = differentiate_step(dq, travelling, kv_grads, n)
+        return (dq, following, kv_grads), None
 
     documents = None if ids is None else (ids, ids)
-    start = kernel.backward(q, k, v, documents, True, result, do)
-    dq, *grads = (grad.astype(jnp.float32) for grad in start)
-    carry = dq, _send((k, v, ids), axes), grads
-    (dq, held, grads), _ = jax.lax.scan(step, carry, jnp.arange(1, c - 1))
-    dq, grads = see(dq, held, grads, c - 1)
-    dk, dv = _send(grads, axes)
-    grads = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
-    return *grads, None, None if sinks is None else _of_sinks(sinks, result, do)
+    grads = kernel.backward(q, k, v, documents, True, result, do)
+    dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
+    start = dq, _send(Travelling(k, v, ids), axes), kv_grads
+    (dq, travelling, kv_grads), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
+    dq, kv_grads = differentiate_step(dq, travelling, kv_grads, c - 1)
+    dk, dv = _send(kv_grads, axes)
+    dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks
 
 
-def _of_sinks(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
-    """Return the gradient of sinks: their weight in each query's sum is lost to it."""
+def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
+    """Return the gradient of sinks, whose weight each output lacks."""
     o_BNTH, do_BNTH = (x.astype(jnp.float32) for x in (result.o_BNTH, do_BNTH))
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
     lost_BNT = weight_BNT * jnp.sum(do_BNTH * o_BNTH, axis=-1)
@@ -179,34 +208,43 @@ ring.defvjp(_forward, _backward)
 
 
 class _Pair(NamedTuple):
-    """A chunk of queries and one of keys that it sees, and where they begin.
+    """A chunk of queries and a chunk of keys that it sees.
 
-    operands: q, k, v and documents of these.
+    query_start, key_start: the first local position of each.
+    operands: q, k, v and documents of these chunks.
     """
 
-    queries: Start
-    keys: Start
+    query_start: Start
+    key_start: Start
     operands: tuple
 
 
-def _chunks(
-    n: Array | int, q: Array, ids: Array | None, held: Held, axes: tuple[str, ...]
+def _pairs(
+    n: Array | int,
+    q: Array,
+    ids: Array | None,
+    travelling: Travelling,
+    axes: tuple[str, ...],
 ) -> Iterator[_Pair]:
-    """Yield what meets in step n, with the keys, values and documents `held`."""
-    k, v, other = held
+    """Yield the pairs of chunks of step n, with the keys that are here then."""
     half = q.shape[2] // 2
-    earlier = jax.lax.axis_index(axes) >= n
-    first_or_second = jnp.where(earlier, 0, half)
+    from_earlier_device = jax.lax.axis_index(axes) >= n
+    first_or_second = jnp.where(from_earlier_device, 0, half)
     for queries, keys in ((half, 0), (first_or_second, first_or_second)):
         documents = None
-        if ids is not None and other is not None:
-            documents = _half(ids, queries, 1), _half(other, keys, 1)
-        chunks = _half(q, queries), _half(k, keys), _half(v, keys)
-        yield _Pair(queries, keys, (*chunks, documents))
+        if ids is not None and travelling.segment_ids_BT is not None:
+            documents = (
+                _half(ids, queries, 1),
+                _half(travelling.segment_ids_BT, keys, 1),
+            )
+        q_chunk = _half(q, queries)
+        k_chunk = _half(travelling.keys_BKTH, keys)
+        v_chunk = _half(travelling.values_BKTH, keys)
+        yield _Pair(queries, keys, (q_chunk, k_chunk, v_chunk, documents))
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
-    """Hand arrays to the next device of the ring, and take the previous one's."""
+    """Send arrays to the next device of the ring and return the previous device's."""
     c = jax.lax.psum(1, axes)
     to_next = [(i, (i + 1) % c) for i in range(c)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_next), arrays)
@@ -215,15 +253,16 @@ def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
 def in_ring_order(
     x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
 ) -> Shaped[Array, "B T *rest"]:
-    """Return a device's two chunks of rows, where it holds chunks 2i and 2i+1.
+    """Return a device's two chunks of rows in the order of the ring.
 
-    Everything but attention is position by position, so rows may lie in any order.
+    Before, the device holds chunks 2i and 2i+1. All layers but attention treat each
+    position by itself, so that positions of a row may be in any order.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    whole = jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
+    rows = jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
     size = x_BT.shape[1] // 2
     chunks = [
-        jax.lax.dynamic_slice_in_dim(whole, chunk * size, size, axis=1)
+        jax.lax.dynamic_slice_in_dim(rows, chunk * size, size, axis=1)
         for chunk in (i, 2 * c - 1 - i)
     ]
     return jnp.concatenate(chunks, axis=1)

@@ -1,4 +1,4 @@
-"""jax's own Pallas kernel for TPU.
+"""Attention by jax's Pallas kernel for TPU ("splash").
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, Int
 from model.attention.ring import Documents, Result
 from model.parts import computed
 
-MULTIPLE = 128  # blocks are of so many positions
+MULTIPLE = 128  # The least number of positions in a block.
 
 
 def why_not(
     platform: str, sequence_length: int, head_dim: int, soft_cap: bool, sinks: bool
 ) -> str | None:
-    """Return why the kernel cannot be used, or None where it can."""
-    del head_dim, soft_cap, sinks  # any
+    """Return why the kernel cannot be used, or None if it can."""
+    del head_dim, soft_cap, sinks  # The kernel takes any of these.
     if platform != "tpu":
         return "splash attention needs a TPU"
     if sequence_length % MULTIPLE:
@@ -40,21 +40,20 @@ def attend(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Run the Pallas kernel on a device's own rows and heads.
+    """Run the Pallas kernel on local rows and heads.
 
-    Queries are the last T of S positions. With a window, blocks that lie behind it are
+    Queries are the last T of S positions. With a window, blocks before the window are
     skipped too. `interpret` is for tests.
     """
     splash, masks = _library()
-
     (T, N, H), S = q_BTNH.shape[1:], k_BSKH.shape[1]
     if segment_ids_BS is None:
         segment_ids_BS = jnp.ones(k_BSKH.shape[:2], jnp.int32)
-    seen = masks.CausalMask((T, S), S - T)
+    mask = masks.CausalMask((T, S), S - T)
     if window is not None:
-        seen = masks.LocalMask((T, S), (window - 1, 0), S - T)
+        mask = masks.LocalMask((T, S), (window - 1, 0), S - T)
     kernel = _kernel(
-        seen,
+        mask,
         N,
         residual_checkpoint_name="attention",
         attn_logits_soft_cap=soft_cap,
@@ -63,7 +62,7 @@ def attend(
 
     def row(q_NTH, k_KSH, v_KSH, segments_S):
         ids = splash.SegmentIds(segments_S[S - T :], segments_S)
-        sinks = None if sinks_N is None else _own_dtype(sinks_N)
+        sinks = None if sinks_N is None else _with_gradient_dtype(sinks_N)
         return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
@@ -74,15 +73,16 @@ def attend(
 
 
 @jax.custom_vjp
-def _own_dtype(sinks_N: Array) -> Array:
-    """Return sinks; the kernel gives their gradient in the dtype of its queries.
+def _with_gradient_dtype(sinks_N: Array) -> Array:
+    """Return the sinks, and convert their gradient to their dtype.
 
-    Source: `_splash_attention_bwd`, alike in jax 0.10.2 and 0.12.0.
+    The kernel returns that gradient in the dtype of its queries (see
+    `_splash_attention_bwd`, which is the same in jax 0.10.2 and 0.12.0).
     """
     return sinks_N
 
 
-_own_dtype.defvjp(
+_with_gradient_dtype.defvjp(
     lambda sinks_N: (sinks_N, jnp.zeros((), sinks_N.dtype)),
     lambda like, dsinks_N: (dsinks_N.astype(like.dtype),),
 )
@@ -97,19 +97,23 @@ def forward(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
-    """Run a step of a ring (model/attention/ring.py). `interpret` is for tests.
+    """Compute one step of a ring (model/attention/ring.py). `interpret` is for tests.
 
-    The kernel's own derivative takes no log-sum-exp of other keys, hence jax's private
-    functions here and in `backward`; they are the same in jax 0.10.2 and 0.12.0.
+    The public kernel's derivative cannot take the log-sum-exp over other keys.
+    Therefore this function and `backward` call private functions of jax, which are the
+    same in jax 0.10.2 and 0.12.0.
     """
     splash, _ = _library()
-
     kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids):
+        segment_ids = None if ids is None else splash.SegmentIds(*ids)
         return splash._splash_attention_forward(
             kernel.fwd_mask_info,
-            *(q_NTH, k_KSH, v_KSH, None if ids is None else splash.SegmentIds(*ids)),
+            q_NTH,
+            k_KSH,
+            v_KSH,
+            segment_ids,
             None,
             **kernel.kwargs,
         )
@@ -130,9 +134,8 @@ def backward(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """Run a step of a ring backward."""
+    """Compute one step of a ring's backward pass."""
     splash, _ = _library()
-
     kernel = _step_kernel(q_BNTH, k_BKSH, causal, soft_cap, interpret)
 
     def row(q_NTH, k_KSH, v_KSH, ids, o_NTH, lse_NT, do_NTH):
@@ -155,12 +158,11 @@ def _step_kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
+    """Return the kernel of one step of a ring."""
     _, masks = _library()
-
     shape = q_BNTH.shape[2], k_BKSH.shape[2]
-    seen = masks.CausalMask(shape) if causal else masks.FullMask(shape)
     return _kernel(
-        seen,
+        masks.CausalMask(shape) if causal else masks.FullMask(shape),
         q_BNTH.shape[1],
         save_residuals=True,
         attn_logits_soft_cap=soft_cap,
@@ -168,15 +170,14 @@ def _step_kernel(
     )
 
 
-def _kernel(seen: Any, num_heads: int, **options: Any) -> Any:
-    """Make the kernel of a mask that all heads share."""
+def _kernel(mask: Any, num_heads: int, **options: Any) -> Any:
+    """Return the kernel for a mask that all heads share."""
     splash, masks = _library()
-
     return splash.make_splash_mha(
-        masks.MultiHeadMask([seen] * num_heads),
+        masks.MultiHeadMask([mask] * num_heads),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=_block_sizes(math.gcd(*seen.shape)),
+        block_sizes=_block_sizes(math.gcd(*mask.shape)),
         **options,
     )
 
@@ -188,17 +189,20 @@ def _all_computed(q_BNTH: Array, k_BKSH: Array) -> AbstractContextManager:
 
 
 def _computed(T: int, S: int, window: int) -> tuple[int, int]:
-    """Return how many blocks of scores queries compute, the last T of S positions."""
+    """Return how many blocks of scores are computed, and how many there are.
+
+    Queries are the last T of S positions.
+    """
     block = _block(math.gcd(T, S))
-    firsts = range(S - T, S, block)  # of each block of queries
-    behind = [max(0, first - window + 1) // block for first in firsts]
-    own = [first // block for first in firsts]
-    seen = sum(o - b + 1 for o, b in zip(own, behind, strict=True))
-    return seen, len(firsts) * (S // block)
+    starts = range(S - T, S, block)
+    computed_blocks = sum(
+        start // block - max(0, start - window + 1) // block + 1 for start in starts
+    )
+    return computed_blocks, len(starts) * (S // block)
 
 
 def _library() -> tuple[Any, Any]:
-    """Import jax's kernel and its masks, which a start on a CPU does not wait for."""
+    """Import jax's kernel and its masks, but only where they are needed."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
@@ -208,15 +212,15 @@ def _library() -> tuple[Any, Any]:
 
 
 def _block(T: int) -> int:
-    # Wider blocks amortise the grid, narrower ones skip more above the diagonal. v5e,
-    # v5p and v6e hold up to 1024 in vector memory with head dims up to 256; 2048 is too
-    # much for v5e and v5p (checked by compiling). Which is fastest was not measured.
+    # Wide blocks amortise the grid; narrow ones skip more above the diagonal. With head
+    # dims up to 256, the vector memory of v5e, v5p and v6e holds up to 1024 positions;
+    # 2048 are too many for v5e and v5p (checked by compiling). Which size is fastest
+    # was not measured.
     return next(size for size in (512, 384, 256, 128) if T % size == 0)
 
 
 def _block_sizes(T: int):
     splash, _ = _library()
-
     block = _block(T)
     return splash.BlockSizes(
         block_q=block,

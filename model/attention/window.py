@@ -1,14 +1,15 @@
-"""A window over rows that devices share, in a ring's order (model/attention/ring.py).
+"""Attention in a window over rows that devices share, in the order of a ring.
 
-Each of a device's two chunks of queries sees itself and keys before it, which other
-devices hold. A window of at most a chunk reaches into the chunk before alone: what ends
-with it travels to the device that needs it, two permutes an array. For a longer one the
-keys and values of all devices are gathered, and each takes what lies before its chunks.
-Every device does as much as the others, and a kernel sees rows that it knows already:
-queries that are the last of some positions.
+A device holds two chunks of each row (model/attention/ring.py). Its queries see their
+own chunk and keys before it, which other devices hold. If the window is at most a chunk
+long, a query sees into the previous chunk only, and the end of that chunk travels to
+the device that needs it: two permutes for each array. For a longer window, the keys and
+values of all devices are gathered, and each device takes those before its chunks. All
+devices do the same amount of work, and kernels meet a shape that they know: queries
+that are the last of some positions.
 
-Shapes: B batch, T positions of a device, C = T/2 of a chunk, N query heads, K key/value
-heads, H head dim.
+Shapes: B batch, T local positions, C = T/2 positions of a chunk, N query heads,
+K key/value heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 def attend_in_window(
-    whole: Callable[..., Array],
+    attend: Callable[..., Array],
     window: int,
     multiple: int,
     axes: tuple[str, ...],
@@ -29,55 +30,65 @@ def attend_in_window(
     segment_ids_BT: Int[Array, "B T"] | None,
     sinks_N: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
-    """Attend from a device's two chunks to the keys of a window.
+    """Attend from a device's two chunks to the keys in the window.
 
     Args:
-        whole: (q, k, v, documents, sinks) -> o, attention in the window from the last
-            of some positions to all of them.
-        window: how many keys a query sees at most, itself included; less than a row.
-        multiple: of which a kernel's positions must be one, as a chunk's are.
-        axes: mesh axes by hand along which devices share rows.
+        attend: (q, k, v, segment ids, sinks) -> output, for queries that are the last
+            of some positions and see a window.
+        window: the number of keys that a query sees at most, itself included. It is
+            shorter than a row.
+        multiple: the number of positions that a kernel takes must be a multiple of it,
+            and so is that of a chunk.
+        axes: manual mesh axes over which devices share rows.
         q_BTNH: queries.
         k_BTKH: keys.
         v_BTKH: values.
-        segment_ids_BT: int32 document of each position, not negative; None: one a row.
+        segment_ids_BT: int32 document of each position, at least 0. None means that
+            each row is one document.
         sinks_N: as in `attention`.
     """
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
     reach = _reach(window - 1, T // 2, multiple)
+    fetch = _from_neighbours if reach <= T // 2 else _from_all
 
-    def with_keys_before(x_BT: Array) -> Array:
+    def with_earlier_keys(x_BT: Array) -> Array:
         chunks = x_BT.reshape(B, 2, T // 2, *x_BT.shape[2:])
-        bring = _of_neighbours if reach <= T // 2 else _of_all
-        keys = jnp.concatenate([bring(chunks, reach, axes), chunks], axis=2)
+        keys = jnp.concatenate([fetch(chunks, reach, axes), chunks], axis=2)
         return keys.reshape(2 * B, *keys.shape[2:])
 
-    # Before a row's first position there are zeros: no document is called 0 here.
-    arrays = k_BTKH, v_BTKH, segment_ids_BT + 1
-    q = q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:])
-    return whole(q, *map(with_keys_before, arrays), sinks_N).reshape(q_BTNH.shape)
+    # Positions before the start of a row are filled with zeros, so that 0 must not be
+    # the id of a document.
+    output = attend(
+        q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
+        with_earlier_keys(k_BTKH),
+        with_earlier_keys(v_BTKH),
+        with_earlier_keys(segment_ids_BT + 1),
+        sinks_N,
+    )
+    return output.reshape(q_BTNH.shape)
 
 
-def _reach(least: int, chunk: int, multiple: int) -> int:
-    """Return how many keys before a chunk to bring: a part of it, or some of it whole.
+def _reach(needed: int, chunk: int, multiple: int) -> int:
+    """Return how many keys before a chunk to fetch: a divisor or multiple of the chunk.
 
-    So what divides a chunk divides both: a kernel's blocks stay wide.
+    The greatest common divisor of both then stays large, and a kernel's blocks wide.
     """
-    if least > chunk:
-        return -(-least // chunk) * chunk
-    parts = (n for n in range(multiple, chunk + 1, multiple) if chunk % n == 0)
-    return next(n for n in parts if n >= least)
+    if needed > chunk:
+        return -(-needed // chunk) * chunk
+    sizes = (n for n in range(multiple, chunk + 1, multiple) if chunk % n == 0)
+    return next(n for n in sizes if n >= needed)
 
 
-def _of_neighbours(
+def _from_neighbours(
     chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "B 2 reach *rest"]:
-    """Bring what ends each chunk's predecessor.
+    """Fetch the end of the chunk before each of this device's chunks.
 
-    Device i holds chunks i and 2c-1-i: before them come the first of device i-1 and the
-    second of device i+1; before the last device's second its own first.
+    Of 2c chunks, device i holds chunks i and 2c-1-i. The chunk before the first is the
+    first of device i-1. The chunk before the second is the second of device i+1; on the
+    last device it is its own first.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     ends = chunks[:, :, chunks.shape[2] - reach :]
@@ -90,18 +101,18 @@ def _of_neighbours(
     return jnp.stack([before_first, before_second], axis=1)
 
 
-def _of_all(
+def _from_all(
     chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "B 2 reach *rest"]:
-    """Bring what lies before each chunk, out of the whole rows."""
-    (B, _, C), rest = chunks.shape[:3], chunks.shape[3:]
+    """Gather whole rows and return the positions before each local chunk."""
+    (B, _, C), dims = chunks.shape[:3], chunks.shape[3:]
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    of_devices = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
-    ordered = jnp.concatenate([of_devices[:, :, 0], of_devices[::-1, :, 1]])
-    row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *rest)
-    row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * len(rest)))
-    parts = [
+    gathered = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
+    ordered = jnp.concatenate([gathered[:, :, 0], gathered[::-1, :, 1]])
+    row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *dims)
+    row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * len(dims)))
+    earlier = [
         jax.lax.dynamic_slice_in_dim(row, chunk * C, reach, axis=1)
         for chunk in (i, 2 * c - 1 - i)
     ]
-    return jnp.stack(parts, axis=1)
+    return jnp.stack(earlier, axis=1)

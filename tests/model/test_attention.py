@@ -10,7 +10,7 @@ import pytest
 
 from model.attention import cudnn, masks, splash, xla
 from model.attention.cache import KeysValues, cached_attention
-from model.attention.kernel import attention, choose
+from model.attention.kernel import attention, choose_kernel
 from model.attention.masks import Local
 from model.attention.ring import Result
 from model.choices import Attention
@@ -26,9 +26,9 @@ AUTO, XLA, CUDNN, PACKED, SPLASH = Attention
     [("cpu", XLA), ("tpu", SPLASH), ("gpu", CUDNN), ("cuda", CUDNN), ("rocm", XLA)],
 )
 def test_auto_takes_the_platforms_own_kernel(platform, kernel):
-    assert choose(AUTO, platform, 1024, 64) is kernel
-    assert choose(kernel, platform, 1024, 64) is kernel
-    assert choose(XLA, platform, 1000, 63) is XLA
+    assert choose_kernel(AUTO, platform, 1024, 64) is kernel
+    assert choose_kernel(kernel, platform, 1024, 64) is kernel
+    assert choose_kernel(XLA, platform, 1000, 63) is XLA
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_a_kernel_that_cannot_serve_is_an_error(
     kernel, platform, length, head_dim, reason
 ):
     with pytest.raises(ValueError, match=f"{reason}.*model.attention=xla"):
-        choose(kernel, platform, length, head_dim)
+        choose_kernel(kernel, platform, length, head_dim)
 
 
 @pytest.mark.parametrize("lacked", ["soft_cap", "sinks"])
 def test_cudnn_names_what_it_lacks(lacked):
     for asked in (AUTO, PACKED):
         with pytest.raises(ValueError, match=f"attention_{lacked}.*attention=xla"):
-            choose(asked, "cuda", 1024, 64, **{lacked: True})
-    assert choose(AUTO, "tpu", 1024, 64, **{lacked: True}) is SPLASH
+            choose_kernel(asked, "cuda", 1024, 64, **{lacked: True})
+    assert choose_kernel(AUTO, "tpu", 1024, 64, **{lacked: True}) is SPLASH
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_cudnn_names_what_it_lacks(lacked):
 )
 def test_auto_does_not_fall_back_silently(platform, length, head_dim):
     with pytest.raises(ValueError, match="slower"):
-        choose(AUTO, platform, length, head_dim)
+        choose_kernel(AUTO, platform, length, head_dim)
 
 
 def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):
@@ -115,8 +115,8 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
     mask = masks.causal(T, jnp.ones((2, S), jnp.int32), window)
 
     def loss(q, k, v, causal):
-        more = jnp.float32, how.get("soft_cap"), sinks, drop
-        out = xla.attend(q, k, v, mask, *more, causal=causal)
+        options = {"soft_cap": how.get("soft_cap"), "sinks_N": sinks, "drop": drop}
+        out = xla.attend(q, k, v, mask, jnp.float32, **options, causal=causal)
         return jnp.sum(jnp.sin(out)), out
 
     blocks, whole = (

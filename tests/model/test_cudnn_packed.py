@@ -166,7 +166,7 @@ def test_cudnn_is_told_each_documents_start_and_length():
 
     @jax.jit
     def told(ids):
-        documents = cudnn_packed.documents(cudnn_packed._numbered(ids), 1)
+        documents = cudnn_packed.documents(cudnn_packed._document_numbers(ids), 1)
         return documents, documents.operands(T, (N * H, K * H))
 
     documents, (*_, offsets, kv_offsets) = told(DOCUMENTS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.batches import Batch, Order
-from model.attention.across import choose
+from model.attention.across import choose_context_attention
 from model.choices import Attention, ContextAttention
 from tests.train.test_meshes import distance
 from train.errors import ConfigError
@@ -122,10 +122,10 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
 def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
     given = Attention(kernel), 4, length, kv_heads
     if answer in list(ContextAttention):
-        assert choose(ContextAttention(asked), *given) == answer
+        assert choose_context_attention(ContextAttention(asked), *given) == answer
         return
     with pytest.raises(ValueError, match=answer):
-        choose(ContextAttention(asked), *given)
+        choose_context_attention(ContextAttention(asked), *given)
 
 
 def test_rows_that_cannot_be_cut_are_refused(programs):

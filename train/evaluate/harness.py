@@ -166,9 +166,16 @@ class HarnessModel(TemplateLM):
             some = numbers[first : first + self._rows]
             rows = [prompts[number] for number in some]
             rows += [rows[-1]] * (self._rows - len(rows))  # of one shape
-            given = self._program, self.params, self._encoding, rows, asked.num_tokens
-            stop = [*asked.stop, END_OF_TEXT]
-            texts = continue_rows(*given, asked.sampling, first, stop)
+            texts = continue_rows(
+                self._program,
+                self.params,
+                self._encoding,
+                rows,
+                asked.num_tokens,
+                asked.sampling,
+                seed=first,
+                stop=[*asked.stop, END_OF_TEXT],
+            )
             yield from zip(some, texts, strict=False)
             self.beat()
 

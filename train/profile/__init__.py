@@ -1,1 +1,1 @@
-"""Where the time of steps went: the command, and how a trace is read."""
+"""The command that shows what the time of a step goes to, and its trace reader."""

@@ -1,4 +1,4 @@
-"""`python -m train.profile run.dir=...`: where the time of a running trainer goes."""
+"""`python -m train.profile run.dir=...`: what the time of a step goes to."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from train.identity import run_dir
 from train.watching import Count
 
 _POLL_S = 0.5
-_DEVICES = "of each device, on average"
+_DEVICES = "mean over devices"
 
 
 @dataclass(frozen=True)
@@ -30,69 +30,68 @@ class ProfileConfig:
     timeout_s: Seconds = 900.0  # for the answer
 
 
-def main(asked: ProfileConfig) -> int:
-    """Ask for a profile, or take one that is there, and print where the time went.
+def main(config: ProfileConfig) -> int:
+    """Request a profile, or read one that exists, and print what the time went to.
 
     Raises:
-        ConfigError: no such run, nobody trains it, or no such profile.
-        Exit: the trainer does not answer, or is gone.
+        ConfigError: if there is no such run or profile, or the run is not training.
+        Exit: if the trainer does not answer, or has ended.
     """
     from train.run.starts import existing_run
 
-    folder = existing_run(run_dir(Config(run=asked.run)))
-    if asked.step is None:
-        profile = _ask(folder, asked)
+    folder = existing_run(run_dir(Config(run=config.run)))
+    if config.step is None:
+        profile = _request(folder, config)
     else:
-        profile = folder / "profiles" / str(asked.step)
+        profile = folder / "profiles" / str(config.step)
         if not (profile / "profile.json").exists():
-            there = (
-                path.parent.name for path in folder.glob("profiles/*/profile.json")
-            )
-            steps = sorted(int(name) for name in there if name.isdigit())
-            known = ", ".join(map(str, steps)) or "none"
-            rule = f"must be the first step of a profile that is there: {known}"
-            raise ConfigError([Mistake("step", asked.step, rule)])
+            files = folder.glob("profiles/*/profile.json")
+            names = (file.parent.name for file in files)
+            steps = sorted(int(name) for name in names if name.isdigit())
+            existing = ", ".join(map(str, steps)) or "none"
+            rule = f"must be the first step of an existing profile: {existing}"
+            raise ConfigError([Mistake("step", config.step, rule)])
     _show(profile)
     return 0
 
 
-def _ask(folder: epath.Path, asked: ProfileConfig) -> epath.Path:
-    """Leave a request, and wait until it is answered."""
+def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
+    """Write a request into the run's folder and wait for the profile."""
     from train.run.lease import read_owner
     from train.run.profiles import answer, ask, withdraw
 
     owner = read_owner(os.fspath(folder))
     if owner is None or owner.alive() is False:
-        rule = "must name a run that is training now, and nobody is at this one; start "
-        rule += "it, or set profile.steps=[first,last] for its next start"
+        rule = "must name a run that is training now, and no process trains this one. "
+        rule += "Start it, or set profile.steps=[first,last] for its next start"
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
-    token, began = ask(folder, asked.num_steps), time.monotonic()
+    token, start = ask(folder, config.num_steps), time.monotonic()
     try:
-        while (found := answer(folder, token)) is None:
+        while (profile := answer(folder, token)) is None:
             time.sleep(_POLL_S)
             if owner.alive() is False:
                 raise Exit(CRASHED, f"{owner} ended before it answered")
-            if time.monotonic() - began > asked.timeout_s:
-                rule = f"{owner} has not answered for timeout_s={asked.timeout_s:g}"
-                raise Exit(CRASHED, f"{rule}: it may be compiling, or stuck")
-        return found
+            if time.monotonic() - start > config.timeout_s:
+                message = f"{owner} has not answered for timeout_s={config.timeout_s:g}"
+                raise Exit(CRASHED, f"{message}: it may be compiling, or stuck")
+        return profile
     finally:
         withdraw(folder)
 
 
 def _show(folder: epath.Path) -> None:
-    """Print where the time of the traced steps went."""
+    """Print what the time of the traced steps went to."""
     from train.console import print_table
     from train.profile.times import read_times
 
-    done = json.loads((folder / "profile.json").read_text())
-    steps = done["last"] - done["first"] + 1
+    traced = json.loads((folder / "profile.json").read_text())
+    steps = traced["last"] - traced["first"] + 1
     text = gzip.decompress((folder / "step.hlo.gz").read_bytes()).decode()
     times, devices = read_times(folder, text)
     total = sum(times.values())
     print(f"profile     {folder}")
-    of_each = _ms(done["seconds"] / steps)
-    print(f"steps       {done['first']:,} to {done['last']:,}, {of_each} each")
+    mean = _ms(traced["seconds"] / steps)
+    print(f"steps       {traced['first']:,} to {traced['last']:,}, {mean} each")
     print(f"devices     {devices}\n")
     for column, title in enumerate(("scope", "kind")):
         sums = defaultdict[str, float](float)

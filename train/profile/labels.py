@@ -1,6 +1,7 @@
-"""What an instruction of a traced step is for, and of which kind it is.
+"""Label the instructions of a traced step by scope and kind.
 
-Told by the text of the compiled step and the names in it (train/plan/compiled).
+The labels are read from the text of the compiled step and the names in it
+(train/plan/compiled).
 """
 
 import re
@@ -32,61 +33,69 @@ _MOVES = {
 
 
 class Label(NamedTuple):
-    """The scope, such as "layers forward attention.query", and the kind."""
+    """The label of an instruction.
+
+    scope: for example "layers forward attention.query".
+    kind: collectives, attention, products, copies or elementwise.
+    """
 
     scope: str
     kind: str
 
 
 class Labels:
-    """Those of one compiled step."""
+    """The labels of one compiled step."""
 
     def __init__(self, text: str):
         """Read `compiled.as_text()`.
 
         Raises:
-            ValueError: it is not the text of an HLO module.
+            ValueError: if this is not the text of an HLO module.
         """
         self._module = read(text)
         self._by_name = {
             executed.instruction.name: executed for executed in self._module.executed
         }
         self._program = text.split(maxsplit=2)[1].rstrip(",")
-        self._known = dict[str, Label | None]()
+        self._labels = dict[str, Label | None]()
 
     def label(self, instruction: str, program: str) -> Label | None:
-        """Return the label of an event; None for a loop, whose body has its own."""
+        """Return the label of an event, or None for a loop, whose body has labels."""
         if program and program.split("(")[0] != self._program:
             return Label(OTHER, OTHER)
-        if instruction not in self._known:
+        if instruction not in self._labels:
             executed = self._by_name.get(instruction)
-            known = Label(UNNAMED, UNNAMED) if executed is None else self._of(executed)
-            self._known[instruction] = known
-        return self._known[instruction]
+            label = Label(UNNAMED, UNNAMED)
+            if executed is not None:
+                label = self._label_of(executed)
+            self._labels[instruction] = label
+        return self._labels[instruction]
 
-    def _of(self, executed: Executed) -> Label | None:
-        own = executed.instruction
-        if own.opcode == "while":
+    def _label_of(self, executed: Executed) -> Label | None:
+        instruction = executed.instruction
+        if instruction.opcode == "while":
             return None
-        inside = own.parts
-        opcodes = {inner.opcode for inner in inside}
-        if several := names_apart(own.op_name):  # what most of them are for
-            most = _by_count(scope_of(name) or _outermost(name) for name in several)
-            return Label((*most, UNNAMED)[0], self._kind(executed, "", opcodes))
-        inner_scopes = (scope(executed, inner) for inner in inside if inner.op_name)
-        where = _first([scope(executed, own), *_by_count(inner_scopes)])
-        names = [own.op_name, *_by_count(inner.op_name for inner in inside)]
+        inner = instruction.parts
+        opcodes = {part.opcode for part in inner}
+        if names := names_apart(instruction.op_name):  # It serves several operations.
+            scopes = _by_count(scope_of(name) or _outermost(name) for name in names)
+            return Label((*scopes, UNNAMED)[0], self._kind(executed, "", opcodes))
+        inner_scopes = (scope(executed, part) for part in inner if part.op_name)
+        stack = _first([scope(executed, instruction), *_by_count(inner_scopes)])
+        names = [instruction.op_name, *_by_count(part.op_name for part in inner)]
         part = _first(map(part_of, names))
-        name = f"{where} {part}".strip() or _first(map(_outermost, names))
-        if not name:  # what an operand is made by tells
-            made = producers(own)
-            part = name = _first(part_of(each.op_name) for each in made)
+        name = f"{stack} {part}".strip() or _first(map(_outermost, names))
+        if not name:  # The instruction has no name: take that of an operand's producer.
+            operands = producers(instruction)
+            part = name = _first(part_of(operand.op_name) for operand in operands)
         return Label(name or UNNAMED, self._kind(executed, part, opcodes))
 
     def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
             return "collectives"
-        if part.split(".")[-1] == "attention":  # without its linear layers
+        if (
+            part.split(".")[-1] == "attention"
+        ):  # The kernel alone.
             return "attention"
         if multiplies(executed.instruction):
             return "products"
@@ -102,7 +111,7 @@ def _by_count(names: Iterable[str]) -> list[str]:
 
 
 def _outermost(name: str) -> str:
-    """Return the outermost scope that a name tells, "" if it tells none."""
+    """Return the outermost scope in a name, or "" if there is none."""
     _, *scopes, _ = name.split("/") if name.count("/") > 1 else ["", ""]
-    found = (_SCOPE.fullmatch(each) for each in scopes)
-    return _first(match[1] for match in found if match and match[1] not in _NO_SCOPES)
+    matches = (_SCOPE.fullmatch(scope) for scope in scopes)
+    return _first(match[1] for match in matches if match and match[1] not in _NO_SCOPES)

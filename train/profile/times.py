@@ -1,11 +1,12 @@
-"""Where the time of traced steps went: by scope and kind, waiting and all.
+"""Sum up what the time of traced steps went to, by scope and kind, with waiting.
 
-The parts add up to the time between the first traced step's start and the last one's
-end, whatever overlaps.
+The sums add up to the time from the start of the first traced step to the end of the
+last one, also where instructions overlap.
 """
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
@@ -15,38 +16,41 @@ from train.profile.trace import Event, read_trace, time_spent
 
 
 def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
-    """Return the seconds of each label, the mean of all devices, and their number.
+    """Return the mean seconds of each label over devices, and the number of devices.
 
     Args:
-        folder: of the profile.
-        text: of the compiled step.
+        folder: the folder of the profile.
+        text: the text of the compiled step.
 
     Raises:
-        ValueError: a trace or the text cannot be read.
+        ValueError: if a trace or the text cannot be read.
     """
     labels, total, devices = Labels(text), defaultdict[Label, float](float), 0
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb")):
         with tempfile.NamedTemporaryFile(suffix=".xplane.pb") as local:
-            local.write(path.read_bytes())  # of an object store, too
+            local.write(path.read_bytes())  # The profile may be in an object store.
             local.flush()
             trace = read_trace(Path(local.name))
         for events in trace.devices.values():
             devices += 1
-            for label, spent_ns in _of_device(events, trace.begin, trace.end, labels):
+            for label, spent_ns in _by_label(events, trace.begin, trace.end, labels):
                 total[label] += spent_ns / 1e9
     return {label: s / devices for label, s in total.items()}, devices
 
 
-def _of_device(events: list[Event], begin: float, end: float, labels: Labels):
+def _by_label(
+    events: list[Event], begin: float, end: float, labels: Labels
+) -> Iterator[tuple[Label, float]]:
+    """Yield labels and nanoseconds of one device."""
+
     def label(event: Event) -> Label | None:
         return labels.label(event.instruction, event.program)
 
     def rank(event: Event) -> int:
-        known = label(event)
-        return known is not None and known.kind in ("collectives", "copies")
+        event_label = label(event)
+        return event_label is not None and event_label.kind in ("collectives", "copies")
 
-    own = [event for event in events if label(event) is not None]
-    for event, spent_ns in time_spent(own, begin, end, rank).items():
-        waiting = Label(WAITING, WAITING)
-        known = label(event) if event else waiting
-        yield known or waiting, spent_ns
+    labelled = [event for event in events if label(event) is not None]
+    for event, spent_ns in time_spent(labelled, begin, end, rank).items():
+        event_label = label(event) if event else None
+        yield event_label or Label(WAITING, WAITING), spent_ns

@@ -1,9 +1,10 @@
-"""What a device did, and when: a trace of jax.profiler, as it lies in `.xplane.pb`.
+"""Read a trace of jax.profiler (`.xplane.pb`): what each device did, and when.
 
-A CPU's instructions are events of the threads that run them, and tell their device; one
-that is shared out to other threads ends with an event of its own. GPUs and TPUs have a
-plane each. Of several things that a device does at once the one counts that is worth
-most: products before collectives, and of nested ones the innermost.
+On a CPU, instructions are events of the threads that run them and name their device. An
+instruction that other threads help with ends with an event of its own. GPUs and TPUs
+have one plane for each device. If a device does several things at once, the time
+belongs to the most useful one: products before collectives, and the innermost of nested
+instructions.
 """
 
 import heapq
@@ -16,12 +17,12 @@ from jax.profiler import ProfileData
 
 from train.run.profiles import MARK
 
-_OPS = "XLA Ops"  # of a TPU; its other lines say the same once more
+_OPS = "XLA Ops"  # A TPU's other lines repeat the same time.
 _END = "end: "
 
 
 class Event(NamedTuple):
-    """An instruction of a program at work, from `begin` to `end` (nanoseconds)."""
+    """One execution of an instruction, from `begin` to `end` in nanoseconds."""
 
     begin: float
     end: float
@@ -30,7 +31,7 @@ class Event(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The traced steps of one process: when, and the events of each device."""
+    """The traced steps of one process: their time and the events of each device."""
 
     begin: float
     end: float
@@ -41,11 +42,11 @@ def read_trace(file: Path) -> Trace:
     """Read a trace.
 
     Raises:
-        ValueError: the mark around the steps is not in it.
+        ValueError: if the mark around the steps is missing.
     """
     devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
-    data = ProfileData.from_file(str(file))  # planes and events point into it
+    data = ProfileData.from_file(str(file))  # Planes and events point into it.
     for plane in data.planes:
         lines = list(plane.lines)
         on_device = plane.name.startswith("/device:")
@@ -70,15 +71,18 @@ def read_trace(file: Path) -> Trace:
                         devices[device].append(Event(begin, end, name, program))
     if mark is None:
         raise ValueError(f"{file}: these are not the steps of a run")
-    return Trace(*mark, {name: _ended(own, ends) for name, own in devices.items()})
+    begin, end = mark
+    extended = {name: _extend(events, ends) for name, events in devices.items()}
+    return Trace(begin, end, extended)
 
 
-def _ended(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
-    """Let events that go on in other threads last until their ends."""
-    later = {name: sorted(times) for name, times in ends.items()}
+def _extend(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
+    """Extend events that other threads help with to their ends."""
+    sorted_ends = {name: sorted(times) for name, times in ends.items()}
     next_ends, result = Counter[str](), list[Event]()
     for event in sorted(events):
-        times, number = later.get(event.instruction, ()), next_ends[event.instruction]
+        times = sorted_ends.get(event.instruction, ())
+        number = next_ends[event.instruction]
         while number < len(times) and times[number] < event.begin:
             number += 1
         if number < len(times):
@@ -91,16 +95,17 @@ def _ended(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
 def time_spent(
     events: Sequence[Event], begin: float, end: float, rank: Callable[[Event], int]
 ) -> dict[Event | None, float]:
-    """Share a stretch of time out among events: each moment to one, or to none.
+    """Divide a span of time among events, each moment to at most one event.
 
     Args:
-        events: of a device.
-        begin: of the stretch.
-        end: of the stretch.
-        rank: of several at once the one with the lowest counts; then the latest.
+        events: the events of one device.
+        begin: the start of the span.
+        end: the end of the span.
+        rank: at each moment the event with the lowest rank counts, and among equal ones
+            the one that began last.
 
     Returns:
-        Nanoseconds by event; None is the time without any.
+        Nanoseconds by event. None stands for time without an event.
     """
     spent, now = defaultdict[Event | None, float](float), begin
     active: list[tuple[int, float, float, Event]] = []
@@ -117,12 +122,12 @@ def time_spent(
             spent[None] += until - now
         return max(now, until)
 
-    for event in sorted(_within(events, begin, end)):
+    for event in sorted(_overlapping(events, begin, end)):
         now = pass_time(max(event.begin, begin), now)
         heapq.heappush(active, (rank(event), -event.begin, min(event.end, end), event))
     pass_time(end, now)
     return spent
 
 
-def _within(events: Sequence[Event], begin: float, end: float) -> Iterable[Event]:
+def _overlapping(events: Sequence[Event], begin: float, end: float) -> Iterable[Event]:
     return (event for event in events if event.begin < end and begin < event.end)

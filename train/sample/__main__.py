@@ -94,9 +94,17 @@ def main(asked: SampleConfig) -> int:
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
 
     def go_on(prompts: Sequence[str], seed: int) -> list[str]:
-        given = program, params, sources, prompts, asked.num_tokens, sampling
         with jax.set_mesh(program.mesh):
-            return continue_prompts(*given, seed, asked.ends)
+            return continue_prompts(
+                program,
+                params,
+                sources,
+                prompts,
+                asked.num_tokens,
+                sampling,
+                seed=seed,
+                stop=asked.ends,
+            )
 
     if asked.interactive:
         for text in chat(go_on, asked.prompt, asked.seed):

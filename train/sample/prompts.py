@@ -1,7 +1,4 @@
-"""Texts from prompts: many at once, each up to where it shall stop.
-
-Prompts of all lengths go in one batch (train/sample/generate.py).
-"""
+"""Continue prompts of all lengths in one batch, each up to its stop text."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +17,9 @@ from train.errors import ConfigError, Mistake
 from train.program import Program, shards_of
 from train.sample.generate import Sampling, generate
 
-_LEAST = 64  # columns of prompts; then 128, 256, ...: few programs are compiled
-_PLAIN = Sampling()
+# A batch of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
+_MIN_COLUMNS = 64
+_DEFAULT_SAMPLING = Sampling()
 
 
 def continue_prompts(
@@ -30,33 +28,35 @@ def continue_prompts(
     sources: Sources,
     prompts: Sequence[str],
     num_tokens: int,
-    sampling: Sampling = _PLAIN,
+    sampling: Sampling = _DEFAULT_SAMPLING,
+    *,
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continue each prompt, as `continue_rows` does; an empty one is an end of text.
+    """Continue each prompt; an empty prompt stands for an end-of-text token.
 
     Args:
-        program: of the model.
+        program: the program of the model.
         params: its parameters.
-        sources: whose tokenizer encodes.
-        prompts: one a row of the batch.
-        num_tokens: of each continuation, at most.
+        sources: the data, for its tokenizer.
+        prompts: one for each row of the batch.
+        num_tokens: the maximum number of tokens of a continuation.
         sampling: how to draw.
         seed: of the draws.
-        stop: texts, of which none is in a continuation: it ends before them.
+        stop: a continuation ends before the first of these texts.
 
     Returns:
         The continuations, without their prompts.
 
     Raises:
-        ConfigError: if prompt and tokens are more than the model has positions.
+        ConfigError: if the model has too few positions for prompt and continuation.
     """
     encoding = sources.encoding
     rows = [encode(encoding, prompt.encode()) for prompt in prompts]
     rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
-    given = program, params, encoding, rows, num_tokens, sampling, seed, stop
-    return continue_rows(*given)
+    return continue_rows(
+        program, params, encoding, rows, num_tokens, sampling, seed=seed, stop=stop
+    )
 
 
 def continue_rows(
@@ -66,27 +66,30 @@ def continue_rows(
     rows: Sequence[np.ndarray | list[int]],
     num_tokens: int,
     sampling: Sampling,
+    *,
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continue rows of at least one token; each position sees what a training row had.
+    """Continue rows of at least one token.
 
-    Where the devices that share a batch divide the rows, each takes its own. Once all
-    texts have ended, no more is drawn.
+    A position sees at most as many keys as a row had in training. If the number of
+    devices that share a batch divides the number of rows, rows are sharded over them.
+    Drawing ends when all texts have ended. The arguments are those of
+    `continue_prompts`.
 
     Returns:
         The text of each row's next `num_tokens` tokens, up to the first of `stop`.
 
     Raises:
-        ConfigError: if they are more than the model has positions.
+        ConfigError: if the model has too few positions for rows and continuation.
     """
     config = program.config
     lengths = np.array([len(row) for row in rows], np.int32)
     learned = config.model.position is Position.learned
     if learned and (room := config.model.max_sequence_length) is not None:
-        left = room - int(lengths.max())
-        if num_tokens > left:
-            rule = f"must be at most {left}: the model has {room} learned positions"
+        most = room - int(lengths.max())
+        if num_tokens > most:
+            rule = f"must be at most {most}: the model has {room} learned positions"
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
@@ -105,28 +108,31 @@ def continue_rows(
         _cache_sharding(program, len(rows)),
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
-        whole = [decode(encoding, row) for row in drawn_BT]
-        texts = [until(text, stop) for text in whole]
-        if all(len(text) < len(all_) for text, all_ in zip(texts, whole, strict=True)):
+        decoded = [decode(encoding, row) for row in drawn_BT]
+        texts = [text_before(text, stop) for text in decoded]
+        if all(len(t) < len(d) for t, d in zip(texts, decoded, strict=True)):
             break
     return texts
 
 
 def _columns(longest: int) -> int:
-    """Return how many columns prompts are given: of few numbers."""
-    columns = _LEAST
+    """Return the number of columns for prompts whose longest has this length.
+
+    The last column is not read into the cache: the first token is drawn from it.
+    """
+    columns = _MIN_COLUMNS
     while columns < longest - 1:
         columns *= 2
-    return 1 + columns * (longest > 1)  # the last one is not read but drawn from
+    return 1 + columns * (longest > 1)
 
 
 def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
-    """Return where keys and values lie: rows and heads on the devices they divide."""
+    """Return the sharding of keys and values, over rows and heads if they divide."""
     config, rules, mesh = program.config, program.how.rules, program.mesh
     rows, heads = rules.spec("batch"), rules.spec("kv_heads")
-    # XLA cannot cut the kernels of experts.
-    cut = num_rows % shards_of(rules, mesh.shape)[0] == 0
-    if not cut or config.model.mlp is not Mlp.dense:
+    divides = num_rows % shards_of(rules, mesh.shape)[0] == 0
+    # XLA cannot partition the kernels of experts.
+    if not divides or config.model.mlp is not Mlp.dense:
         rows = [None]
     sizes = (mesh.shape[axis] for entry in heads for axis in mesh_axes(entry))
     if config.model.kv_heads % math.prod(sizes):
@@ -134,6 +140,6 @@ def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, *rows, None, *heads))
 
 
-def until(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first of the texts that end it."""
+def text_before(text: str, stop: Sequence[str]) -> str:
+    """Return the part of a text before the first of the stop texts."""
     return text[: min((i for end in stop if (i := text.find(end)) >= 0), default=None)]

@@ -142,7 +142,7 @@ def test_profiles_are_listed_beside_what_else_lies_there(tmp_path):
         (tmp_path / "profiles" / name / "profile.json").write_text("{}")
     (tmp_path / "profiles/.localized").write_text("")
     asked = ProfileConfig(RunConfig(dir=str(tmp_path)), step=7)
-    with pytest.raises(ConfigError, match="that is there: 9, 10"):
+    with pytest.raises(ConfigError, match="existing profile: 9, 10"):
         main(asked)
 
 
@@ -219,7 +219,7 @@ def test_two_processes_that_run_are_asked(tmp_path):
     assert fleet.wait() == [42, 42]
     dead = command(tmp_path)
     assert dead.returncode == 78
-    assert "nobody is at this one" in dead.stderr
+    assert "no process trains this one" in dead.stderr
     missing = command(tmp_path, "step=1")
     assert missing.returncode == 78
-    assert f"a profile that is there: {folder.name}" in missing.stderr
+    assert f"an existing profile: {folder.name}" in missing.stderr

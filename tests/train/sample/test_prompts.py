@@ -9,7 +9,7 @@ from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
 from train.sample.generate import Sampling, _draw, _read, generate
-from train.sample.prompts import continue_prompts, until
+from train.sample.prompts import continue_prompts, text_before
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]
@@ -34,7 +34,7 @@ def test_prompts_of_all_lengths_in_one_batch_are_what_each_is_alone(given, toget
 
 def test_a_text_ends_before_the_first_stop(given, together):
     ends = [together[0][5], together[0][3]]
-    (text,) = continue_prompts(*given, PROMPTS[:1], 8, GREEDY, 0, ends)
+    (text,) = continue_prompts(*given, PROMPTS[:1], 8, GREEDY, stop=ends)
     assert text == together[0][: min(map(together[0].index, ends))]
 
 
@@ -51,8 +51,8 @@ def test_no_more_is_drawn_once_all_have_ended(given, monkeypatch):
     assert drawn == [(2, 32), (2, 32), (2, 6)]
     drawn.clear()
     ends = [text[3] for text in whole]
-    assert continue_prompts(*given, PROMPTS[:2], 70, GREEDY, 0, ends) == [
-        until(text, ends) for text in whole
+    assert continue_prompts(*given, PROMPTS[:2], 70, GREEDY, stop=ends) == [
+        text_before(text, ends) for text in whole
     ]
     assert drawn == [(2, 32)]
 
