@@ -1,18 +1,19 @@
-"""Rows as batches: batch s is a function of (config, seed, s).
+"""Batches of rows: batch s is a function of (config, seed, s).
 
-Row n of a run is row k of a source: which, the mixture's order says (data/mixture.py),
-and the order of a source's own rows is Grain's shuffle of their numbers, another one
-each epoch. Batch s is the rows [s B, s B + B) of that endless order, so any batch
-costs the same to reach, a process looks up and reads only its own rows, and any
-division of the rows over processes gives the same batch. Nothing need be remembered.
-Step s trains on batch s, or with `data.skip_batches` on a later one: the batches left
-out keep their numbers and rows, so that the others are what they would be without.
-Reading runs ahead of the consumer in threads, bounded by `prefetch` batches; they end
-with the iterator, and never keep the process alive.
+The mixture says from which source each row of the run comes (data/mixture.py). Grain
+shuffles the numbers of a source's rows, in a different order each epoch. Batch s is the
+rows [s B, s B + B) of this endless order. Therefore every batch is found in the same
+time, a process reads only its own rows, any division of the rows over processes gives
+the same batch, and no position needs to be saved.
+
+Step s trains on batch s. With `data.skip_batches` it may train on a later one: skipped
+batches keep their numbers and rows, so that all other batches stay the same.
+
+Threads read up to `prefetch` batches ahead. They end with the iterator and never keep
+the process alive.
 """
 
 import functools
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,69 +21,85 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.batch import Batch
 from data.config import DataConfig, Mistakes, Source
 from data.encoding import decode
 from data.errors import DataError
 from data.mixture import Mixture
-from data.rows import Batch, Rows, open_rows, read_rows
+from data.rows import Rows, open_rows, read_rows
+from data.shuffle import seed_of, shuffled
 from data.sources import Sources
 from data.text.files import Split
 
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# Of local splits one thread reads small batches faster than two that share the GIL, and
-# asks the disk for all of a batch at once; large ones are mostly copied, without it. So
-# is what is far away waited for (docs/log.md).
+# If the split is local, one thread reads small batches faster than two that share the
+# GIL. Large batches are mostly copied, and remote ones mostly waited for, both without
+# the GIL (docs/log.md).
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
-_LARGE = 2**20  # tokens of a batch
+_LARGE = 2**20  # The number of tokens in a large batch.
 
 
 class Excerpt(NamedTuple):
-    """A stretch of a document that stands in a batch."""
+    """A part of a document in a batch.
 
-    row: int  # of the batch
+    row, column: where the part begins in the batch.
+    source: the name of its source.
+    document: the document's id.
+    number: the document's number in the split.
+    first: the part's first token, counted from the document's start.
+    text: the decoded inputs.
+    """
+
+    row: int
     column: int
     source: str
-    document: str  # its id
-    number: int  # of the document in the split
-    first: int  # token of the document
-    text: str  # decoded inputs
+    document: str
+    number: int
+    first: int
+    text: str
 
 
 class Order:
-    """Which rows of which sources make up which training batch."""
+    """The order of training rows: which rows of which sources are in which batch."""
 
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
-        """Open the rows of all sources; a DataError says that they are too few."""
+        """Open the rows of all sources.
+
+        Raises:
+            DataError: if there are fewer rows than a batch needs.
+        """
         self._config, self._sources = config, sources
         self.rows, self._local = _open(sources, config, "train")
         counts = {name: len(rows) for name, rows in self.rows.items()}
         if sum(counts.values()) < config.batch_size or 0 in counts.values():
-            have = ", ".join(f"{name} {count}" for name, count in counts.items())
+            rows = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise DataError(
                 f"{sources.path}: the training text has {sources.num_tokens('train')} "
-                f"tokens, which are this many rows of data.sequence_length="
-                f"{config.sequence_length}: {have}; but a batch needs data.batch_size="
-                f"{config.batch_size}, and each source one. Use shorter sequences, a "
-                f"smaller batch or more text"
+                f"tokens. With data.sequence_length={config.sequence_length} it has "
+                f"this number of rows: {rows}. A batch needs data.batch_size="
+                f"{config.batch_size} rows, and each source needs one. Use shorter "
+                f"sequences, a smaller batch or more text"
             )
-        self._mixture = Mixture(list(counts), _stretches(config, list(counts)))
+        self._mixture = Mixture(list(counts), _phases(config, list(counts)))
         several = len(self.rows) > 1
-        self._seeds = [_seed_of(seed, name if several else None) for name in self.rows]
+        self._seeds = [seed_of(seed, name if several else None) for name in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Compute how often the rows of each source come in the first steps.
+        """Return how often the first steps use the rows of each source.
 
-        Rows of batches that are left out count: those of later batches stay the same.
+        Rows of skipped batches count too.
         """
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
-        given = self._mixture.counts(num_batches * self._config.batch_size).tolist()
-        of_source = zip(self.rows.items(), given, strict=True)
-        return {name: count / len(rows) for (name, rows), count in of_source}
+        counts = self._mixture.counts(num_batches * self._config.batch_size).tolist()
+        return {
+            name: count / len(rows)
+            for (name, rows), count in zip(self.rows.items(), counts, strict=True)
+        }
 
     def mistakes(self, num_steps: int) -> Mistakes:
-        """List the sources that end before num_steps."""
+        """List the sources that are used up before num_steps."""
         mistakes: Mistakes = []
         for name, used in self.epochs(num_steps).items():
             limit = self._limit(name)
@@ -95,26 +112,39 @@ class Order:
         return mistakes
 
     def batch_number(self, step: int) -> int:
-        """Number the batch of a step: so many precede it, with those left out."""
+        """Return the number of the batch that a step trains on."""
         return batch_number(step, self._config.skip_batches)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up rows of a batch: which source, and which of its rows; int64 [n]."""
+        """Look up rows of a batch.
+
+        Args:
+            step: the step that trains on the batch.
+            rows: int64 [n], rows of the batch.
+
+        Returns:
+            int64 [n], the source of each row, and int64 [n], its number in the source.
+
+        Raises:
+            DataError: if a source with a limit of epochs is used up.
+        """
         before = self.batch_number(step) * self._config.batch_size
         which, rank = self._mixture.rows(before + rows)
         numbers = np.zeros_like(rank)
-        for source, (name, own) in enumerate(self.rows.items()):
-            mine, limit = which == source, self._limit(name)
-            if (rank[mine] >= limit * len(own)).any():
+        for source, (name, source_rows) in enumerate(self.rows.items()):
+            from_source, limit = which == source, self._limit(name)
+            if (rank[from_source] >= limit * len(source_rows)).any():
                 raise DataError(
                     f"step {step}: data.sources.{name} is used up after {limit} "
                     f"epochs. Allow more, or give it no weight"
                 )
-            numbers[mine] = shuffled(rank[mine], len(own), self._seeds[source])
+            numbers[from_source] = shuffled(
+                rank[from_source], len(source_rows), self._seeds[source]
+            )
         return which, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
-        """Read the chosen rows of a batch; damage is named by step, source and row."""
+        """Read rows of a batch. An error names the step, the source and the row."""
         which, numbers = self.find(step, _chosen(self._config, rows))
         try:
             return read_rows(self.rows, which, numbers)
@@ -124,9 +154,15 @@ class Order:
     def batches(
         self, start_step: int = 0, rows: RowSlices = None, stop_step: int = sys.maxsize
     ) -> Iterator[Batch]:
-        """Read the batches from start_step on, before stop_step, ahead of time.
+        """Return an iterator over batches that reads ahead.
 
-        A DataError says that a chunk is damaged, or a source with a limit used up.
+        Args:
+            start_step: the first step.
+            rows: the rows of each batch to read, in this order; None reads all.
+            stop_step: the step before which it ends.
+
+        Raises:
+            DataError: while iterating, if a chunk is damaged or a source is used up.
         """
         steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
@@ -134,7 +170,7 @@ class Order:
         return _prefetch(read, steps, self._local, num_rows, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
-        """Read which documents make up a batch, row by row."""
+        """Yield the parts of documents in a batch, row by row."""
         which, numbers = self.find(step, np.arange(self._config.batch_size))
         names = [list(self.rows)[source] for source in which]
         for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
@@ -152,36 +188,41 @@ class Order:
 
 
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
-    """Number the batch of a step, where `data.skip_batches` are left out."""
-    number, judged = step, 0  # batches below `judged` are left out or counted
+    """Return the number of the batch of a step if `skip_batches` are skipped."""
+    number, next_batch = step, 0  # Batches before `next_batch` have been considered.
     for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
-        first = max(first, judged)
+        first = max(first, next_batch)
         if number >= first:
             number += last + 1 - first
-        judged = last + 1
+        next_batch = last + 1
     return number
 
 
 def validation_batches(
     sources: Sources, config: DataConfig, num_batches: int = -1, rows: RowSlices = None
 ) -> Iterator[Batch]:
-    """Read the held out text in order; each token but the first is a target once.
+    """Return an iterator over the validation text in order.
 
-    The rows of several sources take turns in proportion to their numbers. The last
-    batch is filled up with padding (segment 0, target -1), so that all batches have one
-    shape. `num_batches` is how many at most, -1 all; `rows` which rows of each global
-    batch to read, in this order, None all.
+    Each token but the first is a target exactly once. Rows of several sources alternate
+    in proportion to their numbers. The last batch is filled up with padding (segment 0,
+    target -1), so that all batches have the same shape.
+
+    Args:
+        sources: the stores.
+        config: sizes of rows and batches.
+        num_batches: the maximum number of batches; -1 means all.
+        rows: the rows of each batch to read, in this order; None reads all.
     """
     readers, local = _open(sources, config, sources.held_out, pad=True)
     counts = [len(reader) for reader in readers.values()]
     available = -(-sum(counts) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
     turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
-    by_turn = np.argsort(turns, kind="stable")
+    order = np.argsort(turns, kind="stable")
     padding = (0, available * config.batch_size - len(turns))
-    which = np.repeat(np.arange(len(counts)), counts)[by_turn]
+    which = np.repeat(np.arange(len(counts)), counts)[order]
     which = np.pad(which, padding, constant_values=-1)
-    numbers = np.concatenate([np.arange(n) for n in counts])[by_turn]
+    numbers = np.concatenate([np.arange(n) for n in counts])[order]
     numbers = np.pad(numbers, padding)
     chosen = _chosen(config, rows)
 
@@ -195,7 +236,7 @@ def validation_batches(
 def _open(
     sources: Sources, config: DataConfig, split: Split, pad: bool = False
 ) -> tuple[dict[str, Rows], bool]:
-    """Open a split's rows by their source; are all of them in memory?"""
+    """Return a split's rows by source, and whether all of them are local."""
     rows = {
         name: open_rows(store, config, split, sources.cache, pad)
         for name, store in sources.stores.items()
@@ -204,37 +245,12 @@ def _open(
     return rows, all(store.split(split).is_local for store in stores)
 
 
-def _stretches(
-    config: DataConfig, names: list[str]
-) -> list[tuple[int, dict[str, float]]]:
+def _phases(config: DataConfig, names: list[str]) -> list[tuple[int, dict[str, float]]]:
     if config.source is not Source.mixture:
         return [(0, dict.fromkeys(names, 1.0))]
     weights = {name: source.weight for name, source in config.sources.items()}
     changes = [(c.step * config.batch_size, c.weights) for c in config.weight_changes]
     return [(0, weights), *changes]
-
-
-def shuffled(ranks: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return the rows at some places of a source's training order; both int64 [n].
-
-    Epoch after epoch of `count` rows without end, each in an order of its own.
-    Source: grain 0.2.18, `MapDataset.shuffle`, which takes six times as long a row.
-    """
-    from grain.experimental import index_shuffle  # slow: not before the step compiles
-
-    epochs, places = np.divmod(ranks, count)
-    seeds = ((seed + epochs) % 2**32).tolist()
-    pairs = zip(places.tolist(), seeds, strict=True)
-    numbers = [index_shuffle(place, count - 1, own, 4) for place, own in pairs]
-    return np.array(numbers, np.int64)
-
-
-def _seed_of(seed: int, name: str | None) -> int:
-    """Return the seed of a source's order; of one that is alone, without its name."""
-    # The seed of epoch e is this plus e: neighbouring seeds would share epochs.
-    of_source = "" if name is None else f" of {name}"
-    digest = hashlib.sha256(f"order of rows{of_source}, seed {seed}".encode()).digest()
-    return int.from_bytes(digest[:4])
 
 
 def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:

@@ -1,14 +1,14 @@
-"""Which source gives each row of a mixture, and which of that source's rows it is.
+"""The order of a mixture: which source each row comes from, and which row of it.
 
-In every stretch of constant weights, after any number of its rows, each source has
-given its share of them to within less than one row. Each stretch starts even: what a
-source gave too much or too little by the end of one, less than a row, is not made up
-for in the next, so that a change of the weights moves no row before it. The order is a
-function of the weights alone: no random numbers, no floats, and row 10**9 costs what
-row 0 does. A source of weight 0 gives no row.
+A phase is a span of rows with constant weights. After any number of rows of a phase,
+the number of rows from each source differs from its share by less than one row. A
+difference at the end of a phase is not made up for in the next one, so that a change of
+weights moves no earlier row. The order is a function of the weights alone, without
+random numbers or floats, and looking up row 10**9 takes as long as row 0. A source of
+weight 0 gives no row.
 
-Source: Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980):
-of k sources, none need ever be more than 1 - 1/(2k-2) rows from its share.
+Source: Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980): with
+k sources, no source ever needs to differ from its share by more than 1 - 1/(2k-2) rows.
 """
 
 import itertools
@@ -25,85 +25,87 @@ class Mixture:
     """The order in which rows are taken from several sources."""
 
     def __init__(
-        self, names: Sequence[str], stretches: Sequence[tuple[int, Mapping[str, float]]]
+        self, names: Sequence[str], phases: Sequence[tuple[int, Mapping[str, float]]]
     ):
-        """Compute the order, one period of each stretch.
+        """Compute one period of the order of each phase.
 
         Args:
-            names: the sources. Their sequence numbers them and decides nothing else.
-            stretches: (first row, weights) of each stretch of constant weights; the
-                first is from row 0 on, the last has no end. Weights are decimals,
-                taken exactly as they are written; they need not sum to 1, and an
-                absent one is 0. `DataConfig.mistakes` says what they must be.
+            names: the sources. Their order only gives them numbers.
+            phases: (first row, weights) of each phase. The first phase begins at row 0
+                and the last has no end. Weights are decimals and are taken exactly as
+                written. They need not sum to 1, and a missing one is 0.
+                `DataConfig.mistakes` checks them.
 
         Raises:
-            ValueError: a weight needs too many digits.
+            ValueError: if a weight has too many digits.
         """
-        self._first_row = np.array([first for first, _ in stretches], np.int64)
+        self._first_row = np.array([first for first, _ in phases], np.int64)
         lengths = [*np.diff(self._first_row).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
-        for (_, weights), length in zip(stretches, lengths, strict=True):
+        for (_, weights), length in zip(phases, lengths, strict=True):
             ordered = [weights.get(names[int(source)], 0) for source in by_name]
             if rule := too_many_digits(ordered):
                 raise ValueError(f"the weights {dict(weights)} {rule}")
             shares = shares_of(ordered)
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
-            given = np.eye(len(names), dtype=np.int64)[order]
+            one_hot = np.eye(len(names), dtype=np.int64)[order]
+            earlier = np.cumsum(one_hot, axis=0) - one_hot
             periods.append(period)
             orders.append(order)
-            ranks.append((np.cumsum(given, axis=0) - given)[range(len(order)), order])
-            gains.append(given.sum(axis=0))
+            ranks.append(earlier[range(len(order)), order])
+            gains.append(one_hot.sum(axis=0))
         self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
         self._period = np.array(periods, np.int64)
-        # Per stretch: where its period stands in the tables, how many rows each source
-        # gives in one, and how many each gave before the stretch.
+        # Of each phase: the start of its period in the tables, the number of rows from
+        # each source in a period, and the number of rows from each before the phase.
         self._entry = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
         self._gain = np.array(gains)
         self._before = np.zeros_like(self._gain)
-        for stretch, (length, _) in enumerate(itertools.pairwise(lengths)):
-            self._before[stretch + 1] = self._counts(stretch, length)
+        for phase, (length, _) in enumerate(itertools.pairwise(lengths)):
+            self._before[phase + 1] = self._counts(phase, length)
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
 
         Returns:
-            int64 [n], which source gives the row, an index into `names`.
-            int64 [n], how many rows that source gave before it.
+            int64 [n], the source of each row, as an index into `names`.
+            int64 [n], the number of earlier rows from the same source.
         """
-        stretch = np.searchsorted(self._first_row, numbers, "right") - 1
-        offset = numbers - self._first_row[stretch]
-        cycle, position = np.divmod(offset, self._period[stretch])
-        entry = self._entry[stretch] + position
+        phase = np.searchsorted(self._first_row, numbers, "right") - 1
+        offset = numbers - self._first_row[phase]
+        cycle, position = np.divmod(offset, self._period[phase])
+        entry = self._entry[phase] + position
         source = self._source[entry]
-        before = self._before[stretch, source] + cycle * self._gain[stretch, source]
+        before = self._before[phase, source] + cycle * self._gain[phase, source]
         return source, before + self._rank[entry]
 
     def counts(self, num_rows: int) -> np.ndarray:
-        """Count what each source gives of the first num_rows rows: int64 [names]."""
-        stretch = int(np.searchsorted(self._first_row, num_rows, "right")) - 1
-        return self._counts(stretch, num_rows - int(self._first_row[stretch]))
+        """Count the rows from each source among the first rows: int64 [names]."""
+        phase = int(np.searchsorted(self._first_row, num_rows, "right")) - 1
+        return self._counts(phase, num_rows - int(self._first_row[phase]))
 
-    def _counts(self, stretch: int, num_rows: int) -> np.ndarray:
-        """Count the rows of each source up to so many rows into a stretch."""
-        cycles, rest = divmod(num_rows, int(self._period[stretch]))
-        entry = self._entry[stretch]
-        given = np.bincount(
-            self._source[entry : entry + rest], minlength=self._gain.shape[1]
+    def _counts(self, phase: int, num_rows: int) -> np.ndarray:
+        """Count the rows from each source before row `num_rows` of a phase."""
+        cycles, remainder = divmod(num_rows, int(self._period[phase]))
+        entry = self._entry[phase]
+        partial_cycle = np.bincount(
+            self._source[entry : entry + remainder], minlength=self._gain.shape[1]
         )
-        return self._before[stretch] + cycles * self._gain[stretch] + given
+        return self._before[phase] + cycles * self._gain[phase] + partial_cycle
 
 
 def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]:
-    """Compute which source gives each of a stretch's first rows.
+    """Return the source of each of a phase's first rows.
 
-    A source may give its next row once it is due more than 0 of a row, should do so
-    from 1/(2k-2) on, and must do so before it is due more than 1 - 1/(2k-2). Of those
-    that should, the one that must first is first: then none is late, says the theorem.
-    After a period all have given exactly their shares, and the order repeats.
+    A source is due by its share of the rows so far, less the rows that it gave. It may
+    give the next row if it is due more than 0, it should if it is due at least
+    1/(2k-2), and it must before it is due more than 1 - 1/(2k-2). Among the sources
+    that should, the one that must first is chosen. By the theorem, none is then late.
+    After a period each source has given exactly its share, and the order repeats.
     """
-    # Counted in units that make shares and bounds whole numbers.
+    # Count in units that make shares and bounds whole numbers.
     margins = max(1, 2 * len(shares) - 2)
     one = math.lcm(margins, period)
     margin = one // margins
@@ -112,15 +114,15 @@ def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]
 
     def window(source: int) -> tuple[int, int, int]:
         """Return the rows from which a source may, should and must give its next."""
-        given, unit = counts[source] * one, units[source]
-        may, should, must = given + 1, given + margin, given + one - margin + 1
+        total, unit = counts[source] * one, units[source]
+        may, should, must = total + 1, total + margin, total + one - margin + 1
         return (may - 1) // unit, (should - 1) // unit, (must - 1) // unit
 
     windows = {source: window(source) for source, unit in enumerate(units) if unit}
     order = []
     for row in range(num_rows):
-        able = [source for source, (may, _, _) in windows.items() if may <= row]
-        source = min(able, key=lambda s: (windows[s][1] > row, windows[s][2]))
+        eligible = [source for source, (may, _, _) in windows.items() if may <= row]
+        source = min(eligible, key=lambda s: (windows[s][1] > row, windows[s][2]))
         order.append(source)
         counts[source] += 1
         windows[source] = window(source)
@@ -128,17 +130,17 @@ def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
-    """Return each source's share of a row, exactly; not all weights are 0."""
+    """Return each source's exact share of a row. At least one weight is above 0."""
     exact = [Fraction(str(weight)) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
 
 def too_many_digits(weights: Sequence[float]) -> str | None:
-    """Say what is wrong with weights whose order is too long to be tabled."""
+    """Return the mistake if the order of these weights repeats too late, or None."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
     if period <= MAX_PERIOD:
         return None
     return (
-        f"repeat only after {period} rows, but at most {MAX_PERIOD} can be tabled: "
-        f"round them to fewer digits"
+        f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: round them "
+        f"to fewer digits"
     )

@@ -1,34 +1,34 @@
-"""Whole documents packed into rows of T positions, best fit first.
+"""Pack whole documents into rows of T positions by best fit.
 
-A document of n tokens is n - 1 pairs of an input and its target. It is cut only if
-these exceed T, and then neighbouring pieces share a token, so that each pair is
-trained on exactly once. Which pieces make up a row follows from the lengths alone.
-The order of the rows, and of the pieces within one, means nothing: shuffle the rows.
+A document of n tokens has n - 1 pairs of an input and a target. If it has more than T
+pairs, it is cut into pieces, and neighbouring pieces share a token, so that each pair
+is trained on exactly once. The rows are a function of the lengths alone. Their order,
+and the order of pieces within a row, has no meaning: shuffle the rows.
 
-Rows of equal contents are handled as one group, after Krell et al., Efficient Sequence
-Packing without Cross-contamination, arXiv:2107.02027: the work grows with the number
-of different lengths, and pieces are touched only to be sorted and handed out.
+Rows with the same lengths are handled as one group, after Krell et al., Efficient
+Sequence Packing without Cross-contamination, arXiv:2107.02027. The work grows with the
+number of different lengths; single pieces are only sorted and assigned.
 """
 
 from bisect import bisect_left, insort
 
 import numpy as np
 
-MAX_WINDOW = 2**23  # pieces packed at a time, which bounds the memory
-_Parts = tuple[tuple[int, int], ...]  # (length, how many pieces of it), of one row
+MAX_WINDOW = 2**23  # The number of pieces packed at a time, which bounds the memory.
+_Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 
 
 def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most T pairs; all but a document's last have T.
+    """Cut documents into pieces of at most T pairs; only the last may have fewer.
 
     Args:
-        offsets: int64 [documents + 1], where each document starts, then the end. A
-            document of less than two tokens has no pair and gives no piece.
+        offsets: int64 [documents + 1], the start of each document, and the end. A
+            document of fewer than two tokens has no pair and gives no piece.
         T: positions in a row.
 
     Returns:
-        int64 [pieces], where each piece starts, in the order of the text.
-        int32 [pieces], its pairs: m of them use the m + 1 tokens start ... start + m.
+        int64 [pieces], the start of each piece, in the order of the text.
+        int32 [pieces], the number of its pairs. A piece of m pairs uses m + 1 tokens.
     """
     num_pairs = np.maximum(np.diff(offsets) - 1, 0)
     num_pieces = -(-num_pairs // T)
@@ -40,30 +40,31 @@ def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put pieces into rows of at most T positions by best fit, longest piece first.
+    """Assign pieces to rows of at most T positions by best fit, longest piece first.
 
-    Each piece is in exactly one row. There are as many rows as if piece after piece
-    went into the fullest row that has room; MAX_WINDOW pieces are packed at a time.
+    Each piece is in exactly one row. The number of rows is the same as if each piece
+    in turn went into the fullest row that has room for it. MAX_WINDOW pieces are packed
+    at a time.
 
     Args:
         lengths: integers [pieces], from 1 to T.
         T: positions in a row.
 
     Returns:
-        int64 [pieces], the pieces, row after row.
-        int64 [rows + 1], where each row starts among them, then the end.
+        int64 [pieces], the numbers of the pieces, row after row.
+        int64 [rows + 1], the start of each row among them, and the end.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= T
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for first in range(0, len(lengths), MAX_WINDOW):
         window = lengths[first : first + MAX_WINDOW]
-        # Numpy sorts integers of 16 bits by radix, several times as fast.
+        # NumPy sorts 16-bit integers by radix, several times as fast as wider ones.
         by_length = np.argsort(window.astype(np.min_scalar_type(T)), kind="stable")
         histogram = np.bincount(window)
         used = np.cumsum(histogram) - histogram
-        for parts, num_rows in _group_rows(histogram, T):
+        for contents, num_rows in _group_rows(histogram, T):
             columns = []
-            for length, times in parts:
+            for length, times in contents:
                 end = used[length] + num_rows * times
                 columns.append(by_length[used[length] : end].reshape(num_rows, times))
                 used[length] = end
@@ -75,45 +76,53 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fill(lengths: np.ndarray, row_offsets: np.ndarray, T: int) -> float:
-    """Return the part of the rows' positions that the pieces fill; 1 of no rows."""
+    """Return the fraction of positions that pieces fill, or 1 if there are no rows."""
     num_rows = len(row_offsets) - 1
     return float(lengths.sum(dtype=np.int64)) / (num_rows * T) if num_rows else 1.0
 
 
-def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Parts, int]]:
-    """Pack so many pieces of each length into groups of equal rows: (parts, rows)."""
-    groups: dict[int, list[tuple[_Parts, int]]] = {}  # by the room left in a row
+def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
+    """Pack a number of pieces of each length into groups of equal rows.
+
+    Args:
+        histogram: the number of pieces of each length.
+        T: positions in a row.
+
+    Returns:
+        Pairs of a row's contents and the number of such rows.
+    """
+    groups: dict[int, list[tuple[_Contents, int]]] = {}  # by free positions
     rooms: list[int] = []  # the keys of groups, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
-        left = int(histogram[length])
-        grown: list[tuple[int, _Parts, int]] = []
-        place = first = bisect_left(rooms, length)
-        while left:
-            if place < len(rooms):
-                room, pending = rooms[place], groups[rooms[place]]
-            else:  # no row is left that has room
-                num_rows = -(-left // (T // length))
-                empty: list[tuple[_Parts, int]] = [((), num_rows)]
+        remaining = int(histogram[length])
+        changed: list[tuple[int, _Contents, int]] = []
+        index = first = bisect_left(rooms, length)
+        while remaining:
+            if index < len(rooms):
+                room, pending = rooms[index], groups[rooms[index]]
+            else:  # Begin new rows, because no row has room.
+                num_rows = -(-remaining // (T // length))
+                empty: list[tuple[_Contents, int]] = [((), num_rows)]
                 room, pending = T, empty
-            # A row that got a piece has the least room of all: fill it before the next.
+            # A row that got a piece now has the least room: fill it before others.
             most = room // length
-            while left and pending:
-                parts, num_rows = pending.pop()
-                full = min(num_rows, left // most)
-                rest = left - full * most if full < num_rows else 0
-                left -= full * most + rest
-                for rows, times in ((full, most), (int(rest > 0), rest)):
+            while remaining and pending:
+                contents, num_rows = pending.pop()
+                full_rows = min(num_rows, remaining // most)
+                last = remaining - full_rows * most if full_rows < num_rows else 0
+                remaining -= full_rows * most + last
+                for rows, times in ((full_rows, most), (int(last > 0), last)):
                     if rows:
-                        added = (*parts, (length, times))
-                        grown.append((room - times * length, added, rows))
-                if untouched := num_rows - full - (rest > 0):
-                    pending.append((parts, untouched))
-            place += place < len(rooms) and not pending
-        for room in rooms[first:place]:
+                        new_contents = (*contents, (length, times))
+                        changed.append((room - times * length, new_contents, rows))
+                if unchanged := num_rows - full_rows - (last > 0):
+                    pending.append((contents, unchanged))
+            index += index < len(rooms) and not pending
+        for room in rooms[first:index]:
             del groups[room]
-        del rooms[first:place]
-        for room, parts, num_rows in grown:
+        del rooms[first:index]
+        for room, contents, num_rows in changed:
             if room not in groups:
                 insort(rooms, room)
-            groups.setdefault(room, []).append((parts, num_rows))
+            groups.setdefault(room, []).append((contents, num_rows))
     return [group for room in rooms for group in groups[room]]

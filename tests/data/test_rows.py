@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.packed_rows
 import data.rows
+from data.batch import Batch, Piece
 from data.config import Packing
 from data.errors import DataError
-from data.rows import Batch, Concatenated, Packed, Piece, Rows, _plan, open_rows
+from data.packed_rows import Packed, write_plan
+from data.rows import Concatenated, Rows, open_rows
 from data.sources import open_sources
 from data.token_store.reader import TokenArray
 
@@ -39,7 +42,7 @@ def rows_of(tokens: TokenArray, kind: Packing, length: int) -> Rows:
         count = -(-max(0, len(tokens) - 1) // length)
         return Concatenated(tokens, length, count, document_mask=True)
     with tempfile.TemporaryDirectory() as folder:
-        _plan(tokens, length, kind, Path(folder) / "plan")
+        write_plan(tokens, length, kind, Path(folder) / "plan")
         return Packed(tokens, length, Path(folder) / "plan")
 
 
@@ -97,7 +100,7 @@ def assert_pieces_say_what_stands_there(
 def planned(config, request, monkeypatch):
     """Open the training rows of a config, and find the folder of their plan."""
     if request.param == "mapped":
-        monkeypatch.setattr(data.rows, "_READ_BYTES", 0)
+        monkeypatch.setattr(data.packed_rows, "_READ_BYTES", 0)
     config = dataclasses.replace(config, packing=Packing.best_fit)
     sources = open_sources(config)
     (store,) = sources.stores.values()
@@ -133,7 +136,7 @@ def test_a_flipped_bit_of_a_plan_is_found_and_the_plan_made_anew(planned, caplog
         caplog.clear()
         assert everything(rows()) == expected
         assert f"{folder}: " in caplog.text
-        assert "is not what was written" in caplog.text
+        assert "this plan of rows is damaged" in caplog.text
         assert contents(folder) == files
         assert [file.name for file in folder.parent.glob("*best_fit*")] == [folder.name]
 
@@ -142,7 +145,7 @@ def test_a_flipped_bit_of_a_plan_is_found_and_the_plan_made_anew(planned, caplog
 def test_what_a_power_failure_leaves_of_a_plan_is_made_anew(planned, damage, caplog):
     rows, folder = planned
     expected, files = everything(rows()), contents(folder)
-    for name in files if damage != "without digests" else (data.rows._DIGESTS,):
+    for name in files if damage != "without digests" else (data.packed_rows._DIGESTS,):
         if damage in ("gone", "without digests"):
             (folder / name).unlink()
         else:
@@ -150,7 +153,7 @@ def test_what_a_power_failure_leaves_of_a_plan_is_made_anew(planned, damage, cap
             (folder / name).write_bytes(files[name][:kept])
         caplog.clear()
         assert everything(rows()) == expected
-        assert "planning anew" in caplog.text
+        assert "is computed again" in caplog.text
         assert contents(folder) == files
 
 
@@ -168,7 +171,7 @@ def test_a_plan_that_is_damaged_each_time_ends_the_start(planned, monkeypatch):
         folder.mkdir()
         (folder / "starts.npy").touch()
 
-    monkeypatch.setattr(data.rows, "_plan", plan_badly)
+    monkeypatch.setattr(data.rows, "write_plan", plan_badly)
     (folder / "starts.npy").write_bytes(b"")
     with pytest.raises(DataError, match=r"cache_dir"):
         rows()

@@ -93,9 +93,7 @@ class Labels:
     def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
             return "collectives"
-        if (
-            part.split(".")[-1] == "attention"
-        ):  # The kernel alone.
+        if part.split(".")[-1] == "attention":  # The kernel alone.
             return "attention"
         if multiplies(executed.instruction):
             return "products"

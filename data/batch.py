@@ -1,0 +1,42 @@
+"""What a batch of rows holds, and the parts that a row is made of."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Rows of T tokens and their targets, all int32 [rows, T].
+
+    They are NumPy arrays on the host and JAX arrays on the devices.
+
+    inputs: token ids.
+    targets: the token that follows each input, or -1 if there is nothing to predict.
+    segment_ids: 1, 2, ... by document within the row; 0 is padding.
+    positions: count from 0 at each document's first token within the row.
+    """
+
+    inputs: Any
+    targets: Any
+    segment_ids: Any
+    positions: Any
+
+
+def padding(num_rows: int, length: int) -> Batch:
+    """Return rows without text."""
+    batch = Batch(*np.zeros((4, num_rows, length), np.int32))
+    batch.targets[:] = -1
+    return batch
+
+
+class Piece(NamedTuple):
+    """A part of the tokens in a row.
+
+    column: where it begins in the row.
+    start: the first token of its inputs. Its targets begin one token later.
+    length: the number of inputs.
+    """
+
+    column: int
+    start: int
+    length: int
