@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Key
 from model.choices import ComputeDtype
 from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.eight_bits.int8 import contracted, int8_product, to_int8
-from model.eight_bits.quantization import Quantization, Scaled, transposed
+from model.eight_bits.quantization import Quantization, Quantized, transposed
 from model.execution import Execution
 from model.gather import WHOLE, Parts, parts_of
 from model.params import Kind, ParamInfo
@@ -63,7 +63,7 @@ def product(
     return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
 
 
-def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Scaled:
+def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
     """Round a left operand as `product` does where it is quantized."""
     if dtype is ComputeDtype.float8:
         return to_float8(a, FORWARD, float8_scale(a, FORWARD))

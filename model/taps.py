@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from model.eight_bits.quantization import Scaled, largest_value
+from model.eight_bits.quantization import Quantized, largest_value
 
 Named = dict[str, Float[Array, "*L"]]
 Reduce = Callable[[jax.Array], jax.Array]
@@ -39,7 +39,7 @@ class Noted(NamedTuple):
 
 
 def count_rounding(
-    x: Float[Array, "..."], rounded: Scaled, used: Bool[Array, "..."] | None = None
+    x: Float[Array, "..."], rounded: Quantized, used: Bool[Array, "..."] | None = None
 ) -> Float[Array, "3"]:
     """Count the values of an operand that eight bits flush to zero, or cut off; all.
 

@@ -1,1 +1,1 @@
-"""Products of eight bits: float8 on GPUs of NVIDIA, int8 on TPUs."""
+"""Products in eight bits: float8 on NVIDIA GPUs and TPU7x, int8 on TPUs."""

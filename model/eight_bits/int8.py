@@ -1,13 +1,14 @@
-"""Products in int8, forward and the gradient of the input, for TPUs.
+"""Products in int8 for TPUs: the forward product and the gradient of the input.
 
-Each row of the left operand and each column of the right one has a scale. The cotangent
-is rounded at random, up or down by how near either is, so that rounding adds no bias;
-what is drawn is a function of seed, step, position, layer and weight, on any mesh. The
-gradient of the weight has operands of the compute dtype.
+Each row of the left operand and each column of the right operand has a scale. The
+cotangent is rounded stochastically, up or down with probabilities by distance, so that
+rounding adds no bias. The random numbers are a function of seed, step, position, layer
+and weight, on every mesh. The gradient of the weight is a product in the compute dtype.
 
-Weights are gathered in int8, once a pass, since its two products need other scales.
+Weights are gathered in int8 once in each pass, because the two products need different
+scales.
 
-Sources: AQT's recipe as MaxText has it; for stochastic rounding Gupta et al.,
+Sources: AQT's recipe as in MaxText; stochastic rounding: Gupta et al.,
 arXiv:1502.02551.
 """
 
@@ -19,10 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from model.eight_bits.quantization import Scaled, contract, largest, transposed
+from model.eight_bits.quantization import Quantized, contract, largest, transposed
 from model.gather import WHOLE, Parts
 
-_MOST = 127.0
+_LARGEST = 127.0
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -31,28 +32,31 @@ def to_int8(
     dims: Sequence[int],
     parts: Parts = WHOLE,
     keys_BT: jax.Array | None = None,
-) -> Scaled:
+) -> Quantized:
     """Round x to -127 .. 127 times a scale, and gather both.
 
     Args:
-        x: a device's part of an array.
-        dims: that one scale is for: those that a product contracts.
-        parts: of x, if it is a weight.
-        keys_BT: of each position of x[B, T, ...], to round at random; None: to the
-            nearest.
+        x: the local part of an array.
+        dims: the dims that the product contracts. They share one scale.
+        parts: how x is sharded, if it is a weight.
+        keys_BT: a random key for each position of x[B, T, ...]. With None, values are
+            rounded to the nearest.
     """
-    inside = tuple(axis for dim, axes in parts.cut if dim in dims for axis in axes)
-    scale = jnp.maximum(largest(x, tuple(dims), inside) / _MOST, _SMALLEST)
+    contracted_axes = tuple(
+        axis for dim, axes in parts.cut if dim in dims for axis in axes
+    )
+    scale = jnp.maximum(largest(x, tuple(dims), contracted_axes) / _LARGEST, _SMALLEST)
     x = x.astype(jnp.float32) / scale
     if keys_BT is None:
         x = jnp.round(x)
     else:
         draw = partial(jax.random.uniform, shape=x.shape[2:], dtype=x.dtype)
         x = jnp.floor(x + jax.vmap(jax.vmap(draw))(keys_BT))
-    x = jnp.clip(x, -_MOST, _MOST)  # what is beyond has no defined int8
-    outside = tuple((dim, axes) for dim, axes in parts.cut if dim not in dims)
-    own = parts._replace(cut=outside, place=PartitionSpec())
-    return Scaled(parts.gather(x.astype(jnp.int8)), own.gather(scale))
+    # Values outside the range have no defined conversion to int8.
+    x = jnp.clip(x, -_LARGEST, _LARGEST)
+    scale_cut = tuple((dim, axes) for dim, axes in parts.cut if dim not in dims)
+    scale_parts = parts._replace(cut=scale_cut, place=PartitionSpec())
+    return Quantized(parts.gather(x.astype(jnp.int8)), scale_parts.gather(scale))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
@@ -65,9 +69,10 @@ def int8_product(
     emulated: bool,
     keys_BT: jax.Array | None,
 ) -> jax.Array:
-    """Multiply as `model.linear.product`, but for b's gradient in int8.
+    """Multiply like `model.linear.product`, in int8 except for the gradient of b.
 
-    `keys_BT` are of a's positions; None: the cotangent is rounded to the nearest.
+    `keys_BT` are keys for the positions of a. With None, the cotangent is rounded to
+    the nearest.
     """
     return _int8_forward(spec, a, b, compute, parts, emulated, keys_BT)[0]
 
@@ -82,25 +87,25 @@ def _multiply(
     keys_BT: jax.Array | None = None,
 ) -> jax.Array:
     operands, result = spec.split("->")
-    left, right = operands.split(",")
-    a_8 = to_int8(a, contracted(left, result), keys_BT=keys_BT)
-    b_8 = to_int8(b, contracted(right, result), parts)
+    a_dims, b_dims = operands.split(",")
+    a_8 = to_int8(a, contracted(a_dims, result), keys_BT=keys_BT)
+    b_8 = to_int8(b, contracted(b_dims, result), parts)
     y = contract(spec, a_8, b_8, jnp.int32, emulated).astype(jnp.float32)
-    scale = _along(result, a_8.scale, left) * _along(result, b_8.scale, right)
+    scale = _expand(a_8.scale, a_dims, result) * _expand(b_8.scale, b_dims, result)
     return (y * scale).astype(out)
 
 
 def contracted(dims: str, result: str) -> list[int]:
-    """Return which dims of an operand an einsum contracts."""
+    """Return the dims of an operand that an einsum contracts."""
     return [i for i, dim in enumerate(dims) if dim not in result]
 
 
-def _along(result: str, scale: jax.Array, dims: str) -> jax.Array:
-    """Bring scales, whose contracted dims have size 1, to the dims of a result."""
-    kept = [dim for dim in dims if dim in result]
+def _expand(scale: jax.Array, dims: str, result: str) -> jax.Array:
+    """Return the scales of an operand with the dims of the result, to broadcast."""
+    shared = [dim for dim in dims if dim in result]
     scale = jnp.squeeze(scale, contracted(dims, result))
-    scale = jnp.transpose(scale, [kept.index(dim) for dim in result if dim in kept])
-    missing = [i for i, dim in enumerate(result) if dim not in kept]
+    scale = jnp.transpose(scale, [shared.index(dim) for dim in result if dim in shared])
+    missing = [i for i, dim in enumerate(result) if dim not in shared]
     return jnp.expand_dims(scale, missing)
 
 
@@ -122,9 +127,9 @@ def _int8_backward(
     spec: str, compute: DTypeLike, parts: Parts, emulated: bool, residuals, dy
 ):
     a, b, keys_BT, like_a = residuals
-    of_a, of_b = transposed(spec)
-    da = _multiply(of_a, dy, b, like_a.dtype, parts, emulated, keys_BT)
-    db = jnp.einsum(of_b, a, dy.astype(compute), preferred_element_type=b.dtype)
+    spec_da, spec_db = transposed(spec)
+    da = _multiply(spec_da, dy, b, like_a.dtype, parts, emulated, keys_BT)
+    db = jnp.einsum(spec_db, a, dy.astype(compute), preferred_element_type=b.dtype)
     return da, parts.scatter(db), None
 
 

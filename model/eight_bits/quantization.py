@@ -1,10 +1,10 @@
-"""What products with operands of eight bits have in common.
+"""Operands of eight bits, for float8 and int8 products.
 
-An array x is rounded to values of eight bits times a scale, one for all of it
-(float8.py beside this) or one a row (int8.py). Products are of the values themselves,
-and their results are scaled. Scales come from the largest value at hand, so that there
-is no state. What is finite has a finite scale that is not zero; what is not makes
-results that are not.
+An array x is rounded to eight-bit values times a scale: one scale for the whole array
+(float8.py), or one for each row (int8.py). Products multiply the eight-bit values, and
+their results are scaled. A scale comes from the largest value of its array, so that
+there is no state. The scale of finite values is finite and not zero; values that are
+not finite make results that are not finite.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,18 @@ from model.choices import ComputeDtype
 
 
 class Quantization(NamedTuple):
-    """How linear layers are run in eight bits.
+    """How linear layers multiply in eight bits.
 
     dtype: float8 or int8.
-    emulated: whether float32 products of the rounded values stand for those that the
-        machine does not have.
+    emulated: multiply the rounded values in float32, for machines without such units.
     """
 
     dtype: ComputeDtype
     emulated: bool = False
 
 
-class Scaled(NamedTuple):
-    """An array of eight bits that stands for values x scale."""
+class Quantized(NamedTuple):
+    """An eight-bit array that stands for values x scale."""
 
     values: jax.Array
     scale: jax.Array
@@ -41,25 +40,25 @@ def largest(
     """Return the largest absolute value in float32.
 
     Args:
-        x: a device's part of an array.
-        dims: of which it is the largest, they stay with size 1; None: of all.
-        axes: mesh axes by hand along which other devices have the other parts.
+        x: the local part of an array.
+        dims: the dims to reduce, which stay with size 1. None reduces all to a scalar.
+        axes: manual mesh axes over which the reduced dims are sharded.
     """
-    most = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
-    most = most.astype(jnp.float32)
-    return jax.lax.pmax(most, axes) if axes else most
+    largest_local = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
+    largest_local = largest_local.astype(jnp.float32)
+    return jax.lax.pmax(largest_local, axes) if axes else largest_local
 
 
 def largest_value(dtype: DTypeLike) -> float:
-    """Return the largest value of a dtype of eight bits."""
+    """Return the largest value of an eight-bit dtype."""
     integers = jnp.issubdtype(dtype, jnp.integer)
     return float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
 
 
 def contract(
-    spec: str, a: Scaled, b: Scaled, sums: DTypeLike, emulated: bool
+    spec: str, a: Quantized, b: Quantized, sums: DTypeLike, emulated: bool
 ) -> jax.Array:
-    """Contract the values of two arrays by an einsum, with sums of a dtype."""
+    """Contract eight-bit values; the result has the dtype `sums`."""
     operands = a.values, b.values
     if emulated:
         operands = (values.astype(jnp.float32) for values in operands)
@@ -68,7 +67,7 @@ def contract(
 
 
 def transposed(spec: str) -> tuple[str, str]:
-    """Return the einsums of both gradients: of (dy, b), and of (a, dy)."""
+    """Return the einsums of both gradients: (dy, b) -> da and (a, dy) -> db."""
     operands, result = spec.split("->")
-    left, right = operands.split(",")
-    return f"{result},{right}->{left}", f"{left},{result}->{right}"
+    a, b = operands.split(",")
+    return f"{result},{b}->{a}", f"{a},{result}->{b}"
