@@ -1,9 +1,9 @@
-"""The logical axes of the model's arrays, and the rules that place them.
+"""Logical axes of the model's arrays, and the rules that shard them.
 
-A logical axis says what a dim *is* ("embed", "heads"); a mesh axis says where the
-machine is wide ("fsdp", "tensor"). The two vocabularies are disjoint. A rule table
-maps the first to the second; `AxisRules` carries the table for activations into the
-model, which stays ignorant of meshes: with no rules it runs on one device untouched.
+A logical axis says what a dim means ("embed", "heads"). A mesh axis is a direction of
+the grid of devices ("fsdp", "tensor"). The two vocabularies are disjoint. A rule table
+maps logical axes to mesh axes. `AxisRules` passes the tables to the model. Without
+rules the model runs on one device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,22 +26,22 @@ def partition_spec(
     """Return the PartitionSpec of an array with these logical axes.
 
     Raises:
-        ValueError: if a name is missing from the table, or if two dims would lie on
-            one mesh axis.
+        ValueError: if a name is missing from the table, or if two dims would be sharded
+            over one mesh axis.
     """
     missing = [axis for axis in axes if axis is not None and axis not in table]
     if missing:
         raise ValueError(
-            f"no rule for logical axis {missing[0]!r}: add it to the table of its "
-            f"kind in configs/mesh/rules.yaml, null for replicated"
+            f"there is no rule for logical axis {missing[0]!r}: add it to the table of "
+            f"its kind in configs/mesh/rules.yaml, with null for replicated"
         )
     entries = tuple(None if axis is None else table[axis] for axis in axes)
     used = [axis for entry in entries for axis in mesh_axes(entry)]
-    twice = {m for m in used if used.count(m) > 1}
-    if twice:
+    repeated = {m for m in used if used.count(m) > 1}
+    if repeated:
         raise ValueError(
-            f"dims {axes} would lie twice on mesh axis {sorted(twice)[0]!r}; "
-            "change one of their rules"
+            f"two of the dims {axes} would be sharded over mesh axis "
+            f"{sorted(repeated)[0]!r}; change one of their rules"
         )
     return PartitionSpec(*entries)
 
@@ -51,17 +51,18 @@ Pairs = tuple[tuple[str, MeshAxes], ...]
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Where arrays lie, and which mesh axes the program takes care of by hand.
+    """How arrays are sharded, and which mesh axes are manual.
 
-    activations, params: pairs (logical axis, mesh axes). Empty: anywhere.
-    by_hand: mesh axes along which the program says itself what each device does, inside
-        `jax.shard_map`: a device sees its own rows of the batch, or its own positions
-        of them, and its own part of each weight. XLA's partitioner takes care of the
-        other axes.
-    sequence: of these, the ones along which devices have other positions of the same
+    activations, params: pairs (logical axis, mesh axes). If they are empty, there are
+        no constraints.
+    by_hand: the manual mesh axes. Inside `jax.shard_map`, the program states what each
+        device does along them: a device has local rows of the batch, or local positions
+        of rows, and a local part of each weight. XLA's partitioner handles all other
+        axes.
+    sequence: the manual axes along which devices have different positions of the same
         rows.
     rows_travel: whether devices that share a table W[V, D_fsdp] exchange the rows that
-        they look up, because these are less than the table.
+        they look up, because the rows are smaller than the table.
     """
 
     activations: Pairs = ()
@@ -71,13 +72,13 @@ class AxisRules:
     rows_travel: bool = False
 
     def spec(self, *axes: str | None) -> PartitionSpec:
-        """Return an activation's PartitionSpec over the axes that XLA takes care of."""
+        """Return an activation's PartitionSpec over the automatic axes."""
         if not self.activations:
             return PartitionSpec()
         return self._automatic(partition_spec(dict(self.activations), axes))
 
     def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
-        """Return a parameter's PartitionSpec over the axes that XLA takes care of."""
+        """Return a parameter's PartitionSpec over the automatic axes."""
         if not self.params:
             return PartitionSpec()
         return self._automatic(partition_spec(dict(self.params), axes))
@@ -89,16 +90,16 @@ class AxisRules:
         return PartitionSpec(*(_entry(dim) for dim in dims))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pin an activation to its place on the mesh in force (`jax.set_mesh`)."""
+        """Constrain an activation's sharding on the current mesh (`jax.set_mesh`)."""
         if not self.activations:
             return x
         return jax.lax.with_sharding_constraint(x, self.spec(*axes))
 
     def cut(self, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return the dims of a parameter that lie in parts on other devices.
+        """Return the dims of a parameter that are sharded over manual axes.
 
         Returns:
-            Pairs (dim, mesh axes by hand and wider than one device, in their order).
+            Pairs (dim, manual mesh axes of more than one device, in their order).
         """
         if not self.by_hand:
             return ()
@@ -108,10 +109,10 @@ class AxisRules:
         return tuple((i, names) for i, names in dims if names)
 
     def inside(self, stages: str) -> "AxisRules":
-        """Return the rules in a stage of a pipeline, whose rows lie on its devices.
+        """Return the rules inside a stage of a pipeline.
 
         Args:
-            stages: mesh axis by hand.
+            stages: the manual mesh axis of the stages, which is removed.
         """
 
         def without(table: Pairs) -> Pairs:
@@ -126,13 +127,13 @@ class AxisRules:
         )
 
     def copies(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes by hand along which a parameter's parts are the same."""
+        """Return the manual mesh axes over which a parameter is replicated."""
         cut = {name for _, names in self.cut(axes) for name in names}
         return tuple(axis for axis in wide(self.by_hand) if axis not in cut)
 
 
 def wide(axes: Iterable[str]) -> tuple[str, ...]:
-    """Return those of some mesh axes by hand that are more than one device wide."""
+    """Return the manual mesh axes that have more than one device."""
     return tuple(axis for axis in axes if jax.lax.psum(1, axis) > 1)
 
 

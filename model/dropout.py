@@ -1,8 +1,8 @@
-"""Dropout: what training leaves out at random, so that no unit relies on another.
+"""Dropout: set random elements to zero in training.
 
-Which elements those are is a function of seed, step, layer and place in the layer, row
-of the global batch and position: the same on any mesh, in any microbatch, and after a
-restart. Where no keys are given, in evaluation and sampling, nothing is left out.
+The elements are a function of seed, step, layer, place in the layer, row of the global
+batch and position. They are the same on every mesh, in every microbatch and after a
+restart. In evaluation and sampling no keys are given, and nothing is dropped.
 
 Source: Srivastava et al., Dropout, JMLR 15 (2014), in its inverted form.
 """
@@ -20,13 +20,13 @@ from model.execution import Execution
 def drop(
     x: Float[Array, "B T *dims"], rate: float, place: str, how: Execution
 ) -> Float[Array, "B T *dims"]:
-    """Set a part of the elements to zero and scale the others up to the same mean.
+    """Set a fraction of the elements to zero, and scale the others to the same mean.
 
     Args:
         x: rows of positions.
-        rate: the part, below 1.
-        place: in the layer; what is left out elsewhere is independent.
-        how: with keys of the positions, or without.
+        rate: the fraction, below 1.
+        place: the place in the layer. Different places drop independently.
+        how: execution, with the keys of positions or without.
     """
     if not rate:
         return x

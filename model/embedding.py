@@ -1,4 +1,4 @@
-"""Tables of embeddings: a row for each token, or for each position.
+"""Embedding tables, with one row for each token or position.
 
 Shapes: B batch, T time, D embed.
 """
@@ -18,7 +18,7 @@ from model.parts import part
 
 
 class Table(nnx.Module):
-    """An embedding table, looked up by id."""
+    """An embedding table that is looked up by id."""
 
     def __init__(
         self,
@@ -29,15 +29,15 @@ class Table(nnx.Module):
         rngs: nnx.Rngs,
         padding: int = 0,
     ):
-        """Draw the table from N(0, std²); rows that only pad are zero.
+        """Draw the table from N(0, std²). Padding rows are zero.
 
         Args:
-            config: of the model.
+            config: the model's config.
             size: the number of ids.
-            axis: their logical axis.
-            std: of the initial values.
-            rngs: to draw from.
-            padding: rows to add behind those of the ids.
+            axis: the logical axis of the ids.
+            std: standard deviation of the initial values.
+            rngs: random numbers.
+            padding: the number of padding rows after those of the ids.
         """
         shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
@@ -50,7 +50,7 @@ class Table(nnx.Module):
     def __call__(
         self, ids: Int[Array, "*dims"], parts: Parts
     ) -> Float[Array, "*dims D"]:
-        """Return the rows of int32 ids; `parts` tells what to gather of the table."""
+        """Return the rows of int32 ids; `parts` says how to gather the table."""
         with part("embedding"):
             return jnp.take(parts.gather(self.weight[...]), ids, axis=0, mode="clip")
 
@@ -58,21 +58,22 @@ class Table(nnx.Module):
 def look_up(
     lookups: Sequence[tuple[Table, Int[Array, "B T"]]], how: Execution
 ) -> Float[Array, "B T D"]:
-    """Add up the rows of tables, in the activation dtype.
+    """Return the sum of the rows of several tables, in the activation dtype.
 
-    Where a device has only some columns of each row, it looks them up for all devices
-    that share the table, and one all-to-all makes x[B_(data, fsdp), T, D] of
-    x[B_data, T, D_fsdp]; or else, where that is less, the table is gathered.
+    If a device holds only some columns of a table, there are two ways. If the rows are
+    smaller than the table (`rows_travel`), the device looks up its columns for all
+    devices that share the table, and one all-to-all converts x[B_data, T, D_fsdp] to
+    x[B_(data, fsdp), T, D]. Otherwise, the table is gathered.
     """
-    lie = [parts_of(table.axes, how) for table, _ in lookups]  # only gathered
-    apart = dict(lie[0].cut).get(1, ()) if how.rules.rows_travel else ()
+    all_parts = [parts_of(table.axes, how) for table, _ in lookups]
+    column_axes = dict(all_parts[0].cut).get(1, ()) if how.rules.rows_travel else ()
     x_BTD = jnp.zeros((), jnp.float32)
-    for (table, ids_BT), parts in zip(lookups, lie, strict=True):
-        if apart:
+    for (table, ids_BT), parts in zip(lookups, all_parts, strict=True):
+        if column_axes:
             parts = parts._replace(cut=tuple(cut for cut in parts.cut if cut[0] != 1))
-            ids_BT = jax.lax.all_gather(ids_BT, apart, axis=0, tiled=True)
+            ids_BT = jax.lax.all_gather(ids_BT, column_axes, axis=0, tiled=True)
         x_BTD = x_BTD + table(ids_BT, parts)
     x_BTD = x_BTD.astype(how.activation_dtype)
-    if apart:
-        x_BTD = jax.lax.all_to_all(x_BTD, apart, 0, 2, tiled=True)
+    if column_axes:
+        x_BTD = jax.lax.all_to_all(x_BTD, column_axes, 0, 2, tiled=True)
     return x_BTD

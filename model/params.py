@@ -1,8 +1,8 @@
-"""What is known of a parameter besides its value, and the tree of them.
+"""Metadata of parameters, and the tree of parameters.
 
-Parameters live in plain nested dicts of arrays once the model is built; the layers'
-are stacked along a leading `layers` dim, whatever loop runs over them, so that there is
-one checkpoint layout.
+After the model is built, parameters are nested dicts of arrays. Those of layers are
+stacked along a leading `layers` dim, whatever loop runs over them, so that checkpoints
+have one layout.
 """
 
 import math
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-# The subtrees whose parameters carry a leading `layers` dim.
+# The subtrees whose parameters have a leading `layers` dim.
 STACKED = ("dense_layers", "layers_between", "layers")
 
 
 def is_of_layers(name: str) -> bool:
-    """Tell whether an array of the state is stacked, a slice of it for each layer."""
+    """Return whether an array of the state is stacked over layers."""
     return any(part in STACKED for part in name.split("."))
 
 
@@ -37,12 +37,12 @@ class Kind(StrEnum):
 
 
 class ParamInfo(NamedTuple):
-    """What is known of a parameter besides its value.
+    """Metadata of a parameter.
 
     axes: the logical axis of each dim.
     kind: how optimizers see it.
-    inputs: of a matrix, how many dims are contracted, the first of its own.
-    padding: how many of the last entries along `vocab` stand for no token.
+    inputs: the number of contracted dims of a matrix. They come first, after `stack`.
+    padding: the number of last entries along `vocab` that only pad the vocabulary.
     """
 
     axes: tuple[str, ...]
@@ -57,13 +57,13 @@ class ParamInfo(NamedTuple):
 
     @property
     def stack(self) -> int:
-        """How many leading dims count layers, and experts that each have their own."""
-        own = self.axes[self.stacked :]
-        return self.stacked + (len(own) > 1 and own[0] == "experts")
+        """The number of leading dims that count layers or experts."""
+        axes = self.axes[self.stacked :]
+        return self.stacked + (len(axes) > 1 and axes[0] == "experts")
 
     @property
     def split(self) -> int:
-        """The dim that outputs begin with, or a table's columns; vectors have none."""
+        """The first output dim of a matrix, or the columns of a table."""
         return self.stack + max(1, self.inputs)
 
     def size(self, shape: tuple[int, ...]) -> int:
@@ -80,17 +80,17 @@ def is_info(node: object) -> bool:
 def param_infos(model: nnx.Module) -> dict[str, Any]:
     """Return the tree of `ParamInfo`, shaped like the tree of parameters."""
 
-    def info(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
-        own: ParamInfo = param.get_metadata("info")
+    def info_of(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
+        info: ParamInfo = param.get_metadata("info")
         if path[0] not in STACKED:
-            return own
-        return own._replace(axes=("layers", *own.axes))
+            return info
+        return info._replace(axes=("layers", *info.axes))
 
-    return nnx.to_pure_dict(nnx.map_state(info, nnx.state(model, nnx.Param)))
+    return nnx.to_pure_dict(nnx.map_state(info_of, nnx.state(model, nnx.Param)))
 
 
 def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
-    """Return values of each stack's layers, by its name, in the order of layers."""
+    """Return the values of all stacks' layers in the order of layers."""
     first, between, last = (stacks.get(name) for name in STACKED)
     assert last is not None
     if between is not None:

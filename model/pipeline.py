@@ -1,16 +1,18 @@
-"""Stages of layers on different devices, and microbatches that pass through them.
+"""Pipeline parallelism: stages of layers on different devices, and microbatches.
 
-The devices along one mesh axis (the one on which parameters' `layers` lie) are the
-stages. Microbatches enter the first stage one after another, and each stage hands what
-it made to the next: S stages have run M microbatches after M + S - 1 iterations of one
-loop. In S - 1 of these a stage has nothing to do (the bubble). With R repeats a stage
-has R groups of layers, the stages between two of them those of the other stages, and
-microbatches go round R times: R M + S - 1 iterations, each an R-th as long.
+The devices along one mesh axis, over which the `layers` dim of parameters is sharded,
+are the stages. Microbatches enter the first stage one after another, and each stage
+sends its output to the next one. S stages have run M microbatches after M + S - 1
+iterations of one loop, in S - 1 of which a stage is idle (the bubble). With R repeats,
+a stage has R groups of layers, which alternate with those of the other stages, and
+microbatches pass through all stages R times. This takes R M + S - 1 iterations, each an
+R-th as long.
 
-A device starts with its own rows of the batch, as along `data`: M/S microbatches. In
-each iteration one of them moves a stage towards the first, and what the last stage made
-moves behind them; so each device ends with the features of its own rows. Nothing of the
-bubble is read: it runs on zeros, and adds zeros to every gradient.
+A device starts with its local rows of the batch, which are M/S microbatches. In each
+iteration, one of them moves one stage towards the first stage, and the output of the
+last stage moves in after them. In the end, each device has the features of its local
+rows. In the bubble a stage computes on zeros, which add zeros to every gradient, and
+the output is not read.
 
 Source: GPipe, arXiv:1811.06965; circular stages: arXiv:2104.04473, section 2.2.
 
@@ -40,19 +42,19 @@ Run = Callable[
 def run_pipeline(
     run: Run, params: Any, x_BTD: Float[Array, "B T D"], rows: Any, how: Execution
 ) -> tuple[Float[Array, "B T D"], Routing | None]:
-    """Run layers that lie on the stages of a pipeline.
+    """Run layers that are sharded over the stages of a pipeline.
 
     Args:
-        run: (layers' parameters, x, rows, group, how) -> (x, what routers did), of some
-            rows; the group's number is that of its layers among those of all stages.
-        params: tree of a device's own layers, [L/S, ...] each.
-        x_BTD: what goes in, of a device's own rows.
-        rows: tree of int32 [B, T], what layers need to know of these.
-        how: execution, by hand along the stages' axis.
+        run: (parameters of layers, x, rows, group, how) -> (x, routing), for one
+            microbatch. Groups are numbered over all stages.
+        params: tree of the local layers, [L/S, ...] each.
+        x_BTD: the input of the first layer, for local rows.
+        rows: tree of int32 [B, T] that layers read for each row.
+        how: execution, with a manual axis of stages.
 
     Returns:
-        x_BTD behind the last layer, of a device's own rows; and what the routers of all
-        L layers did: the load of all stages, the loss of the own one alone.
+        The output of the last layer for local rows, and the routing of all L layers:
+        the load over all stages, and the loss of the local layers.
     """
     ((_, (axis,)),) = how.rules.cut(("layers",))
     S, M, R = jax.lax.psum(1, axis), how.pipeline_microbatches, how.pipeline_repeats
@@ -62,31 +64,31 @@ def run_pipeline(
     back = [(s, s - 1) for s in range(1, S)]
     stream = x_BTD.reshape(turns, -1, *x_BTD.shape[1:])
 
-    def of_all(ids_BT: jax.Array) -> jax.Array:
-        whole = jax.lax.all_gather(ids_BT, axis, tiled=True)
-        return whole.reshape(M, stream.shape[1], *ids_BT.shape[1:])
+    def gather_microbatches(ids_BT: jax.Array) -> jax.Array:
+        gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
+        return gathered.reshape(M, stream.shape[1], *ids_BT.shape[1:])
 
     with part("pipeline"):
         keys = None if how.keys_BT is None else jax.random.key_data(how.keys_BT)
-        rows_keys = jax.tree.map(of_all, (rows, keys))
-        params = dealt(params, axis, R) if R > 1 else params
+        rows_keys = jax.tree.map(gather_microbatches, (rows, keys))
+        params = interleave_layers(params, axis, R) if R > 1 else params
 
     run_stage = _make_stage(run, inside, stage, S, R)
 
     def iterate(carry, t: jax.Array):
         stream, arrived, waiting = carry
-        number = t - stage  # of the pass that the stage is at: M of each repeat
-        at_work = (number >= 0) & (number < R * M)
+        number = t - stage  # The stage's pass, counted over repeats: M in each.
+        is_busy = (number >= 0) & (number < R * M)
         first = _at(stream, t % turns)
         entering = first
         if R > 1:
             again = _at(waiting, t % waits) if waits else arrived
             entering = jnp.where(t < M, first, again)
         x = jnp.where(stage == 0, entering, arrived)
-        x = jnp.where(at_work, x, 0)
-        own = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
+        x = jnp.where(is_busy, x, 0)
+        microbatch = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
         repeat = jnp.clip(number // M, 0, R - 1)
-        y, routing, noted = run_stage(params, x, own, repeat)
+        y, routing, noted = run_stage(params, x, microbatch, repeat)
         if waits:
             waiting = _put(waiting, arrived, t % waits)
         with part("pipeline"):
@@ -99,105 +101,112 @@ def run_pipeline(
     start = stream, arrived, jnp.zeros((waits, *arrived.shape), arrived.dtype)
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
-        (stream, _, _), done = jax.lax.scan(iterate, start, iterations)
-    # The last stage began S - 1 iterations late, and with it its place in the stream.
+        (stream, _, _), outputs = jax.lax.scan(iterate, start, iterations)
+    # The last stage began S - 1 iterations late, so that its outputs are S - 1 further
+    # along the stream.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
-    of_own = partial(_of_own_layers, stage=stage, sizes=(R, S, M))
-    return x_BTD, _of_all_stages(*done, of_own, how.taps, axis)
+    routing, noted = outputs
+    local_layers = partial(_local_layers, stage=stage, sizes=(R, S, M))
+    return x_BTD, _reduce_stages(routing, noted, local_layers, how.taps, axis)
 
 
 def _make_stage(
     run: Run, how: Execution, stage: jax.Array, stages: int, repeats: int
 ) -> Callable[..., Any]:
-    """Return what runs a stage's layers of one repeat on one microbatch."""
+    """Return the function that runs a stage's layers on one microbatch."""
 
     def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
-        # Also of a single group: what does not depend on the iteration (each layer's
-        # gathered weights) jax would compute, and keep, before the loop.
-        group = jax.tree.map(lambda own: _group(own, repeat, repeats), params)
+        # A slice is taken even if there is only one group. Otherwise jax would compute
+        # values that do not depend on the iteration, such as gathered weights, before
+        # the loop, and keep them.
+        group = jax.tree.map(lambda layers: _group(layers, repeat, repeats), params)
         rows, keys = rows_keys
         keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
         taps = None if how.taps is None else Taps()
-        own = how._replace(keys_BT=keys_BT, taps=taps)
-        y, routing = run(group, x, rows, repeat * stages + stage, own)
+        execution = how._replace(keys_BT=keys_BT, taps=taps)
+        y, routing = run(group, x, rows, repeat * stages + stage, execution)
         return y, routing, taps and taps.of_stacks()
 
     return rematerialized_stage(run_stage, how.remat)
 
 
-def _of_all_stages(
+def _reduce_stages(
     routing: Routing | None,
     noted: Noted | None,
-    of_own: Callable[..., Any],
+    local_layers: Callable[..., Any],
     taps: Taps | None,
     axis: str,
 ) -> Routing | None:
-    """Note what all layers noted; return the load of all, and the loss of the own."""
+    """Record the figures of all layers, and return their load and the local loss."""
     if taps is not None and noted is not None:
         noted = noted.reduced(
-            lambda each: jax.lax.pmax(of_own(each, jnp.max), axis),
-            lambda each: jax.lax.psum(of_own(each, jnp.mean), axis),
+            lambda values: jax.lax.pmax(local_layers(values, jnp.max), axis),
+            lambda values: jax.lax.psum(local_layers(values, jnp.mean), axis),
         )
         taps.put(noted)
     if routing is None:
         return None
-    load, loss = jax.tree.map(of_own, routing)
+    load, loss = jax.tree.map(local_layers, routing)
     return Routing(jax.lax.psum(load, axis), loss)
 
 
-def _of_own_layers(
-    each: jax.Array,
-    over: Callable[..., jax.Array] = jnp.sum,
+def _local_layers(
+    values: jax.Array,
+    reduce: Callable[..., jax.Array] = jnp.sum,
     *,
     stage: jax.Array,
     sizes: tuple[int, int, int],
 ) -> jax.Array:
-    """Bring [iterations, L/(R S), ...] to [L, ...]; zero where layers lie apart.
+    """Convert [iterations, L/(R S), ...] to [L, ...]; zero for layers of other stages.
 
-    over: what makes one of all microbatches; sizes: R, S, M.
+    Args:
+        values: the local layers' values in each iteration.
+        reduce: reduces over microbatches.
+        stage: this device's stage.
+        sizes: R, S and M.
     """
     R, S, M = sizes
-    each = jax.lax.dynamic_slice_in_dim(each, stage, R * M)
-    own = over(each.reshape(R, M, *each.shape[1:]), axis=1)
-    whole = jnp.zeros((R, S, *own.shape[1:]), own.dtype).at[:, stage].set(own)
-    return whole.reshape(-1, *own.shape[2:])
+    values = jax.lax.dynamic_slice_in_dim(values, stage, R * M)
+    values = reduce(values.reshape(R, M, *values.shape[1:]), axis=1)
+    layers = jnp.zeros((R, S, *values.shape[1:]), values.dtype).at[:, stage].set(values)
+    return layers.reshape(-1, *values.shape[2:])
 
 
-def dealt(params: Any, axis: str, repeats: int) -> Any:
-    """Exchange groups of layers, so that each stage has every S-th of them.
+def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
+    """Exchange groups of layers, so that each stage has every S-th group.
 
-    The state has neighbouring layers on a device whatever the number of repeats, so
-    that there is one layout of checkpoints; the step brings W[L/S, ...] to the order in
-    which they run, and its gradient back. The R groups of each of the S devices travel
-    in R permutes: in each of them every device sends one group and gets one.
+    The state always holds neighbouring layers on a device, so that checkpoints have one
+    layout for any number of repeats. The step converts W[L/S, ...] to the order in
+    which layers run, and its gradient back. The R groups of each device are exchanged
+    in R permutes, in each of which every device sends one group and receives one.
 
     Args:
         params: tree of [L/S, ...], neighbouring layers.
-        axis: of the stages.
+        axis: the mesh axis of the stages.
         repeats: R.
     """
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
-    wide = S // math.gcd(repeats, S)
+    period = S // math.gcd(repeats, S)
 
-    def deal(own: jax.Array) -> jax.Array:
-        groups = own.reshape(repeats, -1, *own.shape[1:])
+    def interleave(local: jax.Array) -> jax.Array:
+        groups = local.reshape(repeats, -1, *local.shape[1:])
         result = jnp.zeros_like(groups)
         for first in range(repeats):
-            sent = [(first + s // wide) % repeats for s in range(S)]
-            places = [s * repeats + i for s, i in enumerate(sent)]
-            pairs = [(s, place % S) for s, place in enumerate(places)]
-            repeat = [place // S for place in sorted(places, key=lambda p: p % S)]
+            sent = [(first + s // period) % repeats for s in range(S)]
+            numbers = [s * repeats + i for s, i in enumerate(sent)]
+            pairs = [(s, number % S) for s, number in enumerate(numbers)]
+            repeat = [number // S for number in sorted(numbers, key=lambda n: n % S)]
             group = _at(groups, jnp.asarray(sent)[stage])
             group = jax.lax.ppermute(group, axis, pairs)
             result = _put(result, group, jnp.asarray(repeat)[stage])
-        return result.reshape(own.shape)
+        return result.reshape(local.shape)
 
-    return jax.tree.map(deal, params)
+    return jax.tree.map(interleave, params)
 
 
-def _group(own: jax.Array, repeat: jax.Array, repeats: int) -> jax.Array:
-    size = own.shape[0] // repeats
-    return jax.lax.dynamic_slice_in_dim(own, repeat * size, size)
+def _group(layers: jax.Array, repeat: jax.Array, repeats: int) -> jax.Array:
+    size = layers.shape[0] // repeats
+    return jax.lax.dynamic_slice_in_dim(layers, repeat * size, size)
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""What a layer's backward pass has of its forward pass: kept, or computed again.
+"""Rematerialisation: which results of a layer the backward pass saves or recomputes.
 
-What is kept waits in the device's memory, or, by name, in the host's. Recomputation is
-the same mathematics in the same order: losses and gradients stay what they are to
-rounding, memory and time change.
+Saved results stay in the device's memory or, by name, in host memory. Recomputation is
+the same mathematics in the same order: it changes memory and time, and losses and
+gradients only by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ from jaxtyping import Array, Float
 
 from model.config import Intermediate, OffloadName
 
-Policy = str | tuple[str, ...]  # none, dots, full; or names of Intermediate
+Policy = str | tuple[str, ...]  # "none", "dots", "full", or names of Intermediate.
 _INPUT: OffloadName = "residual"
-# cuDNN's forward pass gives its output and log-sum-exp no names: the primitive of
+# cuDNN's forward pass does not name its output and log-sum-exp. The primitive of
 # jax.nn.dot_product_attention stands for both.
 _CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Name what a layer starts from, which is kept whatever it recomputes."""
+    """Name the input of a layer, which is saved under every policy."""
     return checkpoint_name(x, _INPUT)
 
 
 def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
-    """Name an intermediate result, so that a policy can keep it."""
+    """Name an intermediate result, so that a policy can save it."""
     return checkpoint_name(x, what)
 
 
@@ -38,33 +38,34 @@ def rematerialized(
     looped: bool,
     branches: bool = False,
 ) -> Callable:
-    """Return the layer, its results recomputed in the backward pass as a policy says.
+    """Return a layer whose results are recomputed in the backward pass by a policy.
 
     Args:
         layer: a function of arrays.
-        policy: which of its intermediate results are kept: all (none is recomputed),
-            those of products with a weight (dots), no one (full), or those named.
-        offload: names of results that are kept in host memory, whatever the policy.
-        looped: whether a loop of more than one iteration runs over it.
-        branches: whether it is a choice between branches: what these keep of their
-            arguments, weights among them, is kept once more unless a policy says what.
+        policy: "none" saves all results, "dots" saves those of products with a weight,
+            "full" saves none. Names save the results with these names.
+        offload: names of results that are saved in host memory, whatever the policy.
+        looped: whether a loop of more than one iteration runs the layer.
+        branches: whether the layer chooses between branches. Without a policy, branches
+            would save copies of their arguments, weights included.
     """
-    # With `offload` train/cli/rules.py refuses it.
+    # train/cli/rules.py refuses `offload` with this policy.
     if policy == "none" and not branches:
         return layer
     keep = _offloading(offload, _keep(policy)) if offload else _keep(policy)
-    # A loop keeps XLA from undoing the recomputation; without one it has to be told.
+    # A loop prevents XLA from undoing the recomputation. Without a loop, prevent_cse
+    # does.
     return jax.checkpoint(layer, policy=keep, prevent_cse=not looped)
 
 
 def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
-    """Return a pipeline's stage, which keeps what its layers do and no weight.
+    """Return a pipeline's stage that saves what its layers save, but no weights.
 
-    Else it would keep the layers that it took of the device's in each iteration.
+    Otherwise it would save the slice of the parameters that each iteration takes.
 
     Args:
-        stage: a function of arrays; it slices parameters, and its layers are named.
-        policy: of its layers.
+        stage: a function of arrays that slices parameters.
+        policy: the policy of its layers.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     keep = _keep_all_but_slices if policy == "none" else _keep(policy)
@@ -92,7 +93,7 @@ def _keep(policy: Policy) -> Callable[..., Any]:
 
 
 def _offloading(names: Sequence[OffloadName], keep: Callable) -> Callable[..., Any]:
-    """Return a policy that keeps some results in host memory, others as another one."""
+    """Return a policy that offloads named results and treats others as `keep` does."""
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         kernel = "attention" in names and _is_cudnn_forward(primitive)

@@ -1,17 +1,17 @@
-"""The largest value of each row, as XLA's CPU is fast at it."""
+"""The maximum of each row, in a form that XLA's CPU backend computes fast."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-_NARROW = 32  # values of a row that XLA does not cut into windows
+_NARROW = 32  # XLA does not divide rows of this width into windows.
 
 
 def row_max(x: Float[Array, "... S"]) -> Float[Array, "... 1"]:
-    """Return the maximum over the last dim; a NaN is one.
+    """Return the maximum over the last dim. If a row has a NaN, its maximum is NaN.
 
-    Halves of rows are compared, many values at once, until rows are narrow. By itself
-    XLA's CPU compares the values of a row one by one, which took longer than a softmax'
-    exponentials (docs/log.md).
+    The function compares halves of rows, many values at once, until rows are narrow.
+    XLA's CPU backend alone compares the values of a row one by one, which took longer
+    than the exponentials of a softmax (docs/log.md).
     """
     while x.shape[-1] > _NARROW and x.shape[-1] % 2 == 0:
         left, right = jnp.split(x, 2, axis=-1)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from model.axes import AxisRules
 from model.execution import Execution
-from model.pipeline import dealt, run_pipeline
+from model.pipeline import interleave_layers, run_pipeline
 from model.remat import layer_input
 
 STAGES = PartitionSpec("pipeline")
@@ -87,7 +87,9 @@ def test_features_and_gradients_are_those_of_layers_in_a_row(
 def test_each_stage_gets_every_sth_group_of_layers(stages, repeats):
     """Two layers a group, whatever divides what."""
     layers = jnp.arange(2 * stages * repeats)
-    found = on_stages(lambda own: dealt(own, "pipeline", repeats), stages)(layers)
+    found = on_stages(lambda own: interleave_layers(own, "pipeline", repeats), stages)(
+        layers
+    )
     groups = np.asarray(layers).reshape(repeats, stages, 2).swapaxes(0, 1)
     np.testing.assert_array_equal(np.asarray(found), groups.ravel())
 
