@@ -34,6 +34,21 @@ class Machine(NamedTuple):
     variables: Mapping[str, str] = {}
 
 
+class Checked(NamedTuple):
+    """A job that a plan was made for, if that could be done.
+
+    job: with what it needs of a host's memory, if the plan says so.
+    unchecked: a sentence that says what no plan has checked, and why; None if all was.
+    """
+
+    job: Job
+    unchecked: str | None = None
+
+
+ALL_UNCHECKED = (
+    "the sizes of mesh and batch, the memory of a device, and the memory and cores of "
+    "a host were not checked"
+)
 _REFUSED = {
     DOES_NOT_FIT: "it does not fit",
     WRONG_CONFIG: "its configuration is wrong",
@@ -41,17 +56,15 @@ _REFUSED = {
 }
 
 
-def check_plan(job: Job, machine: Machine, force: bool) -> Job:
+def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
     """Show the plan; refuse what is of no use to submit.
-
-    Returns:
-        The job, with what it needs of a host's memory, if a plan says so.
 
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
     """
     if machine == Machine():
-        return job
+        why = "the keys of the cluster do not say which devices there are"
+        return Checked(job, f"No plan was made, because {why}: {ALL_UNCHECKED}.")
     arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
     if machine.target is not None:
         arguments += [f"output={folder}", f"target={machine.target}"]
@@ -62,16 +75,20 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Job:
     if code in _REFUSED:
         why = f"the plan says that {_REFUSED[code]}"
         if not force:
-            remedy = "To submit all the same: force=true"
-            raise Exit(code, f"not submitted: {why}. {remedy}")
-        log.warning("%s; submitted all the same (force=true)", why)
-    elif code != FINISHED:
-        log.warning("the plan could not be made (exit code %d): submitted unseen", code)
-    elif machine.target is not None:
-        plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
-        staged, held = plan["host_save"]["bytes"], plan["host_held_bytes"]
-        return replace(job, staged_bytes=staged, held_bytes=held)
-    return job
+            raise Exit(code, f"Refused: {why}. To go on all the same: force=true")
+        log.warning("%s; goes on all the same (force=true)", why)
+        return Checked(job, f"With force=true this goes on, although {why}.")
+    if code != FINISHED:
+        wrong = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
+        log.warning(wrong)
+        return Checked(job, wrong)
+    if machine.target is None:
+        why = "The plan was made for devices of an unknown kind: the memory of a "
+        why += "device, and the memory and cores of a host were not checked."
+        return Checked(job, why)
+    plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
+    staged, held = plan["host_save"]["bytes"], plan["host_held_bytes"]
+    return Checked(replace(job, staged_bytes=staged, held_bytes=held))
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

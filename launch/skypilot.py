@@ -59,6 +59,12 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     if cluster.code is Code.image and cluster.image is None:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
         wrong.append(Mistake("cluster.image", None, rule))
+    if not (cluster.accelerators or cluster.image or cluster.setup or cluster.merge):
+        rule = "is needed: SkyPilot would take its cheapest machine, on which nothing "
+        rule += "is installed. Give cluster.accelerators=H100:8, and an image that has "
+        rule += "JAX (cluster.image) or the lines that install it (cluster.setup="
+        rule += "[pip install 'jax[cuda13]']); for CPUs one of these two is enough"
+        wrong.append(Mistake("cluster.accelerators", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
             rule = "must name variables, not values, there and in your environment: "

@@ -14,7 +14,7 @@ from launch.backend import Backend
 from launch.config import Action, Code, LaunchConfig, kind_in, schema_of
 from launch.job import Job, Rendered, control_character_mistakes, job_name, shell
 from launch.kubernetes import gke_gpu, gke_tpu
-from launch.plan_check import check_plan
+from launch.plan_check import ALL_UNCHECKED, Checked, check_plan
 from launch.remote import ssh, tpu_vm
 from launch.slurm import backend as slurm
 from launch.submissions import (
@@ -58,19 +58,19 @@ def run_directory(config: Any) -> str:
 def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Check, show the plan, render, keep what is submitted, submit.
 
-    `config` was composed of `arguments`, typed in `workdir`: paths begin there.
+    `config` was composed of `arguments`, typed in `workdir`: paths begin there. The
+    plan comes before the run's directory is read, which may be out of reach.
     """
     kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
-    number = next_number(directory)
-    submission = Submission(directory, number, kind, "", tuple(arguments), workdir)
-    job = _job(config, arguments, workdir, os.fspath(submission.folder))
     backend = BACKENDS[kind]
+    job = _checked(config, _job(config, arguments, workdir), backend).job
     _refuse_twice(directory)
-    if config.plan_first:
-        job = check_plan(job, backend.machine(cluster), config.force)
+    number, typed = next_number(directory), tuple(arguments)
+    submission = Submission(directory, number, kind, job.name, typed, workdir)
+    job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
     files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}
-    submission = keep(dataclasses.replace(submission, name=job.name), files, ROOT)
+    submission = keep(submission, files, ROOT)
     log.info("%s: kept in %s", job.name, submission.folder)
     return backend.submit(job, cluster, rendered, submission)
 
@@ -78,13 +78,16 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
 def render(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Show what would be submitted, with the paths that `submit` would use.
 
-    Files go to `output`, or are printed; then come the commands. What only a plan says,
-    the memory of a host, is left to the site.
+    A plan is made as for `submit`; the first line says what it did not check, if so.
+    Files go to `output`, or are printed; then come the commands.
     """
+    backend = BACKENDS[kind_in(arguments)]
+    job, unchecked = _checked(config, _job(config, arguments, workdir), backend)
     folder = os.fspath(folder_to_render(run_directory(config)))
-    job = _job(config, arguments, workdir, folder)
-    job = dataclasses.replace(job, rendered_to=config.output or ".")
-    rendered = BACKENDS[kind_in(arguments)].render(job, config.cluster)
+    job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
+    rendered = backend.render(job, config.cluster)
+    if unchecked is not None:
+        print(f"# {unchecked}")
     if config.output is not None:
         write_files(epath.Path(config.output), _files(rendered, config.cluster))
     else:
@@ -119,8 +122,15 @@ def resume(
     return submit(config, submission.arguments, submission.workdir)
 
 
-def _job(config: Any, arguments: Sequence[str], workdir: str, folder: str) -> Job:
-    """Return what is to run.
+def _checked(config: Any, job: Job, backend: Backend) -> Checked:
+    """Make the plan of a job, unless plan_first=false."""
+    if not config.plan_first:
+        return Checked(job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}.")
+    return check_plan(job, backend.machine(config.cluster), config.force)
+
+
+def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
+    """Return what is to run; its folder is not settled yet.
 
     Raises:
         ConfigError: a word that cannot travel.
@@ -131,7 +141,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str, folder: str) -> Jo
     return Job(
         name=job_name(run_name(of_training(config)), directory),
         run_dir=directory,
-        folder=folder,
+        folder="",
         overrides=_for_training(arguments, directory),
         root=str(ROOT),
         workdir=workdir,

@@ -105,6 +105,8 @@ class RuntimeConfig:
     sparse_cores: bool = True
     # A folder; null: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/longhaul/xla.
     compilation_cache: str | None = None
+    # For drills only: the run injects the fault that LONGHAUL_DRILL names.
+    allow_fault_injection: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,12 @@ def place(batch: Batch, like: Batch) -> Batch:
 
 
 class Feed:
-    """Device batches, the next one already on its way; counts the time waited."""
+    """Device batches in their order; counts the time that the host's were waited for.
+
+    A step is dispatched, not awaited, so the transfer of the batch after it overlaps
+    the computation. No batch waits for the one after it: a source that stalls costs no
+    step that could be taken.
+    """
 
     def __init__(
         self,
@@ -57,33 +62,25 @@ class Feed:
         like: Batch,
         phase: Callable[[str], None] = lambda name: None,
     ):
-        """Start the transfer of the first batch.
+        """Take no batch yet.
 
         Args:
-            batches: of the host.
+            batches: of the host, which reads ahead (`data.prefetch`).
             like: `jax.ShapeDtypeStruct` fields with their sharding.
             phase: told "data" before each wait for a batch, and "step" after it.
         """
         self._batches, self._like, self._phase = batches, like, phase
         self.seconds_waited = 0.0
-        self._next = self._take()
-
-    def _take(self) -> Batch | None:
-        start = time.perf_counter()
-        self._phase("data")
-        batch = next(self._batches, None)
-        self._phase("step")
-        self.seconds_waited += time.perf_counter() - start
-        return None if batch is None else place(batch, self._like)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate to the end of the host's batches."""
         return self
 
     def __next__(self) -> Batch:
-        """Return a batch and start the transfer of the one after it."""
-        batch = self._next
-        if batch is None:
-            raise StopIteration
-        self._next = self._take()
-        return batch
+        """Wait for the host's next batch, and start its transfer."""
+        start = time.perf_counter()
+        self._phase("data")
+        batch = next(self._batches)
+        self._phase("step")
+        self.seconds_waited += time.perf_counter() - start
+        return place(batch, self._like)

@@ -76,7 +76,8 @@ class Trainer:
         window = LogWindow(program, run, self.order, feed)
         rest = preemption, train_step.as_text, window.pause
         profiler = Profiler(run, self.cluster, *rest)
-        faults = FaultInjection(self.cluster.process)
+        allowed = config.runtime.allow_fault_injection
+        faults = FaultInjection(self.cluster.process, allowed)
         await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise
         preemption.step_done(first)
         shown = window.peak is not None, run.write

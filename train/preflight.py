@@ -48,7 +48,8 @@ class Prepared:
     ):
         """Prepare both, before anything is written.
 
-        `beat` is called for each piece of text that is encoded.
+        `beat` is called for each piece of text that is encoded, and on all processes
+        while process 0 looks for a layout.
 
         Raises:
             ConfigError: if the config does not fit the devices or the data.
@@ -59,8 +60,8 @@ class Prepared:
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            chosen = cluster.broadcast(
-                lambda: asdict(choose(self.config, jax.devices()))
+            chosen = cluster.broadcast_progress(
+                lambda beat: asdict(choose(self.config, jax.devices(), beat=beat)), beat
             )
             self.config = Layout(**chosen).applied(self.config)
         cluster.agree(self._lay_out)

@@ -23,6 +23,7 @@ OVERRIDES = (
     *("schedule=constant", "data.sequence_length=64", "data.batch_size=64"),
     *(f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=5"),
     *("eval.final_num_batches=1", "run.lease_interval_s=0.5", "run.lease_timeout_s=8"),
+    "runtime.allow_fault_injection=true",
 )
 _MARK = "LONGHAUL_DRILL_PLACE"  # in the environment of all that a drill starts
 

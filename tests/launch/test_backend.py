@@ -282,7 +282,10 @@ def test_through_the_door(tmp_path, arguments, start, end, held):
     pytest.importorskip("s3fs")
     own = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
     own += ["cluster.environment.SAID=hello", "tracker.project=$(A)"]
-    output = says(tmp_path, *arguments, *own, environment={"PATH": "/nowhere"})
+    own += ["plan_first=false"]
+    said = says(tmp_path, *arguments, *own, environment={"PATH": "/nowhere"})
+    first, _, output = said.partition("\n")
+    assert first.startswith("# No plan was made (plan_first=false): ")
     assert output.startswith(start)
     assert output.endswith(end)
     files = [file for file in (tmp_path / "out").iterdir() if file.suffix != ".gz"]

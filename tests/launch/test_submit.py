@@ -19,6 +19,7 @@ from tests.fleet import REPOSITORY
 from tests.launch.test_archive import contents
 from tests.launch.test_unpack import UNPACKER
 from train.cli.command import compose
+from train.errors import Exit
 
 
 @dataclass(frozen=True)
@@ -120,3 +121,55 @@ def test_what_is_rendered_is_whole(elsewhere, tmp_path: Path, monkeypatch, capsy
     }
     submitted(monkeypatch, cluster, *arguments)
     assert "# ---- job.sh\nline\n" in capsys.readouterr().out
+
+
+@pytest.fixture
+def plan(elsewhere, monkeypatch) -> SimpleNamespace:
+    """A machine that is known, and a plan that ends with `code`."""
+    plan = SimpleNamespace(code=0)
+    elsewhere.machine = lambda _: Machine(target="h100-8")
+    elsewhere.render = lambda job, _: Rendered({}, [f"memory={job.staged_bytes}"])
+
+    def run_module(module, arguments, variables, cwd, stdout):
+        (folder,) = (a for a in arguments if a.startswith("output="))
+        file = Path(cwd) / folder.removeprefix("output=") / "plan.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save = {"bytes": 7, "how": "computed"}
+        file.write_text(json.dumps({"host_save": save, "host_held_bytes": 5}))
+        return SimpleNamespace(returncode=plan.code)
+
+    monkeypatch.setattr("launch.plan_check.run_module", run_module)
+    return plan
+
+
+@pytest.mark.parametrize("action", ["submit", "render"])
+def test_what_the_plan_refuses_is_neither_submitted_nor_rendered(
+    plan, tmp_path, monkeypatch, capsys, action
+):
+    monkeypatch.chdir(tmp_path)
+    for plan.code in (4, 65, 78):
+        with pytest.raises(Exit, match="Refused: the plan says") as refused:
+            submitted(monkeypatch, Away(), f"run.dir={tmp_path}/x", f"action={action}")
+        assert refused.value.code == plan.code
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "first", "memory"),
+    [
+        (0, (), "", 7),
+        (0, ("plan_first=false",), "# No plan was made (plan_first=false): ", None),
+        (1, (), "# The plan could not be made (exit code 1): ", None),
+        (78, ("force=true",), "# With force=true this goes on, although ", None),
+    ],
+)
+def test_what_is_rendered_asks_for_what_the_plan_says_or_says_first_that_none_did(
+    plan, tmp_path, monkeypatch, capsys, code, more, first, memory
+):
+    monkeypatch.chdir(tmp_path)
+    plan.code, keys = code, (f"run.dir={tmp_path}/x", "action=render")
+    submitted(monkeypatch, LocalCluster(), *keys, *more)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line[: len(first)] for line in lines] == [first] * bool(first)
+    assert last == f"memory={memory}"

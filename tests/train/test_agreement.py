@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet import Fleet
+from tests.fleet import TINY, Fleet, of_text, write_text
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +96,40 @@ print(found, sorted(left), file=sys.stderr)
 """
     codes, said = run(tmp_path, JOIN, code)
     assert codes == [0, 0], said
-    left = [f"longhaul/broadcast/{number}" for number in (1, 3, 5)]
+    left = [f"longhaul/broadcast/{number}/0" for number in (1, 3, 5)]
     assert f"{['wrong'] * 3} {left}" in said[0], said
+
+
+def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):
+    """Longer than they wait for a process that says nothing."""
+    code = """
+from train import preflight
+from train.distributed.processes import Cluster
+from train.plan.search.candidates import Layout
+
+def choose(config, devices, beat=lambda: None):
+    for _ in range(60):
+        time.sleep(0.1)
+        beat()
+    return Layout(1, len(devices), 1, 1, 1, "none", 1)
+
+class Impatient(Cluster):
+    def agree(self, facts):
+        cluster.agree(facts)
+
+preemption.connect(cluster)
+preflight.choose, beats = choose, []
+impatient = Impatient(cluster.process, cluster.processes, 2.0, cluster._rounds)
+planned = compose([*sys.argv[1:], *TINY, "data.batch_size=16", "mesh=planned"])
+prepared = preflight.Prepared(planned, impatient, lambda: beats.append(1))
+fsdp = prepared.config.mesh.fsdp
+print(fsdp == jax.device_count(), len(beats) > 10, file=sys.stderr)
+preemption.close()
+"""
+    text = *TINY, *of_text(write_text(tmp_path))
+    codes, said = run(tmp_path, f"TINY = {text!r}\n", JOIN, code)
+    assert codes == [0, 0], said
+    assert all("True True" in text for text in said), said
 
 
 def test_all_end_when_one_has_nothing_to_say(tmp_path):

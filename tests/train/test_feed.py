@@ -72,15 +72,15 @@ def test_the_feed_gives_each_batch_once_and_ends(programs, store):
     assert feed.seconds_waited >= 0
 
 
-def test_the_next_batch_is_on_its_way_before_it_is_asked_for(programs):
-    program, taken = programs("mesh.fsdp=8", devices=8), []
+def test_a_batch_is_handed_over_before_the_next_is_waited_for(programs):
+    """A source that stalls, or ends with an error, costs no step before it."""
+    program = programs("mesh.fsdp=8", devices=8)
 
     def batches():
-        for step in range(3):
-            taken.append(step)
-            yield batch_of()
+        yield batch_of()
+        raise TimeoutError
 
     feed = Feed(batches(), program.batch)
-    assert taken == [0]
-    next(feed)
-    assert taken == [0, 1]
+    check(next(feed), batch_of(), program)
+    with pytest.raises(TimeoutError):
+        next(feed)

@@ -201,6 +201,7 @@ def test_figures_are_recorded_before_a_score_and_a_save_of_their_step(
         *(f"data.cache_dir={tmp_path}/data", "log.numerics_interval_steps=1"),
         *("log.interval_steps=20", "eval.interval_steps=3", "eval.num_batches=1"),
         *("checkpoint.save_interval_steps=2", "runtime.cpu_devices=1"),
+        "runtime.allow_fault_injection=true",
     )
     result = forks.run(words, tmp_path, {"LONGHAUL_DRILL": "crash:0:5"})
     assert result.returncode == 1, result.stderr
@@ -220,7 +221,7 @@ def test_a_run_names_the_layer_to_blame(tmp_path, text, forks, most, watched):
         *("-m", "train", f"run.dir={tmp_path}/run", *TINY, f"data.path={text}"),
         *(f"data.cache_dir={tmp_path}/data", "log.numerics_interval_steps=100"),
         *("log.interval_steps=4", f"train.max_skipped_steps={most}"),
-        "runtime.cpu_devices=1",
+        *("runtime.cpu_devices=1", "runtime.allow_fault_injection=true"),
     )
     drill = {"LONGHAUL_DRILL": "fill:3:params.layers.mlp.down.weight:1:nan"}
     result = forks.run(words, tmp_path, drill)

@@ -1,6 +1,7 @@
-"""Faults from inside a run, for drills of its guards. Never set in earnest.
+"""Faults from inside a run, for drills of its guards.
 
-The environment variable LONGHAUL_DRILL holds one of
+Only with `runtime.allow_fault_injection=true` does the environment variable
+LONGHAUL_DRILL count. It holds one of
 
 - `stuck:<process>:<step>`: the process does nothing any more after that step;
 - `flip:<step>:<device>:<array>`: one bit of what a device (by its place in the mesh)
@@ -11,6 +12,7 @@ The environment variable LONGHAUL_DRILL holds one of
 - `pace:<seconds>:<file>`: each step takes that long more, until the file is there.
 """
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -22,14 +24,27 @@ from train.distributed.replicas import flip
 from train.program import Program
 from train.state import TrainState
 
+log = logging.getLogger(__name__)
+
 
 class FaultInjection:
-    """Injects the fault that the environment asks for, if it does."""
+    """Injects the fault that the environment asks for, if the config allows it."""
 
-    def __init__(self, process: int):
-        """Read the variable."""
+    def __init__(self, process: int, allowed: bool):
+        """Read the variable, and say what it does."""
+        fault = os.environ.get("LONGHAUL_DRILL", "")
+        if fault and allowed:
+            log.warning(
+                "FAULT INJECTION: this run is a drill of LONGHAUL_DRILL=%s", fault
+            )
+        elif fault:
+            log.warning(
+                "LONGHAUL_DRILL=%s has no effect without "
+                "runtime.allow_fault_injection=true",
+                fault,
+            )
         self._process = str(process)
-        self._kind, *self._rest = os.environ.get("LONGHAUL_DRILL", "").split(":")
+        self._kind, *self._rest = fault.split(":") if allowed else ("",)
 
     def after(self, step: int, state: TrainState, program: Program) -> TrainState:
         """Inject it, if its step has come."""

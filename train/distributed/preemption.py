@@ -95,9 +95,13 @@ class Preemption:
 
     def close(self) -> None:
         """Listen no more; all processes come here, or none (`crashed`)."""
-        # A thread that waits in C++ would abort the interpreter at its end.
+        # Python restores the default action of a signal that it handles long before the
+        # process is gone, but leaves one that is ignored. Ctrl-C may end what hangs.
+        for number in _SIGNALS.keys() - {signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
         with self._told:
             self._held = True
+        # A thread that waits in C++ would abort the interpreter at its end.
         if self._listener:
             self.request(_END)
             self._listener.join(_PATIENCE_S)

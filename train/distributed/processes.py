@@ -24,6 +24,7 @@ from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.1
 from data.errors import DataError
 from train.config import DistributedConfig
 from train.distributed.detection import find_place
+from train.distributed.differences import differences
 from train.distributed.rendezvous import await_processes, join_processes, numbered
 from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
 
@@ -116,26 +117,63 @@ class Cluster:
         Raises:
             Exit: on the others, with its code, when it failed on process 0.
         """
+        return self.broadcast_progress(lambda beat: value(), lambda: None)
+
+    def broadcast_progress(
+        self,
+        value: Callable[[Callable[[], object]], Any],
+        beat: Callable[[], object],
+    ) -> Any:
+        """Broadcast what may take long: the others wait as long as there is progress.
+
+        Args:
+            value: as in `broadcast`; takes a function, which it calls whenever it has
+                made progress.
+            beat: called on all processes when process 0 has made progress.
+
+        Raises:
+            Exit: on the others, with its code, when it failed on process 0; ABORTED, if
+                there was no progress for twice `timeout_s`.
+        """
         if self.processes == 1:
-            return value()
+            return value(beat)
         key = f"broadcast/{next(self._rounds)}"
         if not self.is_leader:
+            return self._await_answer(key, beat)
+        answers, last = itertools.count(), time.monotonic()
+
+        def answer(**content: Any) -> None:
+            self.set(f"{key}/{next(answers)}", json.dumps(content))
+
+        def progress() -> None:
+            nonlocal last
+            beat()
+            if time.monotonic() - last > self.timeout_s / 10:
+                last = time.monotonic()
+                answer(working=True)
+
+        try:
+            result = value(progress)
+        except BaseException as error:
+            answer(code=exit_code(error))
+            raise
+        answer(value=result)
+        return result
+
+    def _await_answer(self, key: str, beat: Callable[[], object]) -> Any:
+        """Wait for what process 0 broadcasts, as long as it makes progress."""
+        for number in itertools.count():
             try:  # process 0 may have to wait for others itself
-                answer = json.loads(self.get(key, 2 * self.timeout_s))
+                answer = json.loads(self.get(f"{key}/{number}", 2 * self.timeout_s))
             except TimeoutError:
                 wrong = f"process {self.process}: process 0 has said nothing for "
                 wrong += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
                 raise Exit(ABORTED, wrong) from None
+            beat()
             if "code" in answer:
                 raise Exit(answer["code"], "")  # process 0 says why
-            return answer["value"]
-        try:
-            result = value()
-        except BaseException as error:
-            self.set(key, json.dumps({"code": exit_code(error)}))
-            raise
-        self.set(key, json.dumps({"value": result}))
-        return result
+            if "value" in answer:
+                return answer["value"]
 
     def on_leader(self, action: Callable[[], T]) -> T | None:
         """Run a function on process 0 only; the others wait until it has succeeded.
@@ -180,7 +218,7 @@ class Cluster:
             if failed := {p: a for p, a in enumerate(answers) if "code" in a}:
                 lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
                 raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
-            if differing := _differences([answer["facts"] for answer in answers]):
+            if differing := differences([answer["facts"] for answer in answers]):
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
@@ -201,23 +239,6 @@ def _client() -> Any:
 def _message(error: Exception) -> str:
     expected = isinstance(error, Exit | ConfigError | DataError)
     return str(error) if expected else f"{type(error).__name__}: {error}"
-
-
-def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Return lines of who has what of each fact that differs, the many first."""
-    lines = []
-    for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
-        holders: dict[str, list[int]] = {}
-        for process, fact in enumerate(facts):
-            holders.setdefault(fact.get(name, "nothing"), []).append(process)
-        if len(holders) > 1:
-            most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
-            lines.append(f"  {name}:")
-            lines += [
-                f"    {value} on {numbered(who)} (host {facts[who[0]]['host']})"
-                for value, who in most_first
-            ]
-    return lines
 
 
 def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
-from train.errors import ABORTED, CRASHED, WRONG_CONFIG, Exit
+from train.errors import ABORTED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,11 @@ _TAKEN_S = 10.0  # that an earlier start, about to end, may hold the port
 _GRACE_S = 5.0  # for process 0 to tell the others that time is up
 _OTHER_FILES = 512  # that process 0 may open
 _HEARD = {"heard": True}
+_STRANGER = (
+    "Something else answers there: a run that has begun with another process of this "
+    "number, or another program. Give each process its own distributed.process_id, and "
+    "each run its own port in distributed.coordinator_address"
+)
 
 Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
 
@@ -56,19 +61,23 @@ def join_processes(
     """Report to process 0, and wait for the others.
 
     Raises:
-        Exit: process 0 cannot be reached, leaves, or tells who is missing.
+        Exit: process 0 cannot be reached, leaves, or tells who is missing;
+            WRONG_CONFIG, if something else answers at its address all the time.
     """
     began, reminded, heard = time.monotonic(), False, False
     hello = json.dumps({"process": process, "processes": processes}) + "\n"
     host, _, port = address.rpartition(":")
     while True:
-        waited_s = time.monotonic() - began
+        waited_s, stranger = time.monotonic() - began, False
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as server:
                 server.sendall(hello.encode())
                 server.settimeout(timeout_s + _GRACE_S)  # process 0 may have come late
+                # The coordinator of a run that has begun, say, does not speak JSON.
+                stranger = server.recv(1, socket.MSG_PEEK) not in (b"", b"{")
                 lines = server.makefile()
-                # An earlier start's coordinator, say, speaks another language.
+                if stranger:
+                    raise ValueError("another program answers")
                 heard = json.loads(lines.readline()) == _HEARD
                 verdict = json.loads(lines.readline())
                 break
@@ -77,11 +86,11 @@ def join_processes(
                 wrong = "process 0 left while the others were waited for"
                 raise Exit(ABORTED, f"process {process}: {wrong}") from None
             if waited_s > timeout_s:
-                raise Exit(
-                    ABORTED,
-                    f"process {process}: process 0 could not be reached at {address} "
-                    f"within distributed.init_timeout_s={timeout_s:.0f} ({error})",
-                ) from None
+                wrong = f"process {process}: process 0 could not be reached at "
+                wrong += f"{address} within distributed.init_timeout_s={timeout_s:.0f}"
+                if stranger:
+                    raise Exit(WRONG_CONFIG, f"{wrong}. {_STRANGER}") from None
+                raise Exit(ABORTED, f"{wrong} ({error})") from None
             if waited_s > _REMIND_S and not reminded:
                 log.warning("process %d: no sign of %s (%s)", process, address, error)
                 reminded = True
@@ -124,10 +133,11 @@ def _listen(address: str, processes: int) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise Exit(
-                    ABORTED,
+                    WRONG_CONFIG,
                     f"port {port} of process 0 is taken ({error.strerror}): another "
-                    f"run on this host? Give distributed.coordinator_address, or "
-                    f"JAX_COORDINATOR_PORT, another port",
+                    f"run uses it, or two processes have distributed.process_id=0. "
+                    f"Give distributed.coordinator_address, or JAX_COORDINATOR_PORT, "
+                    f"another port, and each process its own number",
                 ) from None
         time.sleep(_RETRY_S)
 
@@ -192,8 +202,11 @@ def _hear(
             else f"there is one of that number already, on {there}"
         )
         arrived[-1] = connection, host  # to be told too
-        # Not a wrong config for sure: it may be left from an earlier start.
-        raise Exit(CRASHED, f"{wrong}. Another run on this port?")
+        raise Exit(
+            WRONG_CONFIG,
+            f"{wrong}. Give all processes the same distributed.num_processes, each its "
+            f"own distributed.process_id, and each run its own port",
+        )
     arrived[who] = connection, host
     return True
 

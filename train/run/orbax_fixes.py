@@ -68,8 +68,16 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
 
 @functools.cache
 def quiet_failed_saves() -> None:
-    """Drop what Orbax and its event loop log of a save that failed."""
-    logging.getLogger("absl").addFilter(lambda record: not record.exc_info)
+    """Drop what Orbax and its event loop log of a save that failed.
+
+    Other libraries log through absl too: their tracebacks are kept.
+    """
+    import orbax.checkpoint  # a second: beside the compilation
+
+    (folder,) = orbax.checkpoint.__path__
+    logging.getLogger("absl").addFilter(
+        lambda record: not (record.exc_info and record.pathname.startswith(folder))
+    )
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

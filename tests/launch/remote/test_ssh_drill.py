@@ -113,6 +113,7 @@ def test_killed_cut_off_orphaned_stopped_and_resumed(servers, tmp_path):
         *("cluster=ssh", f"cluster.hosts=[{','.join(HOSTS)}]", "cluster.poll_s=0.3"),
         *(f"cluster.options=[-F,{servers.folder}/config]", "cluster.address=localhost"),
         *(f"cluster.port={free_port()}", "cluster.code=archive"),
+        "runtime.allow_fault_injection=true",
     )
     pace = f"LONGHAUL_DRILL: 'pace:0.5:{quick}'"
     caches = f"{{XDG_CACHE_HOME: {tmp_path}/cache, JAX_PLATFORMS: cpu, {pace}}}"

@@ -66,7 +66,7 @@ def test_the_plan_is_made_with_the_flags_of_the_job(monkeypatch, tmp_path):
     )
     job = replace(JOB, workdir=str(tmp_path))
     planned = replace(job, staged_bytes=7, held_bytes=5)
-    assert check_plan(job, slurm.machine(cluster), force=False) == planned
+    assert check_plan(job, slurm.machine(cluster), force=False) == (planned, None)
     ((module, arguments, variables),) = asked
     assert (module, arguments[-1]) == ("train.plan", "target=h100-8x1")
     assert variables["XLA_FLAGS"] == "--x"
@@ -102,7 +102,9 @@ def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):
         said = says(tmp_path, *keys, "run.name=a")
         script = (tmp_path / "out/job.sh").read_text()
         assert f"\nstop={folder}/stop\n" in script
-        assert said.startswith(f"mkdir -p {folder}\nsbatch --parsable ")
+        first, _, commands = said.partition("\n")
+        assert first.startswith("# No plan was made, because the keys of the cluster ")
+        assert commands.startswith(f"mkdir -p {folder}\nsbatch --parsable ")
         assert said.endswith(f"--output={folder}/job.log {tmp_path}/out/job.sh\n")
         assert not folder.exists()
         folder.mkdir(parents=True)  # typed by hand: the next has another folder

@@ -13,7 +13,7 @@ import pytest
 from tests.fleet import REPOSITORY, free_port
 from train.distributed import rendezvous
 from train.distributed.rendezvous import await_processes, join_processes, numbered
-from train.errors import ABORTED, CRASHED, WRONG_CONFIG, Exit
+from train.errors import ABORTED, WRONG_CONFIG, Exit
 
 PATIENCE_S = 60
 
@@ -132,7 +132,7 @@ def test_one_that_cannot_be_ends_all(start, address, process, total, said):
     first = start(await_processes, address, 3)
     with heard(address, 1, 3) as other:
         for code, text in ends(first, start(join_processes, address, process, total)):
-            assert code == CRASHED  # it may be left from an earlier start
+            assert code == WRONG_CONFIG
             assert said in text
         assert said in verdict(other)["wrong"]
 
@@ -171,7 +171,20 @@ def test_a_port_that_is_taken_is_named(monkeypatch, address):
         pytest.raises(Exit, match=f"port {port} of process 0 is taken") as error,
     ):
         await_processes(address, 2, PATIENCE_S)
-    assert error.value.code == ABORTED
+    assert error.value.code == WRONG_CONFIG
+
+
+def test_a_second_process_of_a_number_is_told_that_the_run_has_begun(start, address):
+    """Where process 0 waited, JAX's coordinator listens by then."""
+    host, _, port = address.partition(":")
+    with socket.create_server((host, int(port))) as server, ThreadPoolExecutor() as one:
+        other = one.submit(join_processes, address, 1, 2, 0)
+        connection, _ = server.accept()
+        connection.sendall(b"\x00\x00\x12\x04")  # HTTP/2, which waits for its client
+        ((code, said),) = ends(other)
+        connection.close()
+    assert code == WRONG_CONFIG
+    assert "another process of this number" in said
 
 
 def test_a_name_that_does_not_resolve_is_named():

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,7 @@ def search(
     compiles: int = 0,
     minutes: float = math.inf,
     precision: bool = False,
+    beat: Callable[[], object] = lambda: None,
 ) -> SearchResult:
     """Look for the fastest layout that fits.
 
@@ -66,6 +67,7 @@ def search(
         compiles: how many to compile at least, until one fits; 0: none.
         minutes: after which no more are compiled.
         precision: weigh fewer bits and host memory too (plan/precision.py).
+        beat: called while layouts are weighed, and before each that is compiled.
 
     Raises:
         ConfigError: if nobody states how fast the devices are, or no mesh is possible.
@@ -78,13 +80,14 @@ def search(
         if len(done) >= compiles and (given is None or not compiles or given in done):
             return replace(result, given=given)
     start = time.monotonic()
-    weighed, excluded = weigh_all(config, devices, budget, given)
+    weighed, excluded = weigh_all(config, devices, budget, given, beat)
     if precision:
         weighed |= weigh_changes(config, devices, budget, weighed)
     ranked = sorted(weighed.values(), key=rank)
     queue = _queue(ranked, given)
     compiled = list[Candidate]()
     while queue and compiles and time.monotonic() < start + 60 * minutes:
+        beat()
         layout = queue.pop(0).layout
         program = make_program(layout.applied(config), devices)
         compiled.append(as_candidate(layout, compile_and_read(program, budget)))
@@ -123,10 +126,12 @@ def choose(
     margin: float = MARGIN,
     compiles: int = 0,
     minutes: float = math.inf,
+    beat: Callable[[], object] = lambda: None,
 ) -> Layout:
     """Settle the layout of a config that leaves it to a search.
 
-    What was compiled before for such devices wins over what is estimated now.
+    What was compiled before for such devices wins over what is estimated now. `beat` is
+    called as long as the search makes progress.
 
     Raises:
         Exit: DOES_NOT_FIT, if nothing does.
@@ -138,7 +143,7 @@ def choose(
         train = typed(config.train.remat), config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
     budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
-    result = search(config, devices, budget, compiles, minutes)
+    result = search(config, devices, budget, compiles, minutes, beat=beat)
     if result.best is None:
         raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     best = result.best

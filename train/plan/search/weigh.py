@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -30,11 +30,13 @@ def weigh_all(
     devices: Sequence[Device],
     budget: MemoryBudget,
     given: Layout | None,
+    beat: Callable[[], object] = lambda: None,
 ) -> tuple[dict[Layout, Candidate], dict[str, Excluded]]:
     """Weigh layouts by shapes; count the meshes that are impossible by key.
 
     First each mesh without recomputation. Of those that are much slower so than
-    another that fits only what needs the least memory is weighed besides.
+    another that fits only what needs the least memory is weighed besides. `beat` is
+    called for each mesh, twice if it is possible.
     """
     weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     experts = config.model.num_experts if config.model.expert_layers else 0
@@ -48,7 +50,7 @@ def weigh_all(
         plan = estimate(program.trained(layout.applied(config).train), budget)
         return weighed.setdefault(layout, as_candidate(layout, plan))
 
-    for mesh in _shown(meshes, "weighing meshes"):
+    for mesh in _shown(meshes, "weighing meshes", beat):
         try:
             program, own = _lay_out(config, devices, mesh)
         except ConfigError as error:
@@ -62,7 +64,7 @@ def weigh_all(
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in wrong.values()])
     possible.sort(key=lambda of: of[0].step_s)
-    for first, program, own in _shown(possible, "weighing layouts"):
+    for first, program, own in _shown(possible, "weighing layouts", beat):
         fitting = (one.step_s for one in weighed.values() if one.fits)
         slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
         for layout in own[-1:] if slow else own[1:]:
@@ -120,10 +122,15 @@ def weigh_changes(
     return weighed
 
 
-def _shown(items: list[Any], what: str) -> Iterable[Any]:
+def _shown(
+    items: list[Any], what: str, beat: Callable[[], object] = lambda: None
+) -> Iterator[Any]:
+    """Yield the items with a bar of progress in a terminal, and a beat before each."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    return track(items, what, console=console, transient=True, disable=hidden)
+    for item in track(items, what, console=console, transient=True, disable=hidden):
+        beat()
+        yield item
 
 
 def _why(mistake: Mistake) -> str:
