@@ -158,10 +158,11 @@ class Trainer:
         self, step: int, state: TrainState, last: bool, progress: Progress
     ) -> None:
         """Begin to save the state of `step`; tell what came to nothing."""
-        config, mesh = self.program.config, self.program.mesh.shape
-        metadata = checkpoint_metadata(config, self.sources, mesh, step)
+        run, mesh = self.run, self.program.mesh.shape
+        length = run.continuation.schedule_steps
+        metadata = checkpoint_metadata(run.config, self.sources, mesh, length)
         if failure := self.checkpoints.save(step, state, metadata, last):
-            self.run.events.record("save_failed", step=step, error=failure)
+            run.events.record("save_failed", step=step, error=failure)
             progress.note(failure)
 
     def _check_copies(self, step: int, state: TrainState) -> None:

@@ -104,8 +104,13 @@ def _start(
         order = Order(sources, config.data, config.seed)
         describe(program)
         describe_data(order, config.train.num_steps)
-        folder, settings = run.path / "checkpoints", config.checkpoint
-        checkpoints = Checkpoints(folder, settings, cluster, run.ready_to_save)
+        checkpoints = Checkpoints(
+            run.path / "checkpoints",
+            config.checkpoint,
+            cluster,
+            run.ready_to_save,
+            run.continuation.run_id,
+        )
         ends = cluster, preemption, watchdog
         given = program, compiling, sources, order, run, checkpoints
         trainer = Trainer(*given, *ends, prepared.tasks)

@@ -64,9 +64,16 @@ class RunDir:
         start will score it again.
         """
         if self.write:
-            number, schedule_steps = self.events.start, self.continuation.schedule_steps
+            number, continuation = self.events.start, self.continuation
             try:
-                record_start(self.path, self.config, sources, number, schedule_steps)
+                record_start(
+                    self.path,
+                    self.config,
+                    sources,
+                    number,
+                    continuation.schedule_steps,
+                    continuation.run_id,
+                )
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
