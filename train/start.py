@@ -115,8 +115,14 @@ def _start(
         given = program, compiling, sources, order, run, checkpoints
         trainer = Trainer(*given, *ends, prepared.tasks)
         run.events.lap("prepare")
-        with jax.set_mesh(program.mesh):
-            code = _train(trainer)
+        try:
+            with jax.set_mesh(program.mesh):
+                code = _train(trainer)
+        except Exception:
+            if cluster.processes == 1:  # several end each other at once
+                with watchdog.during("save"):
+                    checkpoints.finish(config.watchdog.save_timeout_s / 2)
+            raise
         with trainer.phase("save"):
             checkpoints.close()
     except Exception as error:

@@ -268,6 +268,11 @@ class Checkpoints:
                 f"touched: the same command goes on from there",
             )
 
+    def finish(self, timeout_s: float) -> None:
+        """Let the save in flight come to its end, unless saves have failed before."""
+        if self._saving and not self.failures:
+            wait([self._saving[1]], timeout_s)
+
     def close(self) -> None:
         """Wait for the save in flight, and let go of the folder."""
         self.wait()
