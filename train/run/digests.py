@@ -77,8 +77,6 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
     Several processes share the work, as in `digests`.
     """
-    # A store that cannot be reached does not make a step a damaged one.
-    unreadable = FileNotFoundError if is_remote(step) else OSError
     try:
         expected = _read_seal(step)
         if missing := expected.keys() ^ set(_files(step)):
@@ -86,7 +84,7 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
         for name, digest in digests(step, part, parts).items():
             if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
-    except (unreadable, ValueError, AttributeError, TypeError) as error:
+    except _unreadable(step) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
     return None
 
@@ -128,7 +126,7 @@ def description(step: epath.Path) -> dict[str, Any] | None:
             return {}
         described = json.loads(_read_regular(step / _DESCRIPTION))
         return dict(described.get("custom_metadata") or {})
-    except (OSError, ValueError, AttributeError, TypeError):
+    except _unreadable(step):
         return None
 
 
@@ -177,6 +175,13 @@ def _contradiction(
     if run_id is not None and described.get("run_id") not in (None, run_id):
         return "it was saved by another run"
     return None
+
+
+def _unreadable(step: epath.Path) -> tuple[type[Exception], ...]:
+    """Return the exceptions by which a file of a step shows that it is damaged."""
+    # A store that cannot be reached does not make a step a damaged one.
+    unreadable = FileNotFoundError if is_remote(step) else OSError
+    return unreadable, ValueError, AttributeError, TypeError
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:

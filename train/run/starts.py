@@ -2,8 +2,9 @@
 
 `config.yaml` is the config of the first start and is never rewritten. Start n leaves
 `starts/<n>.yaml`: the keys in which it differs from the first, the fingerprints of its
-data, the schedule's length, the machine, and the versions of all that decides what a
-step computes. Whether another may continue it: train/run/continuation.py.
+data, the schedule's length, the run's identity, the machine, and the versions of all
+that decides what a step computes. If either is gone, the newest checkpoint stands in
+for it. Whether another start may continue the run: train/run/continuation.py.
 """
 
 import datetime
