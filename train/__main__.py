@@ -6,6 +6,7 @@ import signal
 import sys
 
 from train.cli.command import run_command
+from train.cli.leaving import leave
 from train.config import Config
 from train.errors import PREEMPTED
 
@@ -41,4 +42,7 @@ def leave_when_told() -> None:
 
 if __name__ == "__main__":
     leave_when_told()
-    run_command(main, outcome=outcome)
+    try:
+        run_command(main, outcome=outcome)
+    except SystemExit as end:
+        leave(end.code)

@@ -10,7 +10,7 @@ from train.cli.rules import must_name_run
 from train.config import Config, RunConfig
 from train.errors import WRONG_DATA
 
-_DAMAGED = "DAMAGED"
+_DAMAGED, _MISPLACED = "DAMAGED", "MISPLACED"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CheckpointsConfig:
 
 
 def main(asked: CheckpointsConfig) -> int:
-    """Print step, size, age and verdict of each; exit 65 if one is damaged.
+    """Print step, size, age and verdict of each; exit 65 if one cannot be used.
 
     Raises:
         ConfigError: if there is no such run.
@@ -30,12 +30,14 @@ def main(asked: CheckpointsConfig) -> int:
     from train.console import print_table
     from train.identity import run_dir
     from train.run.digests import saved_steps
-    from train.run.starts import existing_run
+    from train.run.starts import existing_run, known_run_id
 
-    folder = existing_run(run_dir(Config(run=asked.run))) / "checkpoints"
-    seen = [_row(folder / str(step), asked.verify) for step in saved_steps(folder)]
+    run = existing_run(run_dir(Config(run=asked.run)))
+    folder, run_id = run / "checkpoints", known_run_id(run)
+    steps = [folder / str(step) for step in saved_steps(folder)]
+    seen = [_row(step, asked.verify, run_id) for step in steps]
     rows = [row for row in seen if row]
-    all_good = not any(row[-1].startswith(_DAMAGED) for row in rows)
+    all_good = not any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
     print_table(
         rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"
     )
@@ -46,17 +48,20 @@ def main(asked: CheckpointsConfig) -> int:
     return 0 if all_good else WRONG_DATA
 
 
-def _row(path: epath.Path, verify: bool) -> list[str] | None:
+def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
     """Return the row of a step; None if it has made way for newer ones meanwhile."""
-    from train.run.digests import damage, is_sealed, size
+    from train.run.digests import damage, is_sealed, misplaced, size
     from train.run.storage import written_at
     from train.units import format_bytes
 
     try:
         verdict = "sealed" if is_sealed(path) else "not sealed yet"
         if verify and is_sealed(path):
-            wrong = damage(path)
-            verdict = "verified" if wrong is None else f"{_DAMAGED}: {wrong}"
+            verdict = "verified"
+            if wrong := damage(path):
+                verdict = f"{_DAMAGED}: {wrong}"
+            elif wrong := misplaced(path, run_id):
+                verdict = f"{_MISPLACED}: {wrong}"
         minutes = (time.time() - written_at(path)) / 60
         row = [path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict]
     except FileNotFoundError:

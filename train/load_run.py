@@ -15,7 +15,7 @@ from train.errors import ConfigError
 from train.identity import run_dir
 from train.program import Program, make_program, shards_of
 from train.run.restore import SavedSteps
-from train.run.starts import check_data, read_run
+from train.run.starts import check_data, known_run_id, read_run
 from train.run.storage import run_folder
 from train.runtime import set_up
 
@@ -58,7 +58,7 @@ def load_run(
     path = run_folder(directory or "")
     check_data(path, sources)
     program = in_microbatches(make_program_here(config), microbatches)
-    saved = SavedSteps(path / "checkpoints")
+    saved = SavedSteps(path / "checkpoints", run_id=known_run_id(path))
     number = saved.best() if step == "best" else step
     step, params = saved.restore_params(program.state, number)
     return program, sources, step, params

@@ -7,7 +7,7 @@ train/step.py; what comes before the loop and after it, in train/start.py.
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir
 from train.run.profiles import Profiler
 from train.run.starts import checkpoint_metadata
-from train.state import TrainState, best_params
+from train.state import TrainState, best_params, make_finite_check
+from train.units import few
 
 log = logging.getLogger(__name__)
 
@@ -158,11 +159,23 @@ class Trainer:
     def _save(
         self, step: int, state: TrainState, last: bool, progress: Progress
     ) -> None:
-        """Begin to save the state of `step`; tell what came to nothing."""
-        config, mesh = self.program.config, self.program.mesh.shape
-        metadata = checkpoint_metadata(config, self.sources, mesh, step)
+        """Begin to save the state of `step`; tell what came to nothing.
+
+        Raises:
+            Exit: DIVERGED, if a value of the state is not finite.
+        """
+        if names := self.not_finite(state):
+            raise Exit(
+                DIVERGED,
+                f"step {step} is not saved: there are values that are not finite in "
+                f"{few(names)}. Lower the learning rate, or go back and leave batches "
+                f"out: run.rewind_to, data.skip_batches",
+            )
+        run, mesh = self.run, self.program.mesh.shape
+        length = run.continuation.schedule_steps
+        metadata = checkpoint_metadata(run.config, self.sources, mesh, length)
         if failure := self.checkpoints.save(step, state, metadata, last):
-            self.run.events.record("save_failed", step=step, error=failure)
+            run.events.record("save_failed", step=step, error=failure)
             progress.note(failure)
 
     def _check_copies(self, step: int, state: TrainState) -> None:
@@ -184,6 +197,11 @@ class Trainer:
                 f"step {step}: silent corruption: {'; '.join(map(str, findings[:3]))}"
                 f"{more}. Nothing was saved since. Look at that device",
             )
+
+    @functools.cached_property
+    def not_finite(self) -> Callable[[TrainState], list[str]]:
+        """Lists the arrays of a state with values that are not finite."""
+        return make_finite_check(self.program.state, self.program.mesh)
 
     @functools.cached_property
     def _checksums(self):

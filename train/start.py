@@ -104,14 +104,25 @@ def _start(
         order = Order(sources, config.data, config.seed)
         describe(program)
         describe_data(order, config.train.num_steps)
-        folder, settings = run.path / "checkpoints", config.checkpoint
-        checkpoints = Checkpoints(folder, settings, cluster, run.ready_to_save)
+        checkpoints = Checkpoints(
+            run.path / "checkpoints",
+            config.checkpoint,
+            cluster,
+            run.ready_to_save,
+            run.continuation.run_id,
+        )
         ends = cluster, preemption, watchdog
         given = program, compiling, sources, order, run, checkpoints
         trainer = Trainer(*given, *ends, prepared.tasks)
         run.events.lap("prepare")
-        with jax.set_mesh(program.mesh):
-            code = _train(trainer)
+        try:
+            with jax.set_mesh(program.mesh):
+                code = _train(trainer)
+        except Exception:
+            if cluster.processes == 1:  # several end each other at once
+                with watchdog.during("save"):
+                    checkpoints.finish(config.watchdog.save_timeout_s / 2)
+            raise
         with trainer.phase("save"):
             checkpoints.close()
     except Exception as error:

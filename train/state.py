@@ -3,14 +3,18 @@
 No random key and no data position: both are functions of the seed and the step.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.config import ModelConfig
 from model.gpt import GPT, params_of
+from model.params import named
 from train.config import TrainConfig
 from train.optimizer.update import Optimizer, OptimizerState
 from train.spikes import Recent, no_steps
@@ -56,3 +60,39 @@ def best_params(state: TrainState) -> Any:
     """Return the average of weights where one is kept, else the weights."""
     average = state.optimizer.average
     return state.params if average is None else average
+
+
+def make_finite_check(
+    state: TrainState, mesh: Mesh
+) -> Callable[[TrainState], list[str]]:
+    """Build a function that lists the arrays with values that are not finite.
+
+    It reads the state once, and returns the same on all processes.
+
+    Args:
+        state: `jax.ShapeDtypeStruct` leaves with their shardings.
+        mesh: that of the shardings.
+    """
+    on_device, on_host = list[str](), list[list[str]]()
+    for name, leaf in named(state):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        if leaf.sharding.memory_kind == "pinned_host":
+            on_host.append([name])  # alone: a device may have no room for all of them
+        else:
+            on_device.append(name)
+
+    def all_finite(arrays: list[jax.Array]) -> jax.Array:
+        space = jax.memory.Space.Device
+        return jnp.stack([jnp.isfinite(jax.device_put(x, space)).all() for x in arrays])
+
+    check = jax.jit(all_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def not_finite(state: TrainState) -> list[str]:
+        arrays, found = dict(named(state)), []
+        for group in (on_device, *on_host):
+            finite = np.asarray(check([arrays[name] for name in group]))
+            found += [name for name, ok in zip(group, finite, strict=True) if not ok]
+        return found
+
+    return not_finite

@@ -53,3 +53,9 @@ def format_seconds(seconds: float) -> str:
         return f"{hours} h {minutes:02d} min"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days} d {hours:02d} h"
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -124,7 +125,7 @@ def read_only_checkpoints(ground: Ground) -> str:
     run = ground.run("checkpoint.max_failed_saves=5")
     fleet = run.start()
     fleet.await_that(lambda: 5 in run.sealed())
-    with read_only(run.checkpoints):
+    with read_only(run.checkpoints, run.checkpoints / "unsealed"):
         fleet.await_that(lambda: len(alarms(fleet)) >= 3)
         there = run.sealed()
     expect("exit codes", fleet.wait(), [0])
@@ -139,7 +140,7 @@ def three_starts_without_a_save(ground: Ground) -> str:
     """The folder of checkpoints cannot be written in three starts, max_failed_saves=0
     -> 1 each time, never 70: the storage failed, not the step; then it goes on."""
     run = ground.half()
-    with read_only(run.checkpoints):
+    with read_only(run.checkpoints, run.checkpoints / "unsealed"):
         for _ in range(3):
             fleet = run.start("checkpoint.max_failed_saves=0")
             expect("exit codes", fleet.wait(), [1])
@@ -150,10 +151,32 @@ def three_starts_without_a_save(ground: Ground) -> str:
     return "1, 1, 1; writable: from step 20, bits equal"
 
 
+@drill(13)
+def a_save_that_failed_does_not_delay_the_end(ground: Ground) -> str:
+    """The folder of checkpoints, not that of the marks, cannot be written until a save
+    has failed; when the run has saved again it gets SIGTERM. Another start cannot save
+    at all -> 42, then 1, each process gone within minutes; then the run goes on."""
+    run = ground.run("checkpoint.max_failed_saves=50", "train.num_steps=5000")
+    fleet = run.start()
+    fleet.await_that(lambda: 5 in run.sealed())
+    with read_only(run.checkpoints):
+        fleet.await_that(lambda: any("failed:" in line for line in alarms(fleet)))
+    failed = run.events("save_failed")[-1]["step"]
+    fleet.await_that(lambda: max(run.sealed()) > failed)
+    fleet.send(signal.SIGTERM)
+    expect("exit codes", fleet.wait(240), [42])
+    saved = run.sealed()[-1]
+    with read_only(run.checkpoints):
+        fleet = run.start("checkpoint.max_failed_saves=1")
+        expect("exit codes", fleet.wait(240), [1])
+    goes_on(run, saved, f"train.num_steps={saved + 5}")
+    return f"42 after step {saved}; 1; then from step {saved}"
+
+
 @contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Have nobody make or remove anything in a folder, not root either."""
-    folders = [path for path in (folder, folder / "unsealed") if path.exists()]
+def read_only(*paths: Path) -> Iterator[None]:
+    """Have no one make or remove anything in some folders, not root either."""
+    folders = [path for path in paths if path.exists()]
     if os.geteuid():
         subprocess.run(["chmod", "a-w", *folders], check=True)
     else:

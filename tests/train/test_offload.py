@@ -113,13 +113,14 @@ def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
     """Saved from host memory, restored to a device's, and the other way round."""
     cube = programs(*LAYERS, *MESH, "optimizer.offload=true", devices=8)
     state, ways = cube.init(), ((1, "false"), (8, "true"))
-    for step, (devices, offload) in enumerate(ways):
+    for number, (devices, offload) in enumerate(ways):
         mesh = () if devices == 1 else ("mesh.fsdp=8",)
         wanted = programs(
             *LAYERS, *mesh, f"optimizer.offload={offload}", devices=devices
         )
-        checkpoints = Checkpoints(epath.Path(tmp_path), CheckpointConfig())
-        checkpoints.save(step, state, {})
+        folder = epath.Path(tmp_path / str(number))
+        checkpoints = Checkpoints(folder, CheckpointConfig())
+        checkpoints.save(0, state, {})
         checkpoints.wait()
         restored = checkpoints.saved.restore(wanted.state)
         checkpoints.close()

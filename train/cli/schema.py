@@ -133,10 +133,12 @@ def read_yaml(
     path: epath.PathLike,
     schema: type[Schema] = Config,
     changes: Mapping[str, Any] = types.MappingProxyType({}),
+    text: str | None = None,
 ) -> Schema:
     """Read a config.yaml back. A key that it lacks has its default.
 
-    `changes` are other values of some keys; null takes an entry out of a table.
+    `changes` are other values of some keys; null takes an entry out of a table. If
+    `text` is given, it is read instead of the file that `path` names.
 
     Raises:
         ConfigError: if the file is missing or no YAML; or, each named, for every
@@ -144,7 +146,8 @@ def read_yaml(
     """
     cfg: Any = None
     try:
-        cfg = OmegaConf.create(epath.Path(path).read_text())
+        text = epath.Path(path).read_text() if text is None else text
+        cfg = OmegaConf.create(text)
         wrong = "" if isinstance(cfg, DictConfig) else "must hold key: value lines"
     except FileNotFoundError:
         wrong = "does not exist; check run.dir or run.name"

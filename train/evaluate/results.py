@@ -96,7 +96,11 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
             name = of.removeprefix("eval").strip("/")
             bits = metrics[f"{of}/bits_per_byte"]
             title = f"  {name:<10}" if name else "validation  "
-            lines.append(f"{title}{loss:.4f} nats a token, {bits:.3f} bits per byte")
+            if loss is None or bits is None:  # JSON has no other word for it
+                lines.append(f"{title}not finite")
+            else:
+                score = f"{loss:.4f} nats a token, {bits:.3f} bits per byte"
+                lines.append(title + score)
     return lines
 
 

@@ -20,7 +20,8 @@ from train.pretrained.read import read_folder
 from train.program import Program
 from train.run.digests import digests
 from train.run.storage import run_folder, write_whole
-from train.state import TrainState
+from train.state import TrainState, make_finite_check
+from train.units import few
 
 RECORD = "init_from.json"
 _AGAIN = "Bring it back, or take another run.name"
@@ -42,11 +43,17 @@ def start_from(path: str, program: Program) -> TrainState:
     Rows of the vocabulary that these lack stay as they are drawn.
 
     Raises:
-        ConfigError, DataError: as `check_weights`.
+        ConfigError: as `check_weights`.
+        DataError: as `check_weights`, or if values of the weights are not finite.
     """
     read = read_run_weights if is_run(path) else read_folder
     check_weights(path, program)
     state = read(path, program)
+    if names := make_finite_check(program.state, program.mesh)(state):
+        raise DataError(
+            f"init_from={path}: {few(names)}: there are values that are not finite, "
+            f"which training would spread. Take other weights"
+        )
     if program.state.optimizer.average is None:
         return state
     average = averages(state.params)

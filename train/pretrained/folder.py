@@ -148,7 +148,7 @@ def card(
         f"- Tokenizer: {encoding.name}, {encoding.n_vocab:,} tokens",
         f"- Optimizer: {config.optimizer.name}, seed {config.seed}",
     ]
-    if results.get("step") == step:
+    if results.get("step") == step and results["eval/loss"] is not None:
         loss, bits = results["eval/loss"], results["eval/bits_per_byte"]
         lines.append(
             f"- Validation: {loss:.4f} nats a token, {bits:.3f} bits per byte, on "

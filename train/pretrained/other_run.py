@@ -14,7 +14,7 @@ from train.identity import covered, differences
 from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.restore import SavedSteps
-from train.run.starts import read_run
+from train.run.starts import known_run_id, read_run
 from train.run.storage import run_folder
 from train.state import TrainState
 
@@ -55,7 +55,8 @@ def read_run_weights(path: str, program: Program) -> TrainState:
     """
     other, state = read_run(path), program.init()
     there = _program_of(other, program)
-    saved = SavedSteps(run_folder(path) / "checkpoints")
+    folder = run_folder(path)
+    saved = SavedSteps(folder / "checkpoints", run_id=known_run_id(folder))
     _, params = saved.restore_params(there.state, _newest(path))
     rows = other.model.vocab_size or 0
 

@@ -47,17 +47,20 @@ class Checkpoints:
         config: CheckpointConfig,
         cluster: Cluster = ALONE,
         before_save: Callable[[], None] = lambda: None,
+        run_id: str | None = None,
     ):
         """Open the folder; made if missing, leftovers of dead saves removed.
 
-        `before_save` is called on process 0: an OSError there fails the save.
+        `before_save` is called on process 0: an OSError there fails the save. Steps
+        are marked with `run_id`, and those of another run are not used.
         """
+        self._run_id = run_id
         self._before_save, self._cluster = before_save, cluster
         self._config, self._directory = config, directory
         if is_remote(directory) and self._cluster.is_leader:
             remove_uncommitted(directory)
         self._orbax = open_orbax(directory, config)
-        self.saved = SavedSteps(directory, self._orbax, self._cluster)
+        self.saved = SavedSteps(directory, self._orbax, self._cluster, run_id)
         self._saved_at, self._told_overdue = time.monotonic(), False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
@@ -100,7 +103,8 @@ class Checkpoints:
         Args:
             step: completed updates.
             state: of the devices; may be donated as soon as this returns.
-            metadata: JSON put beside it: config, data fingerprint, mesh, versions.
+            metadata: JSON put beside it, with the step and the run: config, data
+                fingerprints, mesh, versions.
             last: no other will follow: wait for the one in flight first.
 
         Returns:
@@ -121,7 +125,8 @@ class Checkpoints:
         if decision["fatal"]:
             raise Exit(CRASHED, f"step {step}: {decision['fatal']}")
         if decision["save"]:
-            self._begin(step, state, metadata)
+            described = {**metadata, "step": step, "run_id": self._run_id}
+            self._begin(step, state, described)
         return decision["failure"]
 
     def _decide(self, step: int, size: int, last: bool) -> dict[str, Any]:
@@ -262,6 +267,11 @@ class Checkpoints:
                 f"the last save, of step {step}, failed: {wrong}. Nothing older was "
                 f"touched: the same command goes on from there",
             )
+
+    def finish(self, timeout_s: float) -> None:
+        """Let the save in flight come to its end, unless saves have failed before."""
+        if self._saving and not self.failures:
+            wait([self._saving[1]], timeout_s)
 
     def close(self) -> None:
         """Wait for the save in flight, and let go of the folder."""

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,15 +12,22 @@ from etils import epath
 from data.sources import Sources
 from model.gpt import abstract_gpt, params_of
 from model.params import named
-from train.cli.schema import read_yaml
 from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, differences, refused
 from train.optimizer.schedule import factor
 from train.run.contents import fits_padded
-from train.run.digests import saved_steps
+from train.run.digests import newest_description
 from train.run.metrics import read_events
-from train.run.starts import check_data, newest_start, read_results, yaml_value
+from train.run.starts import (
+    check_data,
+    first_config,
+    is_recorded,
+    newest_described_config,
+    newest_start,
+    read_results,
+    yaml_value,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +41,7 @@ class Continuation(NamedTuple):
     skip_batches: the batches that any start leaves out.
     rewind_to: run.rewind_to, unless an earlier start has done it.
     finished: whether the run has come to its end.
+    run_id: the run's identity, which its starts and checkpoints carry.
     """
 
     schedule_steps: int
@@ -40,6 +49,7 @@ class Continuation(NamedTuple):
     skip_batches: list[int]
     rewind_to: int | None
     finished: bool
+    run_id: str
 
 
 def compare_with_run(
@@ -53,12 +63,16 @@ def compare_with_run(
         ConfigError: naming every key in which this start would make another run of it.
         DataError: if the text is not the one that the run was started on.
     """
-    first, num_steps = path / "config.yaml", config.train.num_steps
-    skip_batches, rewind_to = config.data.skip_batches, config.run.rewind_to
-    if not first.exists():
-        return Continuation(num_steps, [], skip_batches, None, False)
-    earlier, last = read_yaml(first), newest_start(path)
-    changes = differences(earlier, config)
+    num_steps, skip_batches = config.train.num_steps, config.data.skip_batches
+    earlier, last = first_config(path), newest_start(path)
+    saved, described = newest_described_config(path, last.get("run_id"))
+    run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
+    if earlier is None:
+        return Continuation(num_steps, [], skip_batches, None, False, run_id)
+    rewind_to, changes = config.run.rewind_to, differences(earlier, config)
+    if saved is not None and not is_recorded(path):
+        found = {change.key for change in changes}
+        changes += [c for c in differences(saved, config) if c.key not in found]
     if last.get("data_fingerprints") == sources.fingerprints:  # it lies elsewhere now
         changes = [
             change._replace(kind=ChangeKind.allowed)
@@ -71,6 +85,8 @@ def compare_with_run(
     _check_changed_data(path, sources, changes, last.get("changes", {}))
     known_skips = last.get("changes", {}).get("data.skip_batches")
     known_skips = known_skips or earlier.data.skip_batches
+    if saved is not None:  # the start that left them out may not be recorded any more
+        known_skips = _merged(known_skips, saved.data.skip_batches)
     skip_batches = _merged(known_skips, skip_batches)
     if rewind_to is not None and any(
         event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
@@ -83,14 +99,16 @@ def compare_with_run(
         )
         rewind_to = None
     results_step = read_results(path).get("step", -1)
-    newest = max(saved_steps(path / "checkpoints"), default=0)
+    newest, _ = newest_description(path / "checkpoints", run_id)
     newest = newest if rewind_to is None else min(newest, rewind_to)
-    _check_end(path, num_steps, newest, results_step, last)
+    _check_end(path, num_steps, newest, results_step, earlier, last)
     finished = rewind_to is None and results_step >= num_steps
     schedule_steps = last.get("schedule_steps") or earlier.train.num_steps
     if not finished:
         schedule_steps = _schedule_steps(config, schedule_steps, newest)
-    return Continuation(schedule_steps, known_skips, skip_batches, rewind_to, finished)
+    return Continuation(
+        schedule_steps, known_skips, skip_batches, rewind_to, finished, run_id
+    )
 
 
 def _refusals(
@@ -164,12 +182,13 @@ def _check_end(
     num_steps: int,
     newest: int,
     results_step: int,
+    earlier: Config,
     last: Mapping[str, Any],
 ) -> None:
     """Refuse an end that a run which is not finished has passed already."""
     if results_step < newest > num_steps:
         asked = last.get("changes", {}).get("train.num_steps")
-        asked = asked or read_yaml(path / "config.yaml").train.num_steps
+        asked = asked or earlier.train.num_steps
         rule = (
             f"is below step {newest}, which the run in {path} has reached on its way "
             f"to {asked}; give at least {newest}, go back with run.rewind_to, or start "

@@ -3,20 +3,28 @@
 Orbax keeps no checksum of the bytes of arrays. So when a step has been written, all its
 files are hashed, and `digests.json`, written last, seals it. A step is used only if
 every file is there, has its size and its SHA-256, and there is no other file.
+
+One of the sealed files describes the step: its number, its run, and the config that it
+was trained with. A step of another number or another run is not used either. What an
+older version of this program did not write down is not compared.
 """
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
+from data.errors import DataError
 from data.machine import is_remote
 from train.run.storage import is_committed, names_in, write_whole
 
 SEAL = "digests.json"
+_DESCRIPTION = "_CHECKPOINT_METADATA"  # what Orbax was given to save beside the arrays
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
 
@@ -69,23 +77,111 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
     Several processes share the work, as in `digests`.
     """
-    # A store that cannot be reached does not make a step a damaged one.
-    unreadable = FileNotFoundError if is_remote(step) else OSError
     try:
-        expected = json.loads((step / SEAL).read_text())
+        expected = _read_seal(step)
         if missing := expected.keys() ^ set(_files(step)):
             return f"{sorted(missing)[0]} is missing, or there and not of the step"
         for name, digest in digests(step, part, parts).items():
             if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
-    except (unreadable, ValueError, AttributeError, TypeError) as error:
+    except _unreadable(step) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
     return None
+
+
+def objection(
+    step: epath.Path, part: int = 0, parts: int = 1, run_id: str | None = None
+) -> str | None:
+    """Return why a step cannot be used, to follow its name; None if it can.
+
+    Several processes share the work, as in `digests`.
+    """
+    if wrong := damage(step, part, parts):
+        return f"is damaged: {wrong}"
+    wrong = misplaced(step, run_id)
+    return wrong and f"does not belong there: {wrong}"
+
+
+def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
+    """Return why a step does not belong where it lies; None if it does.
+
+    Args:
+        step: a folder whose name is a number.
+        run_id: the identity of the run; None: it is not known, and not compared.
+    """
+    return _contradiction(int(step.name), description(step) or {}, run_id)
+
+
+def description(step: epath.Path) -> dict[str, Any] | None:
+    """Return what was saved beside the arrays of a step; {} if there is nothing.
+
+    None if it is not what was written.
+    """
+    try:
+        if is_sealed(step):
+            digest = _digest(step / _DESCRIPTION)
+            if digest != _read_seal(step).get(_DESCRIPTION):
+                return None
+        elif not (step / _DESCRIPTION).exists():
+            return {}
+        described = json.loads(_read_regular(step / _DESCRIPTION))
+        return dict(described.get("custom_metadata") or {})
+    except _unreadable(step):
+        return None
+
+
+def check_descriptions(checkpoints: epath.Path) -> None:
+    """Check that Orbax, which reads every description at once, can open all of them.
+
+    Raises:
+        DataError: one is a pipe or a device, so that to open it may block for ever.
+    """
+    for step in saved_steps(checkpoints):
+        path = checkpoints / str(step) / _DESCRIPTION
+        try:
+            _check_regular(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            message = f"{path.parent}: {error}. Move this folder elsewhere"
+            raise DataError(message) from None
+
+
+def newest_description(
+    checkpoints: epath.Path, run_id: str | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Return the newest step that belongs where it lies, and its description.
+
+    0 and {} if there is no such step.
+    """
+    for step in reversed(saved_steps(checkpoints)):
+        described = description(checkpoints / str(step))
+        if described is None or _contradiction(step, described, run_id):
+            continue
+        return step, described
+    return 0, {}
 
 
 def size(step: epath.Path) -> int:
     """Return the number of bytes of a step."""
     return sum((step / name).stat().length for name in _files(step))
+
+
+def _contradiction(
+    step: int, described: Mapping[str, Any], run_id: str | None
+) -> str | None:
+    if (held := described.get("step", step)) != step:
+        return f"it holds step {held}. Give its folder that name"
+    if run_id is not None and described.get("run_id") not in (None, run_id):
+        return "it was saved by another run"
+    return None
+
+
+def _unreadable(step: epath.Path) -> tuple[type[Exception], ...]:
+    """Return the exceptions by which a file of a step shows that it is damaged."""
+    # A store that cannot be reached does not make a step a damaged one.
+    unreadable = FileNotFoundError if is_remote(step) else OSError
+    return unreadable, ValueError, AttributeError, TypeError
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
@@ -103,8 +199,24 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
 def _digest(path: epath.Path) -> list[object]:
     """Return a file's size and SHA-256."""
     digest, size = hashlib.sha256(), 0
+    _check_regular(path)
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             size += len(block)
     return [size, digest.hexdigest()]
+
+
+def _read_seal(step: epath.Path) -> dict[str, Any]:
+    return json.loads(_read_regular(step / SEAL))
+
+
+def _read_regular(path: epath.Path) -> str:
+    _check_regular(path)
+    return path.read_text()
+
+
+def _check_regular(path: epath.Path) -> None:
+    """Raise OSError for a pipe or a device: to open one may block for ever."""
+    if not is_remote(path) and not stat.S_ISREG(Path(path).stat().st_mode):
+        raise OSError(f"{path.name} is not a regular file")

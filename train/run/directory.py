@@ -26,7 +26,7 @@ from train.run.lease import Lease, take_lease
 from train.run.live_report import LiveReport
 from train.run.metrics import EventLog, open_metrics, read_events
 from train.run.starts import record_start
-from train.run.storage import run_folder, write_whole
+from train.run.storage import as_json, run_folder, write_whole
 from train.run.tracker import Tracker, open_tracker
 from train.run.versions import code_version
 
@@ -64,9 +64,16 @@ class RunDir:
         start will score it again.
         """
         if self.write:
-            number, schedule_steps = self.events.start, self.continuation.schedule_steps
+            number, continuation = self.events.start, self.continuation
             try:
-                record_start(self.path, self.config, sources, number, schedule_steps)
+                record_start(
+                    self.path,
+                    self.config,
+                    sources,
+                    number,
+                    continuation.schedule_steps,
+                    continuation.run_id,
+                )
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
@@ -115,7 +122,8 @@ class RunDir:
     def write_results(self, values: Mapping[str, Any]) -> None:
         """Write the results; their presence says that the run is finished."""
         if self.write:
-            write_whole(self.path / "results.json", json.dumps(values, indent=2) + "\n")
+            text = json.dumps(as_json(values), indent=2, allow_nan=False) + "\n"
+            write_whole(self.path / "results.json", text)
 
     def judge_crash(self, crash: Crash) -> int:
         """Record a crash on process 0, and return the exit code.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from train.run.storage import write_whole
+from train.run.storage import as_json, write_whole
 
 _STDERR = "_stderr"
 _WHAT = ("tasks", "task_path", "sets")  # the names of the scores say it
@@ -52,8 +52,8 @@ def write_evaluation(
     """
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
     file = run_dir / "evaluations" / f"{step}-{name}.json"
-    found = {"step": step, "asked": asked, **metrics}
-    write_whole(file, json.dumps(found, indent=1) + "\n")
+    found = as_json({"step": step, "asked": asked, **metrics})
+    write_whole(file, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return file
 
 

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import Any
 from etils import epath
 
 from data.machine import is_remote
-from train.run.storage import write_whole
+from train.run.storage import as_json, write_whole
 
 Row = dict[str, Any]
 
@@ -288,13 +287,5 @@ class _ObjectAppender(Appender):
         self._uploader.shutdown()
 
 
-def _finite(value: Any) -> Any:
-    """Make a value JSON: numpy and JAX scalars to Python's, non-finite to None."""
-    value = value.item() if hasattr(value, "item") else value
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    return value if is_number else None
-
-
 def _line(row: Mapping[str, Any]) -> bytes:
-    clean = {key: _finite(value) for key, value in row.items()}
-    return json.dumps(clean, allow_nan=False).encode() + b"\n"
+    return json.dumps(as_json(row), allow_nan=False).encode() + b"\n"

@@ -23,6 +23,7 @@ from etils import epath
 from data.machine import is_remote
 from data.token_store.storage import Storage
 from train.config import CheckpointConfig
+from train.run.digests import check_descriptions
 
 SCORE = "eval/loss"  # the metric that is saved beside a step that was evaluated
 
@@ -31,10 +32,14 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     """Open a folder of checkpoints, made if missing: an `ocp.training.Checkpointer`.
 
     `keep` says which steps to keep when others are saved; None: only to read.
+
+    Raises:
+        DataError: what a step says of itself cannot be opened.
     """
     from orbax.checkpoint import v1 as ocp  # a second: beside the compilation
 
     quiet_failed_saves()
+    check_descriptions(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
     # Which arrays may be padded, and which are left unread, contents.py decides.

@@ -1,8 +1,9 @@
 """Choose the checkpoint to go on from: the newest that is still what was written.
 
-A damaged step is set aside, loudly, never deleted. One that was whole but not yet
-sealed when its process died is taken only if there is no sealed one. If checkpoints
-exist and none is good that is an error: a run never silently starts over.
+A step that is damaged, of another number than its folder says, or of another run is set
+aside, loudly, never deleted. One that was whole but not yet sealed when its process
+died is taken only if there is no sealed one. If checkpoints exist and none is good that
+is an error: a run never silently starts over.
 """
 
 import logging
@@ -20,7 +21,7 @@ from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.optimizer.update import OptimizerState, averages
 from train.run.contents import best_to_load, to_load
-from train.run.digests import damage, digests, is_sealed, write_seal
+from train.run.digests import digests, is_sealed, misplaced, objection, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.storage import move
 from train.state import TrainState
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 ALONE = Cluster()
 Repack = Callable[[Any, jax.Array], Any] | None
+_OTHER_ARRAYS = "its arrays are those of another step"
 
 
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
@@ -40,11 +42,19 @@ class SavedSteps:
     """The steps saved under `<run_dir>/checkpoints`."""
 
     def __init__(
-        self, directory: epath.Path, orbax: Any = None, cluster: Cluster = ALONE
+        self,
+        directory: epath.Path,
+        orbax: Any = None,
+        cluster: Cluster = ALONE,
+        run_id: str | None = None,
     ):
-        """Open the folder; without the `orbax` of a run only to read: all stays."""
-        self._directory, self._cluster = directory, cluster
+        """Open the folder; without the `orbax` of a run only to read: all stays.
+
+        Steps of another run than `run_id` are not used; None: all are.
+        """
+        self._directory, self._cluster, self._run_id = directory, cluster, run_id
         self._read_only, self._orbax = orbax is None, orbax or open_orbax(directory)
+        self._moved = False  # whether a step was, since Orbax has listed them
 
     def steps(self) -> list[int]:
         """List the steps there are, ascending."""
@@ -103,6 +113,16 @@ class SavedSteps:
         at_most: int | None = None,
     ) -> Any:
         """Load the newest step that is what was written, as `restore` has it."""
+        try:
+            return self._try_each(load, step, at_most)
+        finally:
+            if self._moved:  # once: Orbax reads what is said of every step
+                self._moved = False
+                self._orbax.reload()
+
+    def _try_each(
+        self, load: Callable[[int], Any], step: int | None, at_most: int | None
+    ) -> Any:
         steps, unsealed = [] if step is None else [step], list[int]()
         if step is None:
             steps, unsealed = self._cluster.broadcast(self._list)
@@ -113,15 +133,16 @@ class SavedSteps:
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
-            wrong = self._damage(candidate)
-            if wrong is None:
-                loaded = load(candidate)
+            wrong = self._objection(candidate)
+            loaded = load(candidate) if wrong is None else None
+            if loaded is not None:
                 for other in [] if self._read_only else unsealed:
                     # Else the run would not save this step when it comes there again.
                     self._warn("checkpoint of step %d was never hashed", other)
                     self._set_aside(other)
                 return loaded
-            self._warn("checkpoint of step %d is damaged: %s", candidate, wrong)
+            wrong = wrong or f"does not belong there: {_OTHER_ARRAYS}"
+            self._warn("checkpoint of step %d %s", candidate, wrong)
             self._set_aside(candidate)
         if unsealed:
             return self._load_unsealed(unsealed[-1], load)
@@ -190,10 +211,11 @@ class SavedSteps:
         kept = [step for step in steps if step <= at_most]
         return kept, [step for step in unsealed if step <= at_most]
 
-    def _damage(self, step: int) -> str | None:
+    def _objection(self, step: int) -> str | None:
         """Return what is wrong with a step; each process looks at a part of it."""
         cluster, folder = self._cluster, self._directory / str(step)
-        return cluster.first_error(damage(folder, cluster.process, cluster.processes))
+        wrong = objection(folder, cluster.process, cluster.processes, self._run_id)
+        return cluster.first_error(wrong)
 
     def _saved(self, step: int) -> dict[str, Any]:
         """Return shapes and dtypes of what a step holds, by name."""
@@ -210,9 +232,14 @@ class SavedSteps:
             )
             raise
 
-    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState:
-        """Load a step, and begin what it does not hold: an average, recent steps."""
+    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
+        """Load a step, and begin what it does not hold: an average, recent steps.
+
+        None if its arrays are those of another step.
+        """
         loaded = self._read(step, to_load(self._saved(step), like))
+        if int(loaded["step"]) != step:
+            return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
         params, recent = loaded["params"], loaded.get("recent")
         wanted = like.optimizer
@@ -240,9 +267,12 @@ class SavedSteps:
             "files were hashed: taken unverified, for want of another",
             step,
         )
-        loaded = load(step)
+        folder = self._directory / str(step)
+        wrong = misplaced(folder, self._run_id)
+        loaded = load(step) if wrong is None else None
+        if loaded is None:
+            raise DataError(f"{folder} does not belong there: {wrong or _OTHER_ARRAYS}")
         if not self._read_only and self._cluster.is_leader:
-            folder = self._directory / str(step)
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
         return loaded
@@ -262,7 +292,7 @@ class SavedSteps:
 
         if not self._read_only:
             self._cluster.broadcast(set_aside)
-            self._orbax.reload()
+            self._moved = True
 
 
 def _shardings(tree: Any) -> Any:

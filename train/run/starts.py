@@ -2,8 +2,9 @@
 
 `config.yaml` is the config of the first start and is never rewritten. Start n leaves
 `starts/<n>.yaml`: the keys in which it differs from the first, the fingerprints of its
-data, the schedule's length, the machine, and the versions of all that decides what a
-step computes. Whether another may continue it: train/run/continuation.py.
+data, the schedule's length, the run's identity, the machine, and the versions of all
+that decides what a step computes. If either is gone, the newest checkpoint stands in
+for it. Whether another start may continue the run: train/run/continuation.py.
 """
 
 import datetime
@@ -26,9 +27,12 @@ from train.cli.schema import read_yaml, renamed, to_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import differences
+from train.run.digests import newest_description
 from train.run.metrics import read_events
 from train.run.storage import run_folder, write_whole
 from train.run.versions import versions
+
+_ALSO_DESCRIBED = ("data_fingerprints", "schedule_steps", "run_id")
 
 
 def check_data(path: epath.Path, sources: Sources) -> None:
@@ -57,12 +61,17 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     """Read what the last start recorded; {} if there is none.
 
+    If `starts/` is gone, the newest checkpoint says the same of the start that saved
+    it, except for the machine.
+
     Args:
         path: of the run.
         step: the last start that took this step instead.
     """
     files = (path / "starts").glob("*.yaml")
     numbers = [int(file.stem) for file in files if file.stem.isdigit()]
+    if not numbers:
+        return _start_of_newest_checkpoint(path)
     if step is not None:
         events = read_events(path)
         restored = {e["start"]: e["step"] for e in events if e["event"] == "restore"}
@@ -72,6 +81,54 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     start = yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
     changes = start.get("changes", {}).items()
     return {**start, "changes": dict(renamed(key, value) for key, value in changes)}
+
+
+def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
+    """Return what a start would have recorded that saved the newest checkpoint."""
+    then, described = newest_described_config(path)
+    if then is None:
+        return {}
+    first = path / "config.yaml"
+    changes = differences(read_yaml(first), then) if first.exists() else []
+    return {
+        "changes": {change.key: yaml_value(change.new) for change in changes},
+        **{key: described.get(key) for key in _ALSO_DESCRIBED},
+    }
+
+
+def newest_described_config(
+    path: epath.Path, run_id: str | None = None
+) -> tuple[Config | None, dict[str, Any]]:
+    """Return the config that the newest checkpoint was trained with, and all it says.
+
+    None if there is no checkpoint, or none of the run with that identity.
+    """
+    step, described = newest_description(path / "checkpoints", run_id)
+    if "config" not in described:
+        return None, described
+    place = path / "checkpoints" / str(step)
+    return read_yaml(place, text=described["config"]), described
+
+
+def first_config(path: epath.Path) -> Config | None:
+    """Return the config of a run's first start; None if there was no start.
+
+    If `config.yaml` is gone, it is that of the start that saved the newest checkpoint.
+    """
+    file = path / "config.yaml"
+    if file.exists():
+        return read_yaml(file)
+    return newest_described_config(path, known_run_id(path))[0]
+
+
+def is_recorded(path: epath.Path) -> bool:
+    """Return whether neither the first config nor the starts of a run are gone."""
+    return (path / "config.yaml").exists() and any((path / "starts").glob("*.yaml"))
+
+
+def known_run_id(path: epath.Path) -> str | None:
+    """Return the identity of a run; None if no start has recorded it."""
+    return newest_start(path).get("run_id")
 
 
 def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
@@ -113,20 +170,24 @@ def read_results(path: epath.Path) -> dict[str, Any]:
 
 
 def record_start(
-    path: epath.Path, config: Config, sources: Sources, start: int, schedule_steps: int
+    path: epath.Path,
+    config: Config,
+    sources: Sources,
+    start: int,
+    schedule_steps: int,
+    run_id: str | None = None,
 ) -> None:
-    """Write `starts/<start>.yaml`, and at the first start `config.yaml`.
+    """Write `starts/<start>.yaml`, and `config.yaml` at the first start or if gone.
 
     Raises:
         OSError: if the folder cannot be written.
     """
     import jax  # not for those who only read
 
-    first, changes = path / "config.yaml", []
-    if first.exists():
-        changes = differences(read_yaml(first), config)
-    else:
-        write_whole(first, to_yaml(config))
+    first = first_config(path) or config
+    if not (path / "config.yaml").exists():
+        write_whole(path / "config.yaml", to_yaml(first))
+    changes = differences(first, config)
     record = {
         "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
         "host": socket.gethostname(),
@@ -135,6 +196,7 @@ def record_start(
         "changes": {change.key: yaml_value(change.new) for change in changes},
         "data_fingerprints": sources.fingerprints,
         "schedule_steps": schedule_steps,
+        "run_id": run_id,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
@@ -144,13 +206,14 @@ def record_start(
 
 
 def checkpoint_metadata(
-    config: Config, sources: Sources, mesh: Mapping[str, int], step: int
+    config: Config, sources: Sources, mesh: Mapping[str, int], schedule_steps: int
 ) -> dict[str, Any]:
     """Describe a checkpoint, as JSON beside it."""
     return {
-        "step": step,
         "config": to_yaml(config),
         "data_fingerprint": sources.fingerprint,
+        "data_fingerprints": sources.fingerprints,
+        "schedule_steps": schedule_steps,
         "mesh": dict(mesh),
         "versions": versions(),
     }

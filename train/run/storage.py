@@ -9,9 +9,11 @@ Credentials and region come from where Amazon's and Google's own tools look for 
 AWS_ENDPOINT_URL names another server that speaks S3.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.config
@@ -79,6 +81,20 @@ def write_whole(
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it.
+
+    Scalars of NumPy and JAX become Python's, and what is not finite becomes None.
+    """
+    if isinstance(value, Mapping):
+        return {key: as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    value = value.item() if hasattr(value, "item") else value
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else None
 
 
 def names_in(folder: epath.Path) -> list[str]:

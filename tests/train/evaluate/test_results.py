@@ -79,6 +79,13 @@ def test_people_read_the_split_and_then_each_set():
     ]
 
 
+def test_a_loss_that_is_not_finite_is_said_in_words(monkeypatch, capsys):
+    """JSON has no number for it, so that results.json holds null."""
+    values = left_by(monkeypatch, -1, 10_000)
+    values["eval/loss"] = values["eval/bits_per_byte"] = None
+    assert "validation  not finite\n" in shown(values, monkeypatch, capsys)
+
+
 def test_compressors_get_no_more_text_than_was_scored(monkeypatch, capsys):
     values = left_by(monkeypatch, 2, 499)
     assert values["validation_bytes"] == round(500 / 10_001 * len(TEXT))

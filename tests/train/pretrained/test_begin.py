@@ -93,6 +93,19 @@ def test_damage_is_found_and_named_at_the_first_start(folder, kind):
     check_weights(str(path), program)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_weights_that_are_not_finite_are_refused_and_named(folder, value):
+    path, program = folder
+    file = min(path.glob("*.safetensors"))
+    arrays = load_file(file)
+    arrays[min(arrays)].flat[-1] = value
+    save_file(arrays, file)
+    with jax.set_mesh(program.mesh), pytest.raises(DataError) as error:
+        start_from(str(path), program)
+    assert "values that are not finite" in str(error.value)
+    assert "params." in str(error.value)
+
+
 @pytest.fixture(scope="module")
 def other(programs, tmp_path_factory):
     """Another run's directory, and the average of weights of its newest step."""

@@ -13,7 +13,7 @@ from train.config import CheckpointConfig
 from train.run.checkpoint import Checkpoints
 from train.run.lease import Lease, take_lease
 
-ABOUT = {"step": 0}
+ABOUT = {"config": "seed: 0"}
 
 
 @pytest.fixture
@@ -23,11 +23,13 @@ def folder(tmp_path: Path) -> epath.Path:
 
 @pytest.fixture
 def saved(folder):
-    """Open the folder and save the states of some steps."""
+    """Open the folder, as of a run if its identity is given, and save some steps."""
     opened = []
 
-    def saved(*steps: int, **config) -> Checkpoints:
-        checkpoints = Checkpoints(folder, CheckpointConfig(**config))
+    def saved(
+        *steps: int, at: epath.Path = folder, run_id: str | None = None, **config
+    ) -> Checkpoints:
+        checkpoints = Checkpoints(at, CheckpointConfig(**config), run_id=run_id)
         opened.append(checkpoints)
         for step in steps:
             checkpoints.save(step, make_state(step), ABOUT)

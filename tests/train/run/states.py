@@ -13,8 +13,9 @@ from train.optimizer.update import OptimizerState
 from train.state import TrainState
 
 
-def make_state(step: int, size: int = 64) -> TrainState:
-    rng = np.random.default_rng(step)
+def make_state(step: int, size: int = 64, seed: int | None = None) -> TrainState:
+    """Draw a state from a seed, by default from the step."""
+    rng = np.random.default_rng(step if seed is None else seed)
     where = NamedSharding(make_mesh(MeshConfig(), jax.devices()[:1]), PartitionSpec())
 
     def draw(dtype: Any) -> jax.Array:

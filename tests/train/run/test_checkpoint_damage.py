@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -59,9 +60,9 @@ def test_a_damaged_one_is_set_aside_loudly_and_the_one_before_taken(
     messages = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert any("checkpoint of step 2 is damaged" in m for m in messages)
     assert any(f"set aside as {aside}" in m for m in messages)
-    checkpoints.save(2, make_state(7), ABOUT)  # the run comes here again
+    checkpoints.save(2, make_state(2, seed=7), ABOUT)  # the run comes here again
     checkpoints.wait()
-    same(checkpoints.saved.restore(like()), make_state(7))
+    same(checkpoints.saved.restore(like()), make_state(2, seed=7))
 
 
 def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
@@ -106,6 +107,88 @@ def test_parts_of_the_files_are_checked_by_several(saved, folder):
     assert sum(wrong is not None for wrong in found) == 1
 
 
+def test_a_step_under_another_number_is_not_taken(saved, folder, caplog):
+    """It would go on from step 2 as step 5, and never save its own step 5."""
+    saved(1, 2)
+    (folder / "2").rename(folder / "5")
+    checkpoints = saved()
+    same(checkpoints.saved.restore(like()), make_state(1))
+    assert checkpoints.saved.steps() == [1]
+    assert "it holds step 2. Give its folder that name" in caplog.text
+    (aside,) = (folder / "quarantine").iterdir()
+    assert aside.name.startswith("5-")
+    (folder / "1").rmtree()
+    aside.rename(folder / "2")
+    same(saved().saved.restore(like()), make_state(2))
+
+
+def test_the_only_step_under_another_number_is_an_error_with_the_remedy(saved, folder):
+    saved(1)
+    (folder / "1").rename(folder / "5")
+    (folder / "5" / SEAL).unlink()
+    (folder / "unsealed" / "5").write_text("")
+    with pytest.raises(DataError, match=r"it holds step 1\. Give its folder that name"):
+        saved().saved.restore(like())
+
+
+def test_the_arrays_of_another_step_are_not_taken(saved, folder, caplog):
+    """Whatever the step says of itself."""
+    checkpoints = saved(1)
+    checkpoints.save(5, make_state(2), ABOUT)
+    checkpoints.wait()
+    same(checkpoints.saved.restore(like()), make_state(1))
+    assert "its arrays are those of another step" in caplog.text
+    assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
+
+
+def test_a_step_of_another_run_is_not_taken(saved, folder, caplog):
+    saved(1, run_id="this")
+    saved(2, at=folder / "of" / "another", run_id="that")
+    (folder / "of" / "another" / "2").rename(folder / "2")
+    reader = SavedSteps(folder, run_id="this")  # of a command, which moves nothing
+    assert reader.restore_params(like())[0] == 1
+    checkpoints = saved(run_id="this")
+    same(checkpoints.saved.restore(like()), make_state(1))
+    assert "checkpoint of step 2 does not belong there" in caplog.text
+    assert "it was saved by another run" in caplog.text
+    assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["2-"]
+
+
+def test_steps_and_runs_that_state_no_identity_are_taken(saved, folder):
+    """They are of an older version of this program."""
+    saved(1)
+    same(saved(run_id="this").saved.restore(like()), make_state(1))
+    saved(2, run_id="this")
+    same(saved().saved.restore(like()), make_state(2))
+
+
+def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):
+    saved(1)
+    for file in files_of(Path(folder) / "1"):
+        content = file.read_bytes()
+        file.unlink()
+        os.mkfifo(file)
+        assert "is not a regular file" in (damage(folder / "1") or "")
+        if "CHECKPOINT" in file.name:  # Orbax reads it when it opens the folder
+            with pytest.raises(DataError, match=r"/1: .* Move this folder elsewhere"):
+                SavedSteps(folder)
+        file.unlink()
+        file.write_bytes(content)
+    assert damage(folder / "1") is None
+
+
+def test_orbax_lists_steps_once_however_many_are_damaged(saved, folder, monkeypatch):
+    """Or a start would take time that grows with the square of their number."""
+    checkpoints = saved(*range(1, 9), keep_latest=8)
+    for step in range(2, 9):
+        truncate(Path(folder) / str(step))
+    reload = Mock(side_effect=checkpoints.saved._orbax.reload)
+    monkeypatch.setattr(checkpoints.saved._orbax, "reload", reload)
+    same(checkpoints.saved.restore(like()), make_state(1))
+    assert checkpoints.saved.steps() == [1]
+    assert reload.call_count == 1
+
+
 def unsealed(checkpoints, step, attempt, written) -> None:
     written.result()
 
@@ -128,10 +211,10 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
     assert again.saved.steps() == [1]
     (aside,) = (folder / "quarantine").iterdir()
     assert aside.name.startswith("2-")
-    again.save(2, make_state(7), ABOUT)  # the run comes here again
+    again.save(2, make_state(2, seed=7), ABOUT)  # the run comes here again
     again.wait()
     assert damage(folder / "2") is None
-    same(saved().saved.restore(like()), make_state(7))
+    same(saved().saved.restore(like()), make_state(2, seed=7))
 
 
 def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
@@ -193,6 +276,11 @@ def test_the_command_lists_and_checks(saved, folder, asked, capsys):
     assert main(asked) == 65
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "DAMAGED" in line] == ["2"]
+    (folder / "2").rmtree()
+    (folder / "1").rename(folder / "3")
+    assert main(asked) == 65
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "MISPLACED" in line] == ["3"]
 
 
 def test_a_step_that_makes_way_meanwhile_is_left_out(saved, asked, capsys, monkeypatch):

@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
+import pytest
 from etils import epath
 
 from train.config import Config
 from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
+
+FRESH = Continuation(1, [], [], None, False, "its identity")
 
 
 def test_a_report_that_fails_does_not_hide_how_the_run_ended(
@@ -18,10 +22,20 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
 
     monkeypatch.setattr("train.run.report.write_report", full)
     events, path = EventLog(tmp_path), epath.Path(tmp_path)
-    fresh = Continuation(1, [], [], None, False)
-    run = RunDir(path, Config(), fresh, events, write=True, lease=None)
+    run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
     events.end(42)
     run.close()
     assert "report.html was not written: [Errno 28]" in caplog.text
     last = (tmp_path / "events.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["code"] == 42
+
+
+def test_results_are_json_whatever_the_numbers_are(tmp_path):
+    events, path = EventLog(tmp_path), epath.Path(tmp_path)
+    run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
+    nan, inf = float("nan"), np.float32("inf")
+    run.write_results({"step": 3, "eval/loss": nan, "compressed": {"xz": inf}})
+    run.close()
+    text = (tmp_path / "results.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert found == {"step": 3, "eval/loss": None, "compressed": {"xz": None}}
