@@ -62,6 +62,16 @@ class Packing(StrEnum):
     none = "none"
 
 
+class OnError(StrEnum):
+    """What happens to a record or a file that cannot be used.
+
+    `fail`: the command ends. `skip`: it is left out.
+    """
+
+    fail = "fail"
+    skip = "skip"
+
+
 @dataclass(frozen=True)
 class MixtureSource:
     """One of the stores of a mixture."""
@@ -91,6 +101,8 @@ class DataConfig:
     sources: dict[str, MixtureSource] = field(default_factory=dict)  # for mixture
     weight_changes: list[WeightChange] = field(default_factory=list)  # for mixture
     pattern: str = "**/*"  # which files of a folder
+    # What to do with a file that is not text, and with a record that cannot be used.
+    on_error: OnError = OnError.fail
     # Part held out, say 0.1: by document; of a single file its end.
     validation: Annotated[float, Gt(0), Lt(1)] = 0.1
     # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
@@ -163,13 +175,6 @@ class DataConfig:
                     key = "weight_changes" if of_step else "sources"
                     mistakes.append((key, given, f"at step {of_step} {rule}"))
         return mistakes
-
-
-class OnError(StrEnum):
-    """What a record that cannot be used does: end the work, or be left out."""
-
-    fail = "fail"
-    skip = "skip"
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,9 @@ class _Encoder:
         for record in read(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 raise DataError(
-                    f"{_complaint(record)}. Mend it; python -m data.prepare can also "
-                    f"leave such records out (on_error=skip), or read another field "
+                    f"{_complaint(record)}. Repair it, or leave it out with "
+                    f"on_error=skip (data.on_error=skip of python -m train). "
+                    f"python -m data.prepare can also read another field "
                     f"(text_field=...)"
                 )
             _add_to(self._num_tokens, segment.add(record, unit, whole))
