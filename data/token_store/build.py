@@ -112,7 +112,7 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        encode_tasks(tasks, parts, settings, workers, show)
+        encode_tasks(tasks, parts, settings, encoding, workers, show)
     source: dict[str, Any] = {"path": corpus.root, "validation": corpus.validation}
     if corpus.left_out:
         source["left_out"] = {file.path: file.size for file in corpus.left_out}
