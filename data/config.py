@@ -7,9 +7,13 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
-Count = Annotated[int, Ge(1)]
+INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
+Count = Annotated[int, Ge(1), Le(INT32_MAX)]
+Number = Annotated[int, Ge(0), Le(INT32_MAX)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX drops further bits, and numpy a sign
+ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
@@ -58,6 +62,16 @@ class Packing(StrEnum):
     none = "none"
 
 
+class OnError(StrEnum):
+    """What happens to a record or a file that cannot be used.
+
+    `fail`: the command ends. `skip`: it is left out.
+    """
+
+    fail = "fail"
+    skip = "skip"
+
+
 @dataclass(frozen=True)
 class MixtureSource:
     """One of the stores of a mixture."""
@@ -73,7 +87,7 @@ class MixtureSource:
 class WeightChange:
     """Weights from a step on; a source that is not named has weight 0."""
 
-    step: int = 0  # a batch's number, so that skip_batches moves no row
+    step: Number = 0  # a batch's number, so that skip_batches moves no row
     weights: dict[str, float] = field(default_factory=dict)  # of the sources, by name
 
 
@@ -87,6 +101,8 @@ class DataConfig:
     sources: dict[str, MixtureSource] = field(default_factory=dict)  # for mixture
     weight_changes: list[WeightChange] = field(default_factory=list)  # for mixture
     pattern: str = "**/*"  # which files of a folder
+    # What to do with a file that is not text, and with a record that cannot be used.
+    on_error: OnError = OnError.fail
     # Part held out, say 0.1: by document; of a single file its end.
     validation: Annotated[float, Gt(0), Lt(1)] = 0.1
     # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
@@ -99,7 +115,7 @@ class DataConfig:
     cache_dir: str | None = None  # of token stores; null: ~/.cache/longhaul
     prefetch: Count = 2  # batches read ahead
     # Batches to leave out: [first,last, ...] (before: data.skip_steps).
-    skip_batches: list[int] = field(default_factory=list)
+    skip_batches: list[Number] = field(default_factory=list)
 
     def mistakes(self) -> Mistakes:
         """List what does not go together."""
@@ -116,7 +132,7 @@ class DataConfig:
             rule = "needs data.document_mask=true: rows hold documents side by side"
             mistakes.append(("packing", self.packing, rule))
         pairs = self.skip_batches
-        if len(pairs) % 2 or pairs != sorted(pairs) or (pairs and pairs[0] < 0):
+        if len(pairs) % 2 or pairs != sorted(pairs):
             rule = "must be pairs, ascending: the first and last batch to leave out"
             mistakes.append(("skip_batches", pairs, rule))
         return mistakes + self._mixture_mistakes()
@@ -161,13 +177,6 @@ class DataConfig:
         return mistakes
 
 
-class OnError(StrEnum):
-    """What a record that cannot be used does: end the work, or be left out."""
-
-    fail = "fail"
-    skip = "skip"
-
-
 @dataclass(frozen=True)
 class PrepareConfig:
     """Text to a token store."""
@@ -184,8 +193,8 @@ class PrepareConfig:
     tokenizer_sha256: str | None = None  # required with a rank file
     on_error: OnError = OnError.fail  # of a record that cannot be used
     keep_invalid_utf8: bool = False  # of text files: encode such bytes one by one
-    max_record_bytes: Count = 2**26  # longer records are bad
-    workers: Count | None = None  # processes; null: the cores
+    max_record_bytes: ByteCount = 2**26  # longer records are bad
+    workers: Annotated[int, Ge(1), Le(4096)] | None = None  # processes; null: the cores
     work_dir: str | None = None  # of parts; null: beside output, or the cache folder
 
     @property

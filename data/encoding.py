@@ -6,6 +6,7 @@ a folder's tokenizer may say that text is normalized first: that comes back then
 Text that contains the name of a special token is text, never control.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -16,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import tiktoken
+
+from data.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
@@ -69,18 +72,33 @@ class FolderEncoding(tiktoken.Encoding):
         rules = {"form": self.form, "words": self.words}
         return {name: rule for name, rule in rules.items() if rule}
 
-    def encode_to_numpy(self, text: str, **how: Any) -> npt.NDArray[np.uint32]:
-        """Encode text as its rules say."""
-        parts = list[npt.NDArray[np.uint32]]()
+    def parts(self, text: str) -> Iterator[str | int]:
+        """Cut text as its rules say: the ids of words, and normalized text between."""
         cut = [text] if self._word is None else self._word.split(text)
         for index, part in enumerate(cut):
             if index % 2:
-                parts.append(np.array([self._special_tokens[part]], np.uint32))
-                continue
-            if self.form is not None:
-                part = unicodedata.normalize(self.form, part)
-            parts.append(super().encode_to_numpy(part, **how))
-        return np.concatenate(parts)
+                yield self._special_tokens[part]
+            else:
+                yield unicodedata.normalize(self.form, part) if self.form else part
+
+    @functools.cached_property
+    def isolating(self) -> tiktoken.Encoding:
+        """The same tokenizer, of which text between two matches is a piece too.
+
+        `tokenizers` encodes such text, tiktoken leaves it out.
+
+        Raises:
+            ValueError: the pattern cannot be repeated within another one.
+        """
+        pattern = self._pat_str
+        if re.search(r"\\([1-9]|k)", pattern):
+            raise ValueError("its pattern refers to its own groups, and loses text")
+        return tiktoken.Encoding(
+            self.name,
+            pat_str=rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+",
+            mergeable_ranks=self._mergeable_ranks,
+            special_tokens=self._special_tokens,
+        )
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
@@ -106,6 +124,9 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
 
     The end-of-text token is never among them, whatever the text says.
+
+    Raises:
+        DataError: the ids do not stand for the whole text, or tiktoken fails.
     """
     if encoding.name == BYTES:
         return np.frombuffer(text, np.uint8)
@@ -117,8 +138,39 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
             parts.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
         for short in short_pieces(piece):
-            parts.append(encoding.encode_to_numpy(short, disallowed_special=()))
-    return np.concatenate(parts)
+            folder = isinstance(encoding, FolderEncoding)
+            for part in encoding.parts(short) if folder else [short]:
+                word = isinstance(part, int)
+                parts.append(np.array([part]) if word else _whole(encoding, part))
+    return np.concatenate(parts).astype(np.uint32, copy=False)
+
+
+def _whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
+    try:
+        return encode_whole(encoding, text)
+    except ValueError as error:
+        raise DataError(
+            f"tokenizer {encoding.name}: {error}. Take another tokenizer"
+        ) from error
+
+
+def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
+    """Encode text by pattern and ranks alone, and compare what the ids decode to.
+
+    Raises:
+        ValueError: they do not stand for the whole text, or tiktoken fails.
+    """
+    try:
+        ids = encoding.encode_to_numpy(text, disallowed_special=())
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # tiktoken's, and no Exception
+            raise
+        raise ValueError(f"tiktoken fails: {error}") from None
+    if encoding.decode_bytes(ids.tolist()) == text.encode():
+        return ids
+    if isinstance(encoding, FolderEncoding):
+        return encode_whole(encoding.isolating, text)
+    raise ValueError(f"it loses a part of the text that begins {text[:20]!a}")
 
 
 def short_pieces(text: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from data.config import DataConfig, Packing, Source
+from data.config import DataConfig, Packing, Seed, Source
 from train.cli.command import run_command
 from train.config import Config, Count, Number, RunConfig
 from train.errors import Mistake
@@ -20,7 +20,7 @@ class InspectConfig:
     step: Number | None = None  # the batch of this step, 0 being the first
     samples: Number = 4  # documents shown of a store
     width: Number = 60  # characters shown of each document
-    seed: int = 0  # of a store's samples and batches; a run has its own
+    seed: Seed = 0  # of a store's samples and batches; a run has its own
     sequence_length: Count = 1024  # of a store's batches; a run has its own
     batch_size: Count = 8  # rows of a store's batches; a run has its own
     packing: Packing = Packing.concat  # of a store's documents; a run has its own

@@ -12,7 +12,7 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.machine import is_remote
 from data.text.files import Split
-from data.token_store.build import cache_dir, cached_store
+from data.token_store.cached import cache_dir, cached_store
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST
 from data.tokenizer import load_tokenizer

@@ -13,7 +13,8 @@ import tiktoken
 from data.config import PUBLISHED
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding
 from data.errors import DataError
-from data.tokenizer_folder import load_folder
+from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
+from data.tokenizer_folder import MALFORMED, load_folder
 
 # A rank file holds no pattern; this is cl100k_base's, which Llama 3's file expects too.
 # Source: tiktoken 0.14, tiktoken_ext/openai_public.py.
@@ -82,24 +83,30 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
         DataError: it is no rank file.
     """
     digest = hashlib.sha256(content).hexdigest()
-    if content.startswith(b"{"):
-        whole = json.loads(content)
-        ranks = {base64.b64decode(token): rank for token, rank in whole.pop("ranks")}
-        return FolderEncoding(**whole, mergeable_ranks=ranks)
     try:
-        pairs = (line.split() for line in content.splitlines() if line)
-        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+        if content.startswith(b"{"):
+            whole = json.loads(content)
+            pairs = ((_token(token), rank) for token, rank in whole.pop("ranks"))
+            ranks = checked_ranks(pairs, whole["special_tokens"])
+            check_pattern(whole["pat_str"])
+            return FolderEncoding(**whole, mergeable_ranks=ranks)
+        lines = (line.split() for line in content.splitlines() if line)
+        ranks = checked_ranks(((_token(token), int(rank)) for token, rank in lines), {})
         return tiktoken.Encoding(
             name=f"{Path(name).name}:{digest[:12]}",
             pat_str=RANK_FILE_PATTERN,
             mergeable_ranks=ranks,
             special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
         )
-    except ValueError as error:
+    except MALFORMED as error:
         raise DataError(
-            f"tokenizer {name}: is not a tiktoken rank file ({error}). Each line "
-            f"must hold a token in base64 and its rank"
+            f"tokenizer {name}: is not a tiktoken rank file ({reason_of(error)}). "
+            f"Each line must hold a token in base64 and its rank"
         ) from error
+
+
+def _token(text: str | bytes) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def rank_file(name: str) -> bytes | None:

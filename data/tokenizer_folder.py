@@ -3,8 +3,9 @@
 A tokenizer is taken if tiktoken must give the same ids as `tokenizers` does, for any
 text that does not spell a special token: byte-level BPE whose merges stand in the order
 of its ids, of text that is cut by one pattern, at most brought into a form of Unicode's
-before. Any other is refused with the reason. What a post-processor adds around a text
-is left out.
+before. Text between two matches of the pattern is a piece too. Any other tokenizer is
+refused with the reason, and so is a pattern that loses text or backtracks without end.
+What a post-processor adds around a text is left out.
 
 The forms are those of Python's unicodedata, which for characters of the last few years
 may differ from those of `tokenizers` (docs/log.md).
@@ -22,9 +23,15 @@ import tiktoken
 
 from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
+from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"
+# What reading a file that is not what it should be may raise.
+MALFORMED = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError),
+    *(RecursionError, OverflowError),
+)
 # Source: tokenizers 0.23, pre_tokenizers/byte_level.rs: it is GPT-2's.
 _BYTE_LEVEL_PATTERN = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -50,10 +57,10 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         end = end.get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
         return _encoding(f"{folder.name}:{digest[:12]}", content, end)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise DataError(
-            f"tokenizer {name}: its {FILE} cannot serve: {error}. Give text that "
-            f"is encoded already, or another tokenizer"
+            f"tokenizer {name}: its {FILE} cannot serve: {reason_of(error)}. "
+            f"Give text that is encoded already, or another tokenizer"
         ) from error
 
 
@@ -82,15 +89,16 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
         special[END_OF_TEXT] = special.pop(end)
     words = sorted({word["content"] for word in words} & {*special})
     added = {a["content"] for a in added}
-    ranks = {_token(k): v for k, v in model["vocab"].items() if k not in added}
-    if missing := {bytes([byte]) for byte in range(256)} - {*ranks}:
-        raise ValueError(f"the byte {min(missing)!r} has no token")
+    vocabulary = ((_token(k), v) for k, v in model["vocab"].items() if k not in added)
+    ranks = checked_ranks(vocabulary, special)
     _check_merges(model, ranks)
+    pattern = _pattern(tokenizer.get("pre_tokenizer"))
+    check_pattern(pattern)
     return FolderEncoding(
         name,
         form=form,
         words=words,
-        pat_str=_pattern(tokenizer.get("pre_tokenizer")),
+        pat_str=pattern,
         mergeable_ranks=ranks,
         special_tokens=special,
     )

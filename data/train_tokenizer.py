@@ -14,13 +14,13 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
+from data.config import ByteCount
 from data.encoding import encode
 from data.errors import DataError
 from data.text.records import Reading
 from data.token_store.storage import written_whole
 from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
-from train.config import Count
 from train.errors import Mistake
 
 MAX_VOCAB_SIZE = 2**20  # four times the largest published; memory is set aside for all
@@ -38,7 +38,7 @@ class TrainTokenizerConfig:
     text_field: str = "text"  # of records
     # Tokens: the 256 single bytes are counted, <|endoftext|> is not.
     vocab_size: Annotated[int, Ge(NUM_BYTES + 1), Le(MAX_VOCAB_SIZE)] = 32000
-    max_bytes: Count = 2**28  # of text: a minute and 0.7 GB on two cores
+    max_bytes: ByteCount = 2**28  # of text: a minute and 0.7 GB on two cores
 
 
 def validate(config: TrainTokenizerConfig) -> list[Mistake]:

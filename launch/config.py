@@ -59,7 +59,8 @@ class SshCluster(ClusterConfig):
     hosts: list[str] = field(default_factory=list)  # [user@]host; the first leads
     processes_per_node: Count = 1  # or one for each GPU
     address: str | None = None  # of process 0, for the others; null: the first host's
-    port: int | None = None  # of process 0's coordinator; null: from the run's name
+    # The port of process 0's coordinator; null: from the run's name.
+    port: Annotated[int, Ge(1), Le(65535)] | None = None
     options: list[str] = field(default_factory=list)  # of ssh
     setup: list[str] = field(default_factory=list)  # lines of shell, before
     python: str | None = None  # there; null: as here

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
+
+_INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
+Count = Annotated[int, Ge(1), Le(_INT32_MAX)]
+Number = Annotated[int, Ge(0), Le(_INT32_MAX)]
+Size = Annotated[int, Ge(1), Le(2**24)]  # of one dim, so that products fit into int64
+Depth = Annotated[int, Ge(1), Le(2**14)]  # Python lists every layer
 
 
 class Norm(StrEnum):
@@ -53,7 +59,7 @@ class RopeScaling:
     kind: Scaling = Scaling.none  # the formula
     factor: Annotated[float, Ge(1)] = 1.0  # by which pairs are slowed down
     # Rows of the earlier training (llama3, yarn).
-    original_length: Annotated[int, Ge(1)] | None = None
+    original_length: Count | None = None
     # Pairs that turn less often in such a row are slowed by the whole factor: others'
     # low_freq_factor (llama3), beta_slow (yarn).
     slow_turns: Annotated[float, Gt(0)] = 1.0

@@ -12,6 +12,8 @@ from model.choices import (
     Activation,
     Attention,
     ComputeDtype,
+    Count,
+    Depth,
     Dropout,
     Dtype,
     Init,
@@ -19,13 +21,13 @@ from model.choices import (
     Norm,
     NormPlacement,
     NormSpan,
+    Number,
     Position,
     RopeScaling,
     Scaling,
     Scores,
+    Size,
 )
-
-Count = Annotated[int, Ge(1)]
 
 VOCAB_MULTIPLE = 128  # large vocabularies are padded to it
 _PADDED_FROM = 1024
@@ -58,16 +60,16 @@ class ModelConfig:
     """Shape and choices of a GPT. Sizes are of the whole model, not of a device."""
 
     name: str = "gpt"  # for the run's name
-    num_layers: Count = 4  # blocks of attention and MLP
-    num_heads: Count = 4  # query heads
+    num_layers: Depth = 4  # blocks of attention and MLP
+    num_heads: Size = 4  # query heads
     # Key and value heads: fewer is grouped-query attention; null: as many as num_heads.
-    num_kv_heads: Count | None = None
-    embed_dim: Count = 128  # width of the residual stream
-    head_dim: Count | None = None  # null: embed_dim / num_heads
-    mlp_dim: Count | None = None  # null: 4 embed_dim
+    num_kv_heads: Size | None = None
+    embed_dim: Size = 128  # width of the residual stream
+    head_dim: Size | None = None  # null: embed_dim / num_heads
+    mlp_dim: Size | None = None  # null: 4 embed_dim
     # Null: the tokenizer's, up to a multiple of 128.
-    vocab_size: Count | None = None
-    max_sequence_length: int | None = None  # learned positions; null: the data's
+    vocab_size: Size | None = None
+    max_sequence_length: Size | None = None  # learned positions; null: the data's
 
     norm: Norm = Norm.rmsnorm  # before each block and before the head
     norm_placement: NormPlacement = NormPlacement.before  # in each layer
@@ -88,7 +90,7 @@ class ModelConfig:
     # The cap c of c tanh(score / c) in attention; null: none.
     attention_soft_cap: Annotated[float, Gt(0)] | None = None
     # Scores are divided by this number's root; null: by that of the head's dim.
-    query_scale_dim: Count | None = None
+    query_scale_dim: Size | None = None
     # Each head may attend to nothing: a learned score takes a part of the weights.
     attention_sinks: bool = False
     activation: Activation = Activation.swiglu  # of the MLP; those on -glu add a gate
@@ -103,11 +105,11 @@ class ModelConfig:
     # The cap c of c tanh(logits / c); null: none.
     logit_soft_cap: Annotated[float, Gt(0)] | None = None
     mlp: Mlp = Mlp.dense  # moe: experts, of which each token takes a few
-    num_experts: Count = 8  # in each layer that has experts
-    experts_per_token: Count = 2  # that the router chooses
-    expert_dim: Count | None = None  # hidden dim of an expert; null: mlp_dim
-    shared_experts: Annotated[int, Ge(0)] = 0  # that every token takes besides
-    dense_layers: Annotated[int, Ge(0)] = 0  # the first ones, with an MLP instead
+    num_experts: Size = 8  # in each layer that has experts
+    experts_per_token: Size = 2  # that the router chooses
+    expert_dim: Size | None = None  # hidden dim of an expert; null: mlp_dim
+    shared_experts: Number = 0  # that every token takes besides
+    dense_layers: Number = 0  # the first ones, with an MLP instead
     experts_every: Count = 1  # layers behind these: the last of as many has experts
     router: Scores = Scores.softmax  # scores of all experts together, or one by one
     router_normalized: bool = True  # the weights of a token's experts add up to 1
@@ -126,7 +128,7 @@ class ModelConfig:
     # layers of attention and MLP.
     compute_dtype: ComputeDtype = ComputeDtype.auto
     # Layers whose products have no eight bits then: first, last, or numbers from 0.
-    high_precision_layers: tuple[int | Literal["first", "last"], ...] = ()
+    high_precision_layers: tuple[Number | Literal["first", "last"], ...] = ()
     attention: Attention = Attention.auto  # kernel
     layer_unroll: Count | Literal[-1] = 1  # layers a scan iteration; -1: all, no loop
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from data.config import DataConfig
+from data.config import DataConfig, Seed
 from model.choices import ContextAttention, Dtype, ExpertExchange
 from model.config import Intermediate, ModelConfig, OffloadName
 from train.watching import (
@@ -99,7 +99,7 @@ class RuntimeConfig:
 
     platform: Platform = Platform.auto  # that computes; auto: TPU, else GPU, else CPU
     # Virtual devices of a process on a CPU; null: its cores, up to two.
-    cpu_devices: Count | None = None
+    cpu_devices: Annotated[int, Ge(1), Le(4096)] | None = None
     deterministic: bool = False  # GPU: reproducible to the bit, slower
     # TPU v6e: its SparseCores run the train step's collectives, beside products.
     sparse_cores: bool = True
@@ -239,7 +239,7 @@ class TrainConfig:
     max_skipped_steps: Number = 10  # left out in a row before exit 3
     # Leave out steps this many deviations above the recent ones; null: none.
     skip_sigma: Annotated[float, Gt(0)] | None = None
-    skip_window: Annotated[int, Ge(4)] = 128  # steps that count as recent
+    skip_window: Annotated[int, Ge(4), Le(2**16)] = 128  # steps that count as recent
     # Steps between comparisons of the state's copies; null: never.
     replica_check_interval_steps: Count | None = 500
     # What the backward pass recomputes of a layer, or a list of what is kept of it.
@@ -279,7 +279,7 @@ class LayoutConfig:
 class Config:
     """Everything `python -m train` can be told."""
 
-    seed: int = 0  # of weights, order of the data, and sampling
+    seed: Seed = 0  # of weights, order of the data, and sampling
     # A folder that transformers or train.export wrote, or another run's: its weights
     # are those of step 0.
     init_from: str | None = None

@@ -6,10 +6,10 @@ A part of `train/config.py`. None of its keys changes what is trained.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 
-Count = Annotated[int, Ge(1)]
-Number = Annotated[int, Ge(0)]
+from data.config import Count, Number
+
 Batches = Count | Literal[-1]  # -1: the whole validation split
 
 
@@ -93,4 +93,4 @@ class ProfileConfig:
     """Traces of jax.profiler."""
 
     # [first,last] traces these steps into <run.dir>/profiles/<first>.
-    steps: list[int] = field(default_factory=list)
+    steps: list[Number] = field(default_factory=list)

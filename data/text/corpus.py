@@ -16,7 +16,7 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +26,9 @@ import fsspec
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.machine import is_remote
+from data.text.documents import read
 from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
+from data.text.records import Bad, Reading
 from data.text.streams import align, text_size
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Corpus:
     root: str  # what was asked for
     files: tuple[File, ...]
     validation: float  # the part that is held out
+    left_out: tuple[File, ...] = ()  # files that are not text
 
     def identity(self) -> str:
         """Hash the division, and path, size and version of every file."""
@@ -72,6 +75,29 @@ class Corpus:
                 file, "validation" if file.name in held_out else "train"
             )
         ]
+
+    def without_bad_files(self, beat: Callable[[], object]) -> "Corpus":
+        """Leave out the text files that cannot be read as text from end to end.
+
+        `beat` is called while they are read.
+
+        Raises:
+            DataError: no file is left.
+        """
+
+        def is_bad(file: File) -> bool:
+            records = read(Unit(file), Reading(), lambda _: beat())
+            return any(isinstance(record, Bad) for record in records)
+
+        texts = [file for file in self.files if file.format is Format.text]
+        bad = tuple(file for file in texts if is_bad(file))
+        if len(bad) == len(self.files):
+            raise DataError(
+                f"{self.root}: none of its {len(bad)} files is text in UTF-8, so that "
+                f"on_error=skip leaves nothing. Name other files"
+            )
+        files = tuple(file for file in self.files if file not in bad)
+        return replace(self, files=files, left_out=bad)
 
     def _single_text(self) -> list[Unit]:
         (file,) = self.files

@@ -1,22 +1,20 @@
 """Build token stores: encode the units of a corpus, put the parts together.
 
-`cached_store` returns the store of a training config, from a cache; `prepare_store`
-builds what `python -m data.prepare` asks for, and continues after a kill.
+`prepare_store` builds what `python -m data.prepare` asks for, and continues after a
+kill. The stores of text that is encoded on first use are in token_store/cached.py.
 """
 
 import collections
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import logging
-import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
@@ -24,61 +22,21 @@ from data.config import DataConfig, OnError, PrepareConfig
 from data.encoding import fingerprint
 from data.errors import DataError
 from data.machine import cache_folder, usable_cores
-from data.text.corpus import Corpus, find_corpus, find_files
+from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import Reading
 from data.token_store.encode import encode_tasks, make_tasks, part_path
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
-from data.token_store.storage import Storage, written_whole
+from data.token_store.storage import Storage
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
 from data.tokenizer import load_tokenizer, rank_file
 from data.tokenizer_folder import digest_of
 
-_ABANDONED_AFTER_S = 24 * 3600
 _MARK = "unfinished"  # a key in a store that is being written
 
 _log = logging.getLogger(__name__)
-
-
-def cached_store(
-    config: DataConfig, beat: Callable[[], object] = lambda: None
-) -> Store:
-    """Open the store of a config, building it first where there is none yet.
-
-    The folder's name holds a hash of what the store is made of, so that a changed
-    source makes another store. It is built beside its place and renamed into it: any
-    number of processes may prepare at once, and one that dies leaves no store.
-
-    Args:
-        config: of the data.
-        beat: called for each piece of text that was encoded.
-
-    Raises:
-        DataError: the text or the tokenizer is missing, or the store is damaged.
-    """
-    encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    corpus = find_corpus(config)
-    settings = _settings(config, Reading(keep_invalid_utf8=True), skip_bad=False)
-    identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
-    name = re.sub(r"[^\w.-]", "_", config.name)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    path = cache_dir(config) / f"{name}-{digest}"
-    if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
-        _log.info("preparing %s from %s", path, corpus.root)
-        started = time.monotonic()
-        _remove_abandoned(path)
-        with written_whole(path) as building:
-            parts = building / "parts"
-            _make_folder(parts, path.parent, "data.cache_dir")
-            storage = Storage(building)
-            given = storage, corpus, settings, encoding, parts, usable_cores()
-            build_store(*given, beat)
-            shutil.rmtree(parts)
-        _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
-    return open_store(path, encoding)
 
 
 def prepare_store(config: PrepareConfig) -> Store:
@@ -100,7 +58,7 @@ def prepare_store(config: PrepareConfig) -> Store:
         config.keep_invalid_utf8,
         config.max_record_bytes,
     )
-    settings = _settings(config, reading, config.on_error is OnError.skip)
+    settings = settings_of(config, reading, config.on_error is OnError.skip)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage, workers = Storage(config.output), config.workers or usable_cores()
@@ -154,12 +112,15 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        encode_tasks(tasks, parts, settings, workers, show)
+        encode_tasks(tasks, parts, settings, encoding, workers, show)
+    source: dict[str, Any] = {"path": corpus.root, "validation": corpus.validation}
+    if corpus.left_out:
+        source["left_out"] = {file.path: file.size for file in corpus.left_out}
     about = {
         "tokenizer": settings.tokenizer,
         "tokenizer_sha256": settings.tokenizer_sha256,
         "tokenizer_fingerprint": fingerprint(encoding),
-        "source": {"path": corpus.root, "validation": corpus.validation},
+        "source": source,
         "made_of": made_of(corpus, settings),
     }
     paths = [part_path(parts, task, settings) for task in tasks]
@@ -181,16 +142,10 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def cache_dir(config: DataConfig) -> Path:
-    """Return the folder of stores that were built on first use, and of rows' plans."""
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
-    return cache_folder() / "stores"
-
-
-def _settings(
+def settings_of(
     config: DataConfig | PrepareConfig, reading: Reading, skip_bad: bool
 ) -> EncodingSettings:
+    """Return what decides the tokens of a text."""
     sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
     given = config.tokenizer, sha256, reading, config.validation
     return EncodingSettings(*given, skip_bad)
@@ -207,7 +162,9 @@ def _segments(
             bad = segment.notes["bad"]
             if bad and not skip_bad:  # an earlier attempt did
                 file, place, reason = bad[0]
-                raise DataError(f"{file}, {place}: {reason}. Mend it, or on_error=skip")
+                raise DataError(
+                    f"{file}, {place}: {reason}. Repair it, or set on_error=skip"
+                )
             num_bad += len(bad)
             documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
             yield segment
@@ -236,7 +193,7 @@ def _locked(folder: Path) -> Iterator[Path]:
 
     A lock dies with its owner.
     """
-    _make_folder(folder, folder.parent, "work_dir")
+    make_folder(folder, folder.parent, "work_dir")
     with (folder / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,7 +208,8 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make_folder(path: Path, place: Path, key: str) -> None:
+def make_folder(path: Path, place: Path, key: str) -> None:
+    """Make a folder; a DataError says what is wrong with `place`, which `key` names."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,11 +217,3 @@ def _make_folder(path: Path, place: Path, key: str) -> None:
             f"{place}: nothing can be kept there ({error}). Name a folder that can be "
             f"written with {key}"
         ) from error
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that died while they built this store left behind."""
-    for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(building)

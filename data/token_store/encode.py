@@ -19,6 +19,8 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import tiktoken
+
 from data.errors import DataError
 from data.text.documents import read
 from data.text.files import Format, Unit
@@ -26,7 +28,6 @@ from data.text.records import Bad, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
 from data.token_store.storage import written_whole
-from data.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def encode_tasks(
     tasks: list[Task],
     folder: Path,
     settings: EncodingSettings,
+    encoding: tiktoken.Encoding,
     workers: int,
     report: Callable[[int, int], None] = lambda num_bytes, num_tokens: None,
 ) -> None:
@@ -92,14 +94,14 @@ def encode_tasks(
     context = multiprocessing.get_context("spawn")
     counts = context.Value("q", 0), context.Value("q", 0)
     if workers == 1 or len(left) <= 1:
-        encoder = _Encoder(folder, settings, counts)
+        encoder = _Encoder(folder, settings, encoding, counts)
         for task in left:
             encoder.encode(task)
             report(done + counts[0].value, counts[1].value)
         return
-    pool = ProcessPoolExecutor(
-        min(workers, len(left)), context, _start_worker, (folder, settings, counts)
-    )
+    others = {*multiprocessing.active_children()}
+    given = folder, settings, encoding, counts
+    pool = ProcessPoolExecutor(min(workers, len(left)), context, _start_worker, given)
     try:
         waiting = {pool.submit(_work, task) for task in left}
         while waiting:
@@ -107,7 +109,11 @@ def encode_tasks(
             for future in ended:
                 future.result()
             report(done + counts[0].value, counts[1].value)
-    except BrokenProcessPool as error:
+    except BaseException as error:
+        for worker in {*multiprocessing.active_children()} - others:
+            worker.kill()  # it may be in the middle of a large file
+        if not isinstance(error, BrokenProcessPool):
+            raise
         raise DataError(
             f"{folder}: a worker process died, perhaps for want of memory. The same "
             f"command continues; try fewer workers"
@@ -123,11 +129,11 @@ class _Encoder:
         self,
         folder: Path,
         settings: EncodingSettings,
+        encoding: tiktoken.Encoding,
         counts: tuple[Synchronized, Synchronized],
     ):
-        self._folder, self._settings = folder, settings
+        self._folder, self._settings, self._encoding = folder, settings, encoding
         self._num_bytes, self._num_tokens = counts
-        self._encoding = load_tokenizer(settings.tokenizer, settings.tokenizer_sha256)
 
     def encode(self, task: Task) -> None:
         """Make a task's part."""
@@ -158,8 +164,9 @@ class _Encoder:
         for record in read(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 raise DataError(
-                    f"{_complaint(record)}. Mend it; python -m data.prepare can also "
-                    f"leave such records out (on_error=skip), or read another field "
+                    f"{_complaint(record)}. Repair it, or leave it out with "
+                    f"on_error=skip (data.on_error=skip of python -m train). "
+                    f"python -m data.prepare can also read another field "
                     f"(text_field=...)"
                 )
             _add_to(self._num_tokens, segment.add(record, unit, whole))
@@ -182,6 +189,7 @@ _encoder: _Encoder | None = None  # of a worker process
 def _start_worker(
     folder: Path,
     settings: EncodingSettings,
+    encoding: tiktoken.Encoding,
     counts: tuple[Synchronized, Synchronized],
 ) -> None:
     global _encoder
@@ -194,7 +202,7 @@ def _start_worker(
         os._exit(1)  # nobody is left to read what it would give
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _encoder = _Encoder(folder, settings, counts)
+    _encoder = _Encoder(folder, settings, encoding, counts)
 
 
 def _work(task: Task) -> None:

@@ -11,12 +11,12 @@ from data.config import DataConfig, Source
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of 40 documents of unlike lengths, some empty, some not UTF-8."""
+    """A folder of 40 documents of unlike lengths, some empty, some not ASCII."""
     root = tmp_path / "texts"
     root.mkdir()
     for index in range(40):
-        text = f"document {index} ".encode() * (index % 7) + b"\xff\xc3" * (index % 3)
-        (root / f"{index:02}.txt").write_bytes(text)
+        text = f"document {index} " * (index % 7) + "é猫" * (index % 3)
+        (root / f"{index:02}.txt").write_bytes(text.encode())
     return root
 
 

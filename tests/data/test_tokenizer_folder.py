@@ -93,6 +93,18 @@ def test_the_ids_are_the_same(tmp_path, pattern):
     check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), TEXTS)
 
 
+@pytest.mark.parametrize("pattern", [r"\p{L}+|\p{N}+", r" ?\p{Lu}\p{Ll}+", "猫", "n't"])
+def test_text_between_two_matches_is_encoded_as_tokenizers_does(tmp_path, pattern):
+    content = learned(pattern)
+    encoding = load_tokenizer(name := write(tmp_path, content))
+    texts = ["a1 b!?  Cat dog", "!" * 5000, *TEXTS]
+    check_same_ids(encoding, json.dumps(content), texts)
+    for text in texts:
+        assert decode(encoding, encode(encoding, text.encode())) == text
+    stored = parse_ranks("stored", rank_file(name) or b"")
+    check_same_ids(stored, json.dumps(tokenizer_json(stored)), texts)
+
+
 def test_long_text_is_cut_alike_on_both_sides(tmp_path, monkeypatch):
     """Right ids are taken, and wrong ones found, wherever `encode` cuts."""
     content = learned(LLAMA)

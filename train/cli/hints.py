@@ -18,6 +18,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from data.config import INT32_MAX
 from train.cli.other_trainers import name_here
 
 
@@ -110,13 +111,16 @@ def kind_of(hint: Any) -> Any:
     return typing.get_args(kind)[0] if annotated else kind
 
 
-def value_rule(schema: type, key: str, hint: Any, bounds: bool = False) -> str:
+def value_rule(
+    schema: type, key: str, hint: Any, bounds: bool = False, value: object = None
+) -> str:
     """Return what a value must be, `must be a number, or null`, and what the key means.
 
     The key has the places in lists, `profile.steps[0]`. `bounds`: tell these, and not
-    the type.
+    the type, for this `value`.
     """
-    rule = bounds_rule(hint) if bounds else f"must be {describe(hint)}"
+    rule = bounds_rule(hint, value) if bounds else ""
+    rule = rule or f"must be {describe(hint)}"
     text = meaning(schema, key.replace("[", ".").replace("]", ""))
     text = text or meaning(schema, key.partition("[")[0])
     return f"{rule}\n({text})" if text else rule
@@ -140,7 +144,8 @@ def describe(hint: Any) -> str:
         numbers = any(kind_of(member) is int for member in members)
         return "a list of " + ", ".join(names) + ", or whole numbers" * numbers
     if origin is list:
-        return "a list such as [a,b]" + (", of whole numbers" * (arguments == (int,)))
+        numbers = kind_of(arguments[0]) is int
+        return "a list such as [a,b]" + ", of whole numbers" * numbers
     if origin is dict:
         return "a table {key: value}"
     if is_dataclass(kind):
@@ -151,8 +156,12 @@ def describe(hint: Any) -> str:
     return words.get(kind, "a string" if kind is str else str(kind))
 
 
-def bounds_rule(hint: Any) -> str:
-    """Return a hint's bounds in words: `must be at least 1, or null`; "" if none."""
+def bounds_rule(hint: Any, value: object = None) -> str:
+    """Return a hint's bounds in words: `must be at least 1, or null`; "" if none.
+
+    The limit of int32, which nearly every whole number has, is left out unless `value`
+    is above it.
+    """
     low = high = None
     words = []
     for member in _members(hint):
@@ -163,6 +172,8 @@ def bounds_rule(hint: Any) -> str:
             words += map(str, typing.get_args(member))
     if types.NoneType in _members(hint):
         words.append("null")
+    if high == Le(INT32_MAX) and not (isinstance(value, int) and value > INT32_MAX):
+        high = None
     if low is None and high is None:
         return ""
     interval = _interval(low, high)

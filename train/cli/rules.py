@@ -269,7 +269,7 @@ def without_effect(config: Config) -> list[str]:
     stored = source in (Source.tokens, Source.mixture)  # the store brings its own
     unread += [
         (stored, f"data.{key}", f"data.source is {source}")
-        for key in ("validation", "tokenizer", "pattern")
+        for key in ("validation", "tokenizer", "pattern", "on_error")
     ]
     warnings = [
         f"{key} has no effect: {why}"

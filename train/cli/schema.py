@@ -105,7 +105,8 @@ def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], M
         key = (key + place).removeprefix(".")
     value = entry["input"]
     if hint is not None:
-        rule = value_rule(schema, key, hint, bounds=entry["type"] in _BOUNDS)
+        bounds = entry["type"] in _BOUNDS
+        rule = value_rule(schema, key, hint, bounds, value)
         return tuple(path), Mistake(key, value, rule)
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()

@@ -11,6 +11,7 @@ from typing import Annotated
 from annotated_types import Gt, Le
 from etils import epath
 
+from data.config import Seed
 from data.machine import is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
@@ -44,7 +45,7 @@ class SampleConfig:
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
     num_samples: Count = 1  # continuations of each prompt, each drawn anew
     batch_size: Count = 64  # continuations that are generated at once
-    seed: int = 0  # of the draws
+    seed: Seed = 0  # of the draws
 
     @property
     def ends(self) -> list[str]:

@@ -12,6 +12,7 @@ from data.text.files import File, Format, Unit, units_of
 from data.text.records import Bad, Reading, Record
 from data.token_store.encode import encode_tasks, make_tasks
 from data.token_store.parts import EncodingSettings
+from data.tokenizer import load_tokenizer
 from tests.data.text.written_files import (
     COLUMNS,
     LINES,
@@ -196,6 +197,7 @@ def test_a_bad_record_ends_the_work_by_file_and_place(tmp_path, name):
     file = file_of(tmp_path, name, content)
     settings = EncodingSettings("bytes", None, Reading(), 0, skip_bad=False)
     place = "row 2" if name in COLUMNS else r"line 3 \(byte 15\)"
+    tasks, encoding = make_tasks(units_of(file)), load_tokenizer("bytes")
     with pytest.raises(DataError, match=rf"{name}, {place}: 'text' is no text"):
-        encode_tasks(make_tasks(units_of(file)), tmp_path, settings, 1)
+        encode_tasks(tasks, tmp_path, settings, encoding, 1)
     assert not list(tmp_path.glob("*part*"))

@@ -14,7 +14,7 @@ import tensorstore as ts
 import data.token_store.local_shards
 import data.token_store.reader
 from data.errors import DataError
-from data.token_store.build import cached_store
+from data.token_store.cached import cached_store
 from data.token_store.local_shards import LocalShards
 from data.token_store.reader import TokenArray
 from data.token_store.store import Store

@@ -13,7 +13,7 @@ import data.token_store.build
 import data.token_store.writer
 from data.errors import DataError
 from data.text.files import SPLITS
-from data.token_store.build import cached_store
+from data.token_store.cached import cached_store
 from data.token_store.store import compression_bits_per_byte, open_store
 from tests.data.test_tokenizer import write_ranks
 

@@ -54,7 +54,7 @@ def test_all_mistakes_at_once(run):
     assert "no such flag" in entry(result, "--bogus")
     assert "did you mean --cfg?" in entry(result, "--cfgg=job")
     assert "at least 1" in entry(result, "checkpoint.keep_latest = 0")
-    assert "at least 1" in entry(result, "runtime.cpu_devices = -2")
+    assert "[1, 4096]" in entry(result, "runtime.cpu_devices = -2")
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,16 @@ def test_spaces_around_the_sign_are_named(run, typed: tuple[str, ...]):
     assert "type data.batch_size=3" in entry(result, "data.batch_size = 3")
     assert "must be a whole number" in entry(result, "seed = x")
     assert result.stderr.startswith("2 mistakes")
+
+
+def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
+    huge = "99999999999999999999"
+    keys = ("seed", "model.num_layers", "data.batch_size", "mesh.fsdp")
+    result = run(*(f"{key}={huge}" for key in keys), f"profile.steps=[1,{huge}]")
+    assert result.returncode == 78
+    assert result.stderr.startswith("5 mistakes")
+    assert "lie in [0, 4294967296)" in entry(result, f"seed = {huge}")
+    assert "lie in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
 
 
 def test_values_are_shown_as_they_are_typed(run):

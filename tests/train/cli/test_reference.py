@@ -8,6 +8,9 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+import pytest
+from annotated_types import Le, Lt
+
 from data.config import PrepareConfig
 from data.inspect import InspectConfig
 from data.train_tokenizer import TrainTokenizerConfig
@@ -26,6 +29,20 @@ from train.report import ReportConfig
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 
+COMMANDS = {
+    "train.plan": PlanConfig,
+    "train.evaluate": EvaluateConfig,
+    "train.sample": SampleConfig,
+    "train.export": ExportConfig,
+    "train.status": StatusConfig,
+    "train.profile": ProfileConfig,
+    "train.report": ReportConfig,
+    "train.checkpoints": CheckpointsConfig,
+    "data.prepare": PrepareConfig,
+    "data.inspect": InspectConfig,
+    "data.verify": VerifyConfig,
+    "data.train_tokenizer": TrainTokenizerConfig,
+}
 PAGE = REPOSITORY / "docs" / "config.md"
 INTRODUCTION = """\
 # Every key
@@ -34,28 +51,15 @@ This page is generated from the dataclasses. "Default" is the value of the datac
 "train" is the value that `python -m train` has without any override, where its presets
 in `configs/` set another one. `python -m train ... --cfg job` shows every value of a
 command line, and what is wrong with it. `null` means that nothing is given. Commands
-on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`."""
+on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`. A
+whole number is at most 2147483647, the largest int32, unless its bounds say otherwise."""
 
 
 def page() -> str:
     shared = {field.name for field in fields(Config)}
     composed = compose([])
     parts = [INTRODUCTION, "## python -m train", *tables(Config, composed=composed)]
-    commands = {
-        "train.plan": PlanConfig,
-        "train.evaluate": EvaluateConfig,
-        "train.sample": SampleConfig,
-        "train.export": ExportConfig,
-        "train.status": StatusConfig,
-        "train.profile": ProfileConfig,
-        "train.report": ReportConfig,
-        "train.checkpoints": CheckpointsConfig,
-        "data.prepare": PrepareConfig,
-        "data.inspect": InspectConfig,
-        "data.verify": VerifyConfig,
-        "data.train_tokenizer": TrainTokenizerConfig,
-    }
-    for command, schema in commands.items():
+    for command, schema in COMMANDS.items():
         own = (
             shared if issubclass(schema, Config) else {"run", "runtime", "distributed"}
         )
@@ -148,6 +152,29 @@ def test_each_key_says_what_it_means():
     sections = [key for key in keys_of(Config) if is_dataclass(type_of(Config, key)[0])]
     leaves = set(keys_of(Config)) - {*sections}
     assert [key for key in sorted(leaves) if not meaning(Config, key)] == []
+
+
+@pytest.mark.parametrize("schema", [*COMMANDS.values(), LaunchConfig, *KINDS.values()])
+def test_every_whole_number_has_an_upper_bound(schema: type):
+    unbounded = [key for key, hint in hints_of(schema) if takes_any_number(hint)]
+    assert unbounded == []
+
+
+def hints_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the key and the type hint of every setting, also in tables and lists."""
+    for name, hint in typing.get_type_hints(schema, include_extras=True).items():
+        yield prefix + name, hint
+        kinds = (kind_of(hint), *typing.get_args(kind_of(hint)))
+        for section in filter(is_dataclass, kinds):
+            yield from hints_of(typing.cast(type, section), f"{prefix}{name}.")
+
+
+def takes_any_number(hint: Any) -> bool:
+    """Return whether a hint takes a whole number of any size, anywhere inside of it."""
+    limits = getattr(hint, "__metadata__", ())
+    if any(isinstance(limit, Le | Lt) for limit in limits):
+        return False
+    return hint is int or any(map(takes_any_number, typing.get_args(hint)))
 
 
 def test_comments_above_and_beside_a_field_count():

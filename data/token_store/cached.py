@@ -1,0 +1,104 @@
+"""The token stores of text that is encoded on first use, kept in a cache."""
+
+import contextlib
+import glob
+import hashlib
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from data.config import DataConfig, OnError, Source
+from data.encoding import fingerprint
+from data.machine import cache_folder, usable_cores
+from data.text.corpus import find_corpus
+from data.text.records import Reading
+from data.token_store.build import build_store, make_folder, settings_of
+from data.token_store.storage import Storage, written_whole
+from data.token_store.store import Store, open_store
+from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
+from data.tokenizer import load_tokenizer
+
+_ABANDONED_AFTER_S = 24 * 3600
+
+_log = logging.getLogger(__name__)
+
+
+def cached_store(
+    config: DataConfig, beat: Callable[[], object] = lambda: None
+) -> Store:
+    """Open the store of a config, building it first where there is none yet.
+
+    The folder's name holds a hash of what the store is made of, so that a changed
+    source makes another store. It is built beside its place and renamed into it: any
+    number of processes may prepare at once, and one that dies leaves no store.
+
+    Args:
+        config: of the data.
+        beat: called for each piece of text that was encoded.
+
+    Raises:
+        DataError: the text or the tokenizer is missing, or the store is damaged.
+    """
+    encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
+    corpus = find_corpus(config)
+    skip_bad = config.on_error is OnError.skip
+    reading = Reading(keep_invalid_utf8=config.source is Source.python)
+    settings = settings_of(config, reading, skip_bad)
+    identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
+    if config.source is Source.text:
+        identity += f" UTF-8, {config.on_error}"
+    name = re.sub(r"[^\w.-]", "_", config.name)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    path = cache_dir(config) / f"{name}-{digest}"
+    if not (path / MANIFEST).exists():
+        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
+        _log.info("preparing %s from %s", path, corpus.root)
+        started = time.monotonic()
+        _remove_abandoned(path)
+        if skip_bad and config.source is Source.text:
+            corpus = corpus.without_bad_files(beat)
+        with written_whole(path) as building:
+            parts = building / "parts"
+            make_folder(parts, path.parent, "data.cache_dir")
+            storage = Storage(building)
+            given = storage, corpus, settings, encoding, parts, usable_cores()
+            build_store(*given, beat)
+            shutil.rmtree(parts)
+        _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
+    store = open_store(path, encoding)
+    _warn_of_skipped(store)
+    return store
+
+
+def _warn_of_skipped(store: Store) -> None:
+    """Say at each start what `data.on_error=skip` has left out."""
+    manifest = store.manifest
+    if left_out := manifest["source"].get("left_out"):
+        _log.warning(
+            "data.on_error=skip left out %d files that are not text, %d bytes in all: "
+            "%s",
+            len(left_out),
+            sum(left_out.values()),
+            ", ".join([*left_out][:5]) + ", ..." * (len(left_out) > 5),
+        )
+    if count := manifest["skipped_records"]:
+        place = f"{store.path}/{SKIPPED}"
+        _log.warning("data.on_error=skip left out %d bad records: %s", count, place)
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """Return the folder of stores that were built on first use, and of rows' plans."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser().absolute()
+    return cache_folder() / "stores"
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes that died while they built this store left behind."""
+    for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(building)

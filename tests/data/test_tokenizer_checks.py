@@ -1,0 +1,199 @@
+"""A broken or hostile tokenizer is refused in a sentence, and harms no process."""
+
+import base64
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import data.tokenizer_checks
+from data.errors import DataError
+from data.tokenizer import load_tokenizer
+from data.tokenizer_checks import check_pattern
+from data.tokenizer_folder import FILE
+from data.tokenizer_json import byte_names, tokenizer_json
+from tests.fleet import REPOSITORY
+
+NAMES = byte_names()
+Vocabulary = dict[str, Any]
+
+
+def folder_of(path: Path, content: bytes) -> str:
+    (path / FILE).write_bytes(content)
+    return str(path)
+
+
+def of_bytes() -> dict[str, Any]:
+    """Return a tokenizer.json of the single bytes, which can be loaded."""
+    return tokenizer_json(load_tokenizer("bytes"))
+
+
+def cut_by(pattern: str) -> dict[str, Any]:
+    content = of_bytes()
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    split["pattern"] = {"Regex": pattern}
+    content["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    return content
+
+
+def refused(name: str, sha256: str | None = None) -> str:
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(name, sha256)
+    message = str(caught.value)
+    message.encode()
+    assert "\n" not in message
+    assert len(message) < 800
+    return message
+
+
+def test_a_folder_of_bytes_is_taken(tmp_path: Path):
+    assert load_tokenizer(folder_of(tmp_path, json.dumps(of_bytes()).encode()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda vocabulary: vocabulary.update(aa=2**31), "2147483648, not one of 0"),
+        (lambda vocabulary: vocabulary.update(aa=10**30), "not one of 0 to"),
+        (lambda vocabulary: vocabulary.update(aa=-1), "is -1, not one of 0"),
+        (lambda vocabulary: vocabulary.update(aa=300.5), "is 300.5, not one of 0"),
+        (lambda vocabulary: vocabulary.update(aa=True), "is True, not one of 0"),
+        (lambda vocabulary: vocabulary.update(aa="x\ud800"), "not one of 0"),
+        (lambda vocabulary: vocabulary.update(aa=7), r"the id 7 is of b'\\x07' and"),
+        (lambda vocabulary: vocabulary.update({"": 300}), "has 0 bytes"),
+        (lambda vocabulary: vocabulary.update({"a" * 2000: 300}), "has 2000 bytes"),
+        (lambda vocabulary: vocabulary.update({"\ud800": 300}), "not named by bytes"),
+        (lambda vocabulary: vocabulary.pop(NAMES[7]), r"byte b'\\x07' has no token"),
+    ],
+)
+def test_a_wrong_vocabulary_is_refused(
+    tmp_path: Path, capfd, change: Callable[[Vocabulary], object], reason: str
+):
+    content = of_bytes()
+    change(content["model"]["vocab"])
+    message = refused(folder_of(tmp_path, json.dumps(content).encode()))
+    assert reason.replace(r"\\", "\\") in message
+    assert capfd.readouterr().err == "", "tiktoken's Rust speaks when it panics"
+
+
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"content": "\ud800", "id": 300},
+        {"content": "", "id": 300},
+        {"content": "<a>", "id": 2**32},
+        {"content": "<a>", "id": 256},
+        {"content": "<a>"},
+        {"content": ["<a>"], "id": 300},
+        "<a>",
+    ],
+)
+def test_a_wrong_special_token_is_refused(tmp_path: Path, capfd, special: object):
+    content = of_bytes()
+    content["added_tokens"].append(special)
+    refused(folder_of(tmp_path, json.dumps(content).encode()))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\0",
+        b"[]",
+        b"7",
+        b"[" * 100_000,
+        b'{"model": ' + b'{"a":' * 100_000,
+        b'{"model": null}',
+        b'{"model": {"type": "BPE", "vocab": [], "merges": 3}}',
+        json.dumps(of_bytes() | {"added_tokens": {"a": 1}}).encode(),
+        json.dumps(of_bytes() | {"normalizer": ["x"] * 10_000}).encode(),
+        json.dumps(of_bytes() | {"pre_tokenizer": {"type": "Sequence"}}).encode(),
+    ],
+    ids=lambda content: content[:20].decode("latin-1"),
+)
+def test_a_file_of_anything_else_is_refused(tmp_path: Path, capfd, content: bytes):
+    name = folder_of(tmp_path, content)
+    refused(name)
+    (tmp_path / FILE).write_text(json.dumps(of_bytes() | {"added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    refused(name)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"\p{L}*", "fails on a sample"),  # which matches the empty text
+        ("", "cut in another way"),
+        (r"(?:a+)+(?=b)", "Max limit for backtracking"),
+        (r"(?:\w+\s?)+(?<!x)$|[\s\S]", "Max limit for backtracking"),
+        (r"(.)\1", "refers to its own groups"),
+        ("(", "Parsing error"),
+        ("(" * 50_000 + ")" * 50_000, "nested"),
+        (r"(?=((a{200}){200}){200})", "fails on a sample"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_a_pattern_that_fails_or_loses_text_is_refused(
+    tmp_path: Path, capfd, pattern: str, reason: str
+):
+    content = json.dumps(cut_by(pattern)).encode()
+    assert reason in refused(folder_of(tmp_path, content))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_pattern_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data.tokenizer_checks, "DEADLINE_S", 0.05)
+    with pytest.raises(ValueError, match="backtracks without end"):
+        check_pattern(r"(?:(?:(?=.)[\s\S])+)+x|[\s\S]")
+
+
+LINES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([*LINES, b"YWE= 2147483648"], "not one of 0"),
+        ([*LINES, b"YWE= -1"], "is -1"),
+        ([*LINES, b"YWE= 7"], "the id 7 is of"),
+        ([*LINES, b"YQ== 300"], "b'a' occurs twice"),
+        ([*LINES, b"=== 300"], "base64"),
+        ([*LINES, b"Y!WE= 300"], "base64"),
+        ([*LINES, b"YWE= 1" + b"0" * 5000], "digits"),
+        ([*LINES, b"YWE="], "unpack"),
+        (LINES[1:], "has no token"),
+        ([], "has no token"),
+        ([b'{"ranks": [["YQ==", 1]]}'], "special_tokens"),
+        ([b"{" * 100_000], "rank file"),
+    ],
+)
+def test_a_wrong_rank_file_is_refused(
+    tmp_path: Path, capfd, lines: list[bytes], reason: str
+):
+    content = b"\n".join(lines)
+    (tmp_path / "ranks").write_bytes(content)
+    name, sha256 = str(tmp_path / "ranks"), hashlib.sha256(content).hexdigest()
+    assert reason in refused(name, sha256)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_says_it_in_a_sentence_and_exits_with_65(tmp_path: Path):
+    content = of_bytes()
+    content["model"]["vocab"]["aa"] = 7
+    (tmp_path / "own").mkdir()
+    folder_of(tmp_path / "own", json.dumps(content).encode())
+    (tmp_path / "text").write_text("some text")
+    command = [sys.executable, "-m", "data.prepare", f"input={tmp_path}/text"]
+    command += [f"output={tmp_path}/store", f"tokenizer={tmp_path}/own"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 65
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "the id 7 is of" in done.stderr

@@ -1,0 +1,60 @@
+"""Text that is encoded on first use: what of a folder is text, and what is left out."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+
+from data.config import DataConfig, OnError
+from data.errors import DataError
+from data.token_store.cached import cached_store
+
+PNG = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(3000)
+
+
+@pytest.mark.parametrize("name", ["00.png", "random", "latin.txt"])
+def test_a_file_that_is_not_text_is_an_error_that_names_it(
+    config: DataConfig, folder: Path, name: str
+):
+    (folder / name).write_bytes("naïve".encode("latin-1") if "latin" in name else PNG)
+    with pytest.raises(DataError, match=rf"{name}, line 1 \(byte \d\): not UTF-8"):
+        cached_store(config)
+
+
+def test_files_that_are_not_text_are_left_out_if_asked(
+    config: DataConfig, folder: Path, caplog: pytest.LogCaptureFixture
+):
+    """They change nothing of what is made of the others, and each start names them."""
+    whole = cached_store(config)
+    (folder / "long.bin").write_bytes(b"text at first " * 2**19 + PNG)
+    (folder / "00.png").write_bytes(PNG)
+    skipping = dataclasses.replace(config, on_error=OnError.skip)
+    for _ in range(2):
+        caplog.clear()
+        store = cached_store(skipping)
+        assert f"left out 2 files that are not text, {7 * 2**20 + 6016} " in caplog.text
+        assert f"{folder}/long.bin" in caplog.text
+    assert store.fingerprint == whole.fingerprint
+
+
+def test_a_folder_without_any_text_is_refused_though_files_may_be_left_out(
+    config: DataConfig, tmp_path: Path
+):
+    (tmp_path / "a.png").write_bytes(PNG)
+    only = dataclasses.replace(config, path=f"{tmp_path}/a.png", on_error=OnError.skip)
+    with pytest.raises(DataError, match="none of its 1 files is text"):
+        cached_store(only)
+
+
+def test_a_bad_record_is_left_out_if_asked(
+    config: DataConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    lines = [f'{{"text": "document {index}"}}\n' for index in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join([*lines, "no JSON\n"]))
+    one = dataclasses.replace(config, path=f"{tmp_path}/a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 41"):
+        cached_store(one)
+    store = cached_store(dataclasses.replace(one, on_error=OnError.skip))
+    assert store.manifest["skipped_records"] == 1
+    assert "left out 1 bad records" in caplog.text
