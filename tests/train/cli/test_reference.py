@@ -51,8 +51,8 @@ This page is generated from the dataclasses. "Default" is the value of the datac
 "train" is the value that `python -m train` has without any override, where its presets
 in `configs/` set another one. `python -m train ... --cfg job` shows every value of a
 command line, and what is wrong with it. `null` means that nothing is given. Commands
-on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`. A
-whole number is at most 2147483647, the largest int32, unless its bounds say otherwise."""
+on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`.
+Unless its bounds say otherwise, a whole number is at most 2147483647."""
 
 
 def page() -> str:
