@@ -99,9 +99,8 @@ def _cudnn_part(kernel: Operation) -> float:
     ring's queries see another device's keys, which are as many. Where a window reaches
     over all blocks there are more keys than queries.
     """
-    queries, keys, *_ = (a.dims[-2].size for a in kernel.operands if len(a.dims) == 4)
     computed, blocks = computed_blocks(kernel.place.scope) or (0, 1)
-    whole = computed == blocks and queries == keys
+    whole = computed == blocks and kernel.square
     return 1.0 if whole else min(kernel.part, 0.5)
 
 
