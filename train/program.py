@@ -169,10 +169,23 @@ class Program:
             for name, param in named(self.state.params)
             if infos[name].kind is Kind.matrix or name == head
         )
-        length = self.config.data.sequence_length
         multiplying //= model.num_experts
+        return 6 * multiplying * self.tokens_per_step + self._attention_flops
+
+    @property
+    def least_flops_per_step(self) -> float:
+        """Model FLOPs of a step if causal attention is halved; no step computes less.
+
+        The first w positions of a window see fewer keys, so a window counts half too.
+        """
+        return self.flops_per_step - self._attention_flops / 2
+
+    @property
+    def _attention_flops(self) -> float:
+        """The part of `flops_per_step` that attention has: 12 C T a token and layer."""
+        model, length = self.config.model, self.config.data.sequence_length
         keys = sum(min(length, window or length) for window in model.windows)
-        per_token = 6 * multiplying + 12 * model.num_heads * model.head_size * keys
+        per_token = 12 * model.num_heads * model.head_size * keys
         return per_token * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":

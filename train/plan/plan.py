@@ -30,6 +30,13 @@ from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
+from train.units import format_flops
+
+_ROUNDING = 0.98  # what counting may lose
+
+
+class ImpossibleCost(Exception):
+    """The planner counted less work than there is. That is its own bug."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,20 @@ class Plan:
 
     @cached_property
     def _predicted(self) -> Prediction | str:
+        """The speed, or why there is none.
+
+        Raises:
+            ImpossibleCost: if the step computes less than the model needs.
+        """
         program, chip = self.program, self._chip
+        computed = self.cost.flops.total * program.mesh.size
+        needed = program.least_flops_per_step
+        if computed < _ROUNDING * needed and not self.cost.flops.unknown:
+            raise ImpossibleCost(
+                f"the {self.cost.how} step computes {format_flops(computed)}, but the "
+                f"model needs at least {format_flops(needed)}. Its MFU would be higher "
+                "than matrix products can reach. This is a bug of train.plan."
+            )
         if chip is None:
             kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"

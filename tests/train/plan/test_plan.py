@@ -42,6 +42,19 @@ def test_each_part_is_computed_once(laid_out, monkeypatch):
     assert sorted(calls) == ["advise", "predict", "weak_scaling"]
 
 
+def test_a_step_that_computes_less_than_the_model_needs_is_a_bug(laid_out):
+    """Its MFU would be higher than products can reach."""
+    plan = estimate(laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64"), AMPLE)
+    part = plan.program.least_flops_per_step / plan.program.mesh.size
+    flops = dataclasses.replace(plan.cost.flops, products=0.95 * part, attention=0.0)
+    wrong = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, flops=flops))
+    with pytest.raises(planning.ImpossibleCost, match="bug of"):
+        wrong.as_json()
+    unread = dataclasses.replace(flops, unknown=("a kernel",))
+    cost = dataclasses.replace(plan.cost, flops=unread)
+    assert dataclasses.replace(plan, cost=cost).prediction, "more may be computed"
+
+
 ALL_PRODUCTS = "[attention,query,key,value,attention_output,mlp_gate,mlp_up]"
 
 
