@@ -85,6 +85,9 @@ class Plan:
             ImpossibleCost: if the step computes less than the model needs.
         """
         program, chip = self.program, self._chip
+        if chip is None:
+            kind = program.mesh.devices.flat[0].device_kind
+            return f"the speed of {kind} is not known"
         computed = self.cost.flops.total * program.mesh.size
         needed = program.least_flops_per_step
         if computed < _ROUNDING * needed and not self.cost.flops.unknown:
@@ -93,9 +96,6 @@ class Plan:
                 f"model needs at least {format_flops(needed)}. Its MFU would be higher "
                 "than matrix products can reach. This is a bug of train.plan."
             )
-        if chip is None:
-            kind = program.mesh.devices.flat[0].device_kind
-            return f"the speed of {kind} is not known"
         try:
             return predict(self.cost, program.config, program.mesh, chip)
         except NotStated as error:
@@ -131,15 +131,19 @@ class Plan:
 
     @cached_property
     def scaling(self) -> list[Scaled]:
-        """What more slices give; [] for a single one."""
+        """What more slices give; [] for a single one, or a step that does not fit."""
         program, chip = self.program, self._chip
-        if chip is None or self.prediction is None:
+        if chip is None or self.prediction is None or not self.fits:
             return []
         return weak_scaling(self.cost, program.config, program.mesh, chip)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as plain values: the keys of plan.json."""
-        program, prediction, advice = self.program, self.prediction, self.advice
+        """Return all figures as plain values: the keys of plan.json.
+
+        What does not fit cannot run, so its prediction is None.
+        """
+        program, advice = self.program, self.advice
+        prediction = self.prediction if self.fits else None
         devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
         return {
             "device_kind": devices.flat[0].device_kind,
