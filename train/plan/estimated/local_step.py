@@ -73,12 +73,13 @@ class LocalStep:
     def flops(self) -> Flops:
         """What a device multiplies: matrices, and in attention kernels."""
         products = sum(op.place.times * op.flops for op in self.update.each())
-        whole = attention = eight_bits = 0.0
+        whole = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in (*self.gradients.each(), *self.gradients.in_branches):
             flops = self.microbatches * op.place.times * op.flops
             if not op.is_kernel:
                 products += flops
+                grouped += flops if op.name == "ragged_dot_general" else 0.0
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
@@ -89,7 +90,7 @@ class LocalStep:
                 part = _cudnn_part(op)
             whole += flops
             attention += flops * part
-        return Flops(products, attention, whole, eight_bits=eight_bits)
+        return Flops(products, attention, whole, eight_bits=eight_bits, grouped=grouped)
 
 
 def _cudnn_part(kernel: Operation) -> float:

@@ -58,7 +58,9 @@ def test_devices_together_compute_as_much_on_every_mesh_of_experts(
 ):
     def flops(*sizes):
         program = lay_out(composed(*EXPERTS, *sizes), "v5p-32")
-        return estimate_step(program).flops.total * program.mesh.size
+        found = estimate_step(program).flops
+        assert 0 < found.grouped < found.products
+        return found.total * program.mesh.size
 
     found = flops(f"mesh.expert={expert}", f"mesh.tensor={tensor}")
     assert found == pytest.approx(flops("mesh.tensor=2"), rel=0.01)
