@@ -8,7 +8,7 @@ says what they cannot), compiled for its machine by the real compiler, or estima
 predicted. Rows are of two kinds: constants of train/hardware/achievable.py were settled
 on one, and are judged by the other. What was compiled lies in
 ~/.cache/longhaul/published; rows whose compiler is neither installed nor was ever
-needed are left out, loudly. MFU is in this project's convention (train/program.py),
+needed are left out, loudly. MFU is in this project's convention (train/model_flops.py),
 whatever the source's own.
 """
 

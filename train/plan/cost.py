@@ -140,7 +140,7 @@ class CollectiveTotal:
 class StepCost:
     """What one device does in one step.
 
-    model_flops: what the model needs of a device (convention: train/program.py).
+    model_flops: what the model needs of a device (convention: train/model_flops.py).
     flops: what is executed.
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.

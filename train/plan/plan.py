@@ -12,6 +12,7 @@ import jax
 
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
+from train.model_flops import attention_flops
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
@@ -88,8 +89,11 @@ class Plan:
         if chip is None:
             kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"
+        config, tokens = program.config, program.tokens_per_step
+        of_attention = attention_flops(config.model, config.data.sequence_length)
+        # Causal kernels skip half of what the convention counts.
+        needed = program.flops_per_step - tokens * of_attention / 2
         computed = self.cost.flops.total * program.mesh.size
-        needed = program.least_flops_per_step
         if computed < _ROUNDING * needed and not self.cost.flops.unknown:
             raise ImpossibleCost(
                 f"the {self.cost.how} step computes {format_flops(computed)}, but the "

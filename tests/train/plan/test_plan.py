@@ -45,8 +45,8 @@ def test_each_part_is_computed_once(laid_out, monkeypatch):
 def test_a_step_that_computes_less_than_the_model_needs_is_a_bug(laid_out):
     """Its MFU would be higher than products can reach."""
     plan = estimate(laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64"), AMPLE)
-    part = plan.program.least_flops_per_step / plan.program.mesh.size
-    flops = dataclasses.replace(plan.cost.flops, products=0.95 * part, attention=0.0)
+    too_few = 0.8 * plan.cost.model_flops
+    flops = dataclasses.replace(plan.cost.flops, products=too_few, attention=0.0)
     wrong = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, flops=flops))
     with pytest.raises(planning.ImpossibleCost, match="bug of"):
         wrong.as_json()
