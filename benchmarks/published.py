@@ -5,16 +5,17 @@
 
 Each row is expressed by keys of `python -m train.plan` as nearly as they can (`differs`
 says what they cannot), compiled for its machine by the real compiler, or estimated, and
-predicted. Rows of GPUs are of two kinds: the constants of train/hardware/achievable.py
-were settled on one, and are judged by the other. What was compiled lies in
+predicted. Rows are of two kinds: constants of train/hardware/achievable.py were settled
+on one, and are judged by the other. What was compiled lies in
 ~/.cache/longhaul/published; rows whose compiler is neither installed nor was ever
-needed are left out, loudly. MFU is in this project's convention (train/program.py),
+needed are left out, loudly. MFU is in this project's convention (train/model_flops.py),
 whatever the source's own.
 """
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -130,9 +131,9 @@ def cost_of(values: dict[str, Any]) -> StepCost:
 
 def chip_of(row: Row, chip: Chip) -> Chip:
     """Return the chip of a row, with what it and its run's kernels do otherwise."""
-    other = dict(row.chip)
-    kernel = other.pop("attention", chip.achievable.attention)
-    achievable = dataclasses.replace(chip.achievable, attention=kernel)
+    kernels = {k: v for k, v in row.chip.items() if k in ("attention", "grouped")}
+    other = {k: v for k, v in row.chip.items() if k not in kernels}
+    achievable = dataclasses.replace(chip.achievable, **kernels)
     return dataclasses.replace(chip, achievable=achievable, **other)
 
 
@@ -198,7 +199,7 @@ def report(results: list[dict[str, Any]]) -> None:
     rows = [
         [
             found["name"],
-            found["use"] if found["platform"] == "GPU" else "",
+            found["use"],
             f"{found['published']['step_s']:.2f}",
             f"{found['step_s']['low']:.2f} to {found['step_s']['high']:.2f}",
             f"{found['error']:+.0%}",
@@ -211,7 +212,7 @@ def report(results: list[dict[str, Any]]) -> None:
     headers = ["run", "", "s a step", "predicted", "error of the middle", "MFU"]
     headers += ["predicted", "in range"]
     print_table(rows, headers, "published runs (MFU: 6N + 12LCT, causal not halved)")
-    for kind in (("TPU", "judged by"), ("GPU", "settled on"), ("GPU", "judged by")):
+    for kind in itertools.product(("TPU", "GPU"), ("settled on", "judged by")):
         errors = [r for r in results if (r["platform"], r["use"]) == kind]
         if errors:
             print(f"{' '.join(kind)}: {_summary(errors)}")

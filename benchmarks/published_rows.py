@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from train.hardware.achievable import Grouped
+
 _MAXTEXT = (
     *("model=llama3_8b", "model.vocab_size=32000", "model.head_dim=128"),
     *("data.sequence_length=2048",),
@@ -23,6 +25,14 @@ _22B = (
     *("model.embed_dim=6144", "model.num_layers=48"),
 )
 LLAMA3_8B = ("model=llama3_8b", "data.sequence_length=8192")
+# What MaxText's recipes for v6e keep in host memory instead of computing it again.
+_PROJECTIONS = "query,key,value,attention_output"
+_OFFLOADED = f"train.remat=[{_PROJECTIONS}]", f"train.offload=[residual,{_PROJECTIONS}]"
+_MIXTRAL = ("model=mixtral_8x7b", "mesh=fsdp", "data.sequence_length=4096")
+# Experts of a capacity of 1.25 multiply 1.25 times as much; one-hot products that bring
+# 4,096 tokens there and back add 2 x 4,096 / (3 x 14,336) of that. They are dense.
+_DROPPED = Grouped(rate=1 / (1.25 * (1 + 2 * 4096 / (3 * 14336))))
+_RECIPES_AT = "AI-Hypercomputer/tpu-recipes at "
 MAXTEXT_AT = "AI-Hypercomputer/maxtext at e591f30, src/maxtext/configs/"
 OWN_FLAGS = "its own XLA flags"
 
@@ -36,8 +46,8 @@ class Row:
     differs: what the keys cannot say.
     kept: numbers of slices, and the speed a chip kept of that in a single slice.
     chip: what its chips can do otherwise than train/hardware/chips.py says.
-    use: "settled on" if the constants of GPUs were (train/hardware/achievable.py), else
-        "judged by".
+    use: "settled on" if a constant of train/hardware/achievable.py was, else "judged
+        by".
     """
 
     name: str
@@ -111,18 +121,36 @@ TPU_ROWS = (
     ),
     Row(
         "MaxText Llama 3.1 8B, v6e-8",
-        "AI-Hypercomputer/tpu-recipes at c8cfe2f, training/trillium/"
-        "Llama3.1-8B-MaxText/v6e-8/README.md",
-        (
-            *LLAMA3_8B,
-            "mesh=fsdp",
-            "train.remat=full",
-            "data.batch_size=24",
-            "target=v6e-8",
-        ),
+        _RECIPES_AT + "c8cfe2f, training/trillium/Llama3.1-8B-MaxText/v6e-8/README.md",
+        (*LLAMA3_8B, "mesh=fsdp", *_OFFLOADED, "data.batch_size=24", "target=v6e-8"),
         tokens=7138.89,
-        differs="it moves what attention's projections make to the host instead of "
-        f"recomputing it; larger attention blocks; {OWN_FLAGS}",
+        differs=f"larger attention blocks; {OWN_FLAGS}",
+    ),
+    Row(
+        "MaxText Mixtral 8x7B, v5p-128",
+        "AI-Hypercomputer/maxtext at 48445cf, end_to_end/tpu/mixtral/Run_Mixtral.md; "
+        "rows: tpu-recipes at 92f03ef, training/v5p/Mixtral-8X7B-Maxtext",
+        (*_MIXTRAL, "train.remat=full", "data.batch_size=2304", "target=v5p-128"),
+        flops=251.94e12,
+        differs=f"weights of bfloat16; tiles of 512 x 1024 x 1024; {OWN_FLAGS}",
+        use="settled on",
+    ),
+    Row(
+        "MaxText Mixtral 8x7B, v5p-512",
+        "AI-Hypercomputer/maxtext, docs, optimized models tiering; keys: benchmarks/"
+        "maxtext_v5p_model_configs.py, mixtral_8x7b_dropless_v5p_512",
+        (*_MIXTRAL, "train.remat=full", "data.batch_size=9216", "target=v5p-512"),
+        tokens=36 * 4096 / 50.7,
+        differs=f"tiles of 512 x 1024 x 1024; {OWN_FLAGS}",
+    ),
+    Row(
+        "MaxText Mixtral 8x7B, v6e-256",
+        _RECIPES_AT + "e008533, training/trillium/Mixtral-8x7B-MaxText/README.md",
+        (*_MIXTRAL, *_OFFLOADED, "data.batch_size=3072", "target=v6e-256"),
+        tokens=12 * 4096 / 13.484,
+        differs="experts drop tokens beyond a capacity of 1.25 and are reached by "
+        f"one-hot products; larger attention blocks; {OWN_FLAGS}",
+        chip={"grouped": _DROPPED},
     ),
     *_two_slices(),
 )

@@ -24,9 +24,8 @@ from model.gpt import (
     num_active_params,
     num_params,
     params_of,
-    taken,
 )
-from model.params import Kind, is_info, named, param_infos
+from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.execution import execution
@@ -39,6 +38,7 @@ from train.mesh_sizes import (
     num_shards,
     pipeline_of,
 )
+from train.model_flops import attention_flops, weight_flops
 from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options
 from train.sharding import (
@@ -154,26 +154,10 @@ class Program:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of a step.
-
-        Convention: a token costs 6 N + 12 L C T, N being the parameters that multiply
-        (matrices and the head, tied or not; no embedding look-ups, no vectors; of
-        experts those that a token takes) and C = heads x head dim; causal attention
-        is not halved. Of a layer with a window T is min(T, window). Source: PaLM,
-        arXiv:2204.02311, appendix B.
-        """
-        model, infos = self.config.model, dict(named(self.infos, is_info))
-        head = "embedding.weight" if model.tied_head else "head.weight"
-        multiplying = sum(
-            infos[name].size(param.shape) * taken(infos[name], model)
-            for name, param in named(self.state.params)
-            if infos[name].kind is Kind.matrix or name == head
-        )
-        length = self.config.data.sequence_length
-        multiplying //= model.num_experts
-        keys = sum(min(length, window or length) for window in model.windows)
-        per_token = 6 * multiplying + 12 * model.num_heads * model.head_size * keys
-        return per_token * self.tokens_per_step
+        """Model FLOPs of a step (convention: train/model_flops.py)."""
+        model, length = self.config.model, self.config.data.sequence_length
+        per_token = weight_flops(model, self.state.params, self.infos)
+        return (per_token + attention_flops(model, length)) * self.tokens_per_step
 
     def trained(self, train: TrainConfig) -> "Program":
         """Return the same program with other microbatches or recomputation."""

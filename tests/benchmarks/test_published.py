@@ -7,9 +7,13 @@ import pytest
 
 from benchmarks import published
 from benchmarks.published_gpu_rows import GPU_ROWS
+from benchmarks.published_rows import TPU_ROWS
 from tests.train.machines import machine
+from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
+from train.program import make_program
 
+BASE = ("optimizer=adamw", "tracker=none")
 FIGURES = Path(published.__file__).parent / "results/2026-11-22_published.json"
 
 
@@ -32,3 +36,16 @@ def test_a_public_run_lies_in_its_range(composed, name):
     assert step.low <= took <= step.high
     assert step.middle == pytest.approx(took, rel=0.2)
     assert took * row.tokens * at.mesh.size == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("target", ["v5p-512", "v6e-256"])
+def test_public_runs_of_experts_are_within_15_percent_of_the_estimate(composed, target):
+    """Of those that no constant was settled on."""
+    (row,) = [row for row in TPU_ROWS if row.name.endswith(f"Mixtral 8x7B, {target}")]
+    assert row.use == "judged by"
+    *overrides, target = row.overrides
+    at = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
+    program = make_program(at.config, list(at.mesh.devices.flat))
+    chip = published.chip_of(row, at.chip)
+    found = published.Found(estimate_step(program), program, chip)
+    assert abs(published.compare(row, found)["error"]) < 0.15

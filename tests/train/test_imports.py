@@ -20,7 +20,7 @@ LAYERS = """
     train.runtime train.sharding train.optimizer train.spikes train.state \
 train.loss train.rows train.numerics train.step train.program train.feed \
 train.evaluate.validation train.sample.generate train.sample.prompts train.describe \
-train.evaluate.harness train.evaluate.tasks train.execution
+train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.budget train.plan.memory

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
+from train.hardware.interconnect import rings
 from train.hardware.targets import Target
 from train.mesh import Device
 
@@ -85,12 +86,15 @@ def fake_devices(target: Target) -> list[Device]:
     if target.platform == "tpu":
         shape = "x".join(map(str, target.topology))
         bounds = (*target.host_bounds, 1, 1)[:3]
+        # Without `wrap` XLA compiles for a grid of lines, whatever the size.
+        wrap = rings((*target.topology, 1, 1)[:3], target.chip)
         described = topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{_LIBTPU_NAMES.get(target.family, target.family)}:{shape}",
             chip_config_name="megacore" if target.family in _MEGACORE else "default",
             chips_per_host_bounds=bounds,
             num_slices=target.slices,
+            wrap=wrap,
         )
     else:
         described = topologies.get_topology_desc(

@@ -12,8 +12,9 @@ several nodes enters each of them over the network cards of all members there.
 
 Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links, rings) and
 "Sharded Matrices and How to Multiply Them" (times of collectives). Which slices have
-rings: docs.cloud.google.com/tpu/docs/v4 (3D: dims that are multiples of 4), the first
-of the former (2D: dims of 16).
+rings: docs.cloud.google.com/tpu/docs/v4 and /v5p (3D: slices of whole cubes of 4 x 4 x
+4), the first of the former (2D: dims of 16). Twisted tori, which some of the larger
+slices may be wired as on request, are not described here.
 """
 
 import math
@@ -27,7 +28,7 @@ from train.hardware.chips import Chip
 from train.mesh import Device
 
 _RING_OF_2D = 16
-_RING_OF_3D = 4  # and multiples of it
+_RING_OF_3D = 4  # A slice whose dims are all multiples of it.
 
 # Networks inside and between what `_domain` gives.
 _NETWORKS = {
@@ -134,14 +135,25 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
     return max(1.0, sum(size / 4 for size in sizes if size > 1))
 
 
+def rings(extents: Sequence[int], chip: Chip) -> tuple[bool, ...]:
+    """Return whether the links along each dim of a slice of TPUs go around.
+
+    Args:
+        extents: chips along each dim of the slice.
+        chip: of the slice.
+    """
+    if chip.links == 4:
+        return tuple(extent == _RING_OF_2D for extent in extents)
+    whole_cubes = all(extent % _RING_OF_3D == 0 for extent in extents)
+    return (whole_cubes,) * len(extents)
+
+
 def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -> int:
     """Count the links of a chip by which a group in a slice of TPUs can send."""
     extents, sizes = _extents(slice_), _extents(members)
-    flat = chip.links == 4
-    whole_cubes = all(extent % _RING_OF_3D == 0 for extent in extents)
     count = 0
-    for size, extent in zip(sizes, extents, strict=True):
-        ring = extent == _RING_OF_2D if flat else whole_cubes
+    of_dims = zip(sizes, extents, rings(extents, chip), strict=True)
+    for size, extent, ring in of_dims:
         if size > 1:
             count += 2 if ring and size == extent else 1
     return max(1, count)

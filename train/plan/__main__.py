@@ -128,20 +128,23 @@ def _lay_out(
 
 def _print(plan: "Plan", verdict: bool) -> None:
     """Print the figures; whether they fit, and what to change, for a target only."""
-    from train.plan.advice import print_prediction, print_texts, remedy
+    from train.plan.advice import print_prediction, print_remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory
     from train.plan.scaling import print_weak_scaling
 
     print_cost(plan.cost)
     print_memory(plan.memory, plan.budget if verdict else None, plan.compilation)
-    if plan.prediction and verdict and plan.advice:
-        print_prediction(plan.prediction, plan.advice)
-    elif plan.unpredicted:
+    if plan.unpredicted:
         print(f"no prediction: {plan.unpredicted}")
-        print_texts(remedy(plan.advice) if verdict and plan.advice else [])
-    if plan.scaling:
-        print_weak_scaling(plan.scaling)
+    if not (verdict and plan.advice):
+        return
+    if plan.fits and plan.prediction:
+        print_prediction(plan.prediction, plan.advice)
+        if plan.scaling:
+            print_weak_scaling(plan.scaling)
+    else:
+        print_remedy(plan.advice)
 
 
 def _as_json(config: PlanConfig, target: Target | None, plan: "Plan") -> dict[str, Any]:
@@ -180,7 +183,7 @@ def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
 
     prediction, advice = plan.prediction, plan.advice
     texts = remedy(advice) if advice else []
-    if prediction and advice:
+    if plan.fits and prediction and advice:
         texts = summary(prediction, advice)
     module = read(plan.text) if plan.text else None
     shown = {"inspection": found and as_json(found)}

@@ -31,17 +31,35 @@ _SEEN = {
 
 
 @dataclass(frozen=True)
+class Change:
+    """One of several changes, on top of those before it.
+
+    override: what to type for it.
+    change: what it does.
+    needed_bytes: what a device needs then, as far as it is estimated.
+    fits: whether a device has that.
+    """
+
+    override: str
+    change: str
+    needed_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
 class Advice:
     """For people.
 
-    bottleneck: what the step waits for most.
+    bottleneck: what the step waits for most, or has no room for.
     change: what to do about it.
     override: to type; "" if no single key helps.
+    changes: of what does not fit, each change and what is needed after it.
     """
 
     bottleneck: str
     change: str
     override: str = ""
+    changes: tuple[Change, ...] = ()
 
 
 def advise(
@@ -244,6 +262,18 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
         ),
         *remedy(advice),
     ]
+
+
+def print_remedy(advice: Advice) -> None:
+    """Print what a step has no room for, and what each change leaves."""
+    print_texts(remedy(advice))
+    rows = [
+        [c.override, c.change, format_bytes(c.needed_bytes), "yes" if c.fits else "no"]
+        for c in advice.changes
+    ]
+    if rows:
+        headers = ["override", "what it does", "needed then", "fits"]
+        print_table(rows, headers, "changes, each on top of those above it (estimated)")
 
 
 def remedy(advice: Advice) -> list[tuple[str, str]]:

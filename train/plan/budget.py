@@ -17,7 +17,8 @@ _FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 class MemoryBudget:
     """The memory of one device.
 
-    total: all of it.
+    total: all of it; no less than `program`, which some compilers put higher than the
+        vendor does.
     program: what a program can have; the rest is the system's.
     available: the least of that, and of all but the margin.
     note: why a program has no more, and what changes that; "" if nothing does.
@@ -46,7 +47,8 @@ def memory_budget(
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
         program = total
     elif chip.program_bytes:
-        total, program = chip.hbm_bytes // chip.devices, chip.program_bytes
+        program = chip.program_bytes
+        total = max(chip.hbm_bytes // chip.devices, program)
     else:
         total, part = chip.hbm_bytes // chip.devices, memory_fraction()
         program = int(part * total)

@@ -44,6 +44,7 @@ class Flops:
     whole_attention: as if they skipped none.
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the part of products whose operands have eight bits.
+    grouped: the part of products that multiply rows grouped by expert.
     """
 
     products: float
@@ -51,6 +52,7 @@ class Flops:
     whole_attention: float = 0.0
     unknown: tuple[str, ...] = ()
     eight_bits: float = 0.0
+    grouped: float = 0.0
 
     @property
     def total(self) -> float:
@@ -138,7 +140,7 @@ class CollectiveTotal:
 class StepCost:
     """What one device does in one step.
 
-    model_flops: what the model needs of a device (convention: train/program.py).
+    model_flops: what the model needs of a device (convention: train/model_flops.py).
     flops: what is executed.
     sent: collectives by mesh axes, network and kind.
     outside_layers: those that no layer does, by what they serve.

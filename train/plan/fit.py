@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 from train.cli.rules import validate
 from train.errors import ConfigError
-from train.plan.advice import Advice
+from train.plan.advice import Advice, Change
 from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
-from train.plan.precision import SMALLER, Change
+from train.plan.precision import SMALLER
+from train.plan.precision import Change as Smaller
 from train.plan.recomputing import keeping_less, typed
 from train.program import Program, make_program
 from train.units import format_bytes
 
 
-class _Change(NamedTuple):
+class _Try(NamedTuple):
     words: str
     override: str  # to type
     program: Program  # what comes of it
@@ -42,8 +43,8 @@ def make_fit(
     needed, held = memory.needed.bytes, memory.held
     what = (
         f"memory: {format_bytes(needed)} a device are needed, "
-        f"{format_bytes(needed - budget.available)} more than there are; state and "
-        f"batch take {format_bytes(held)}"
+        f"{format_bytes(needed - budget.available)} more than there are. State and "
+        f"batch take {format_bytes(held)}."
     )
     # What the compiler found beyond the estimate is taken to stay.
     beyond = needed - estimate_memory(program).needed.bytes
@@ -54,7 +55,7 @@ def make_fit(
     # They cost precision, or are slow: where nothing else does it.
     keys = itertools.groupby(SMALLER, lambda change: change.key)
     kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
-    made, typed = list[str](), list[str]()
+    made = list[Change]()
     for kind in kinds:
         sizes = [
             (beyond + estimate_memory(change.program).needed.bytes, change)
@@ -66,20 +67,20 @@ def make_fit(
         if change is None or size >= needed:
             continue
         program, needed = change.program, size
-        made.append(f"{change.words} ({format_bytes(needed)} are needed then)")
-        typed.append(change.override)
-        if needed <= budget.available:
-            done = f"{', and '.join(made)}: that fits, estimated"
-            return Advice(what, done, " ".join(typed))
+        fits = needed <= budget.available
+        made.append(Change(change.override, change.words, needed, fits))
+        if fits:
+            override = " ".join(one.override for one in made)
+            return Advice(what, "with this it fits, estimated", override, tuple(made))
     more = "take more or larger chips, or cut layers into more parts"
     if made:
-        more = f"{', and '.join(made)} is not enough: {more}"
+        more = f"the changes in the table are not enough: {more}"
     if not searchable:
-        return Advice(what, more)
-    return Advice(what, f"{more}; this finds out", "search=true")
+        return Advice(what, more, changes=tuple(made))
+    return Advice(what, f"{more}; a search finds out", "search=true", tuple(made))
 
 
-def _shard(program: Program, across: bool = False) -> list[_Change]:
+def _shard(program: Program, across: bool = False) -> list[_Try]:
     """Shard the state over devices that hold copies: of a slice or node, or of all."""
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
@@ -98,20 +99,20 @@ def _shard(program: Program, across: bool = False) -> list[_Change]:
         return []
     words = "shard the state over more devices instead of copying it"
     words += ", those of other slices or nodes too" if across else ""
-    return [_Change(words, " ".join(typed), program)]
+    return [_Try(words, " ".join(typed), program)]
 
 
-def _recompute(program: Program) -> list[_Change]:
+def _recompute(program: Program) -> list[_Try]:
     """Keep less of each layer, down to nothing."""
-    train, found = program.config.train, list[_Change]()
+    train, found = program.config.train, list[_Try]()
     for way in keeping_less(train.remat, train.offload):
         changed = program.trained(replace(train, remat=way))
         words, override = "recompute more of each layer", f"train.remat={typed(way)}"
-        found.append(_Change(words, override, changed))
+        found.append(_Try(words, override, changed))
     return found
 
 
-def _cut_batch(program: Program) -> list[_Change]:
+def _cut_batch(program: Program) -> list[_Try]:
     """Give 2, 4, 8, ... times the microbatches, down to a row of each a device.
 
     A pipeline cuts a device's rows of each once more.
@@ -119,22 +120,22 @@ def _cut_batch(program: Program) -> list[_Change]:
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
     steps, passes = train.accumulation_steps, program.pipeline.own
-    found = list[_Change]()
+    found = list[_Try]()
     while rows % (passes * (steps := 2 * steps)) == 0:
         changed = program.trained(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         words = "cut the batch into smaller microbatches"
-        found.append(_Change(words, override, changed))
+        found.append(_Try(words, override, changed))
     return found
 
 
-def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Change]:
+def _make_smaller(changes: Sequence[Smaller], program: Program) -> list[_Try]:
     """Keep something in fewer bits or in host memory, where it is not and can be."""
-    devices, found = list(program.mesh.devices.flat), list[_Change]()
+    devices, found = list(program.mesh.devices.flat), list[_Try]()
     for change in changes:
         config = change.applied(program.config)
         if change.is_open(program.config) and not validate(config):
             with suppress(ConfigError):  # these devices cannot
                 changed = make_program(config, devices)
-                found.append(_Change(f"have {change.words}", change.override, changed))
+                found.append(_Try(f"have {change.words}", change.override, changed))
     return found

@@ -132,12 +132,18 @@ def print_memory(
         [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
         for name, figure in memory.parts.items()
         if figure.bytes and name not in memory.temporaries
-    ] + [
-        [f"- {name}", format_bytes(figure.bytes), figure.how, "of the temporaries"]
+    ]
+    print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
+    rows = [
+        [name, format_bytes(figure.bytes)]
         for name, figure in memory.temporaries.items()
         if figure.bytes
     ]
-    print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
+    if rows:
+        all_of_them = sum(figure.bytes for figure in memory.temporaries.values())
+        rows.append(["together", format_bytes(all_of_them)])
+        title = "what the temporaries hold, estimated from shapes"
+        print_table(rows, ["temporaries", "bytes"], title)
     if compilation:
         print(
             f"compiled    in {format_seconds(compilation.seconds)}, this process held "
@@ -155,10 +161,11 @@ def print_memory(
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
+    part = f", of which a program has {format_bytes(budget.program)}"
     print(
-        f"memory      {format_bytes(budget.total)} a device, of which a program has "
-        f"{format_bytes(budget.program)}; {format_bytes(budget.available)} with the "
-        "margin"
+        f"memory      {format_bytes(budget.total)} a device"
+        f"{part if budget.program < budget.total else ''}; "
+        f"{format_bytes(budget.available)} with the margin"
     )
     if budget.note:
         print(f"            {budget.note}")

@@ -12,6 +12,7 @@ import jax
 
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
+from train.model_flops import attention_flops
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
@@ -30,6 +31,13 @@ from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
+from train.units import format_flops
+
+_ROUNDING = 0.98  # what counting may lose
+
+
+class ImpossibleCost(Exception):
+    """The planner counted less work than there is. That is its own bug."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,26 @@ class Plan:
 
     @cached_property
     def _predicted(self) -> Prediction | str:
+        """The speed, or why there is none.
+
+        Raises:
+            ImpossibleCost: if the step computes less than the model needs.
+        """
         program, chip = self.program, self._chip
         if chip is None:
             kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"
+        config, tokens = program.config, program.tokens_per_step
+        of_attention = attention_flops(config.model, config.data.sequence_length)
+        # Causal kernels skip half of what the convention counts.
+        needed = program.flops_per_step - tokens * of_attention / 2
+        computed = self.cost.flops.total * program.mesh.size
+        if computed < _ROUNDING * needed and not self.cost.flops.unknown:
+            raise ImpossibleCost(
+                f"the {self.cost.how} step computes {format_flops(computed)}, but the "
+                f"model needs at least {format_flops(needed)}. Its MFU would be higher "
+                "than matrix products can reach. This is a bug of train.plan."
+            )
         try:
             return predict(self.cost, program.config, program.mesh, chip)
         except NotStated as error:
@@ -111,15 +135,19 @@ class Plan:
 
     @cached_property
     def scaling(self) -> list[Scaled]:
-        """What more slices give; [] for a single one."""
+        """What more slices give; [] for a single one, or a step that does not fit."""
         program, chip = self.program, self._chip
-        if chip is None or self.prediction is None:
+        if chip is None or self.prediction is None or not self.fits:
             return []
         return weak_scaling(self.cost, program.config, program.mesh, chip)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as plain values: the keys of plan.json."""
-        program, prediction, advice = self.program, self.prediction, self.advice
+        """Return all figures as plain values: the keys of plan.json.
+
+        What does not fit cannot run, so its prediction is None.
+        """
+        program, advice = self.program, self.advice
+        prediction = self.prediction if self.fits else None
         devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
         return {
             "device_kind": devices.flat[0].device_kind,

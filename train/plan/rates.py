@@ -2,7 +2,8 @@
 
 TPU: products at what programs get of the peak, times what the model's dims fill of the
 matrix units. GPU: products at a rate that grows with the dim they contract, attention
-at the rate of its kernel, by head dim and length of rows.
+at the rate of its kernel, by head dim and length of rows. Products of rows grouped by
+expert: at a part of the rate of others, and no faster than memory brings their tiles.
 """
 
 import math
@@ -88,6 +89,9 @@ def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
         attention = flops.attention / (kernel.part(model.head_size, length) * peak)
         # What short contractions lose is time that does not depend on the operands.
         products = flops.products / fill / rates.flops - saved + attention
+    part = chip.achievable.grouped
+    slowed = max(1 / part.rate, rates.flops * fill / (part.intensity * rates.memory))
+    products += (slowed - 1) * flops.grouped / fill / rates.flops
     memory, beside = moved.total / rates.memory, moved.products / rates.memory
     return Busy(products, memory, beside, fill)
 

@@ -128,7 +128,7 @@ class Prediction:
     platform: str
 
     def at(self, step_s: float) -> Speed:
-        """Return the speed of steps of this many seconds (MFU: train/program.py)."""
+        """Return the speed of steps that take so long (MFU: train/model_flops.py)."""
         rate = self.tokens / step_s
         mfu = self.model_flops / step_s / self.peak
         return Speed(step_s, rate, rate / self.chips, mfu)

@@ -1,4 +1,4 @@
-"""Several runs side by side: their last figures, their curves, where configs differ."""
+"""Several runs side by side: last and best figures, curves, where configs differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +21,10 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
     ("Tokens per second", "tokens_per_second", True),
 )
 _AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # and their metrics
+_FIGURES = (
+    *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
+    *("Best validation loss", "At step", "Bits per byte there"),
+)
 _OWN = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 
 
@@ -44,8 +48,8 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
     return {
         "name": ", ".join(names),
         "tables": [
-            ("Runs", ["", "Steps", "Tokens", "Loss", "Validation", "Bits"], figures),
-            *([("Scores", ["", *names], marks)] if marks else []),
+            ("Runs", [*_FIGURES], figures),
+            *([("Newest score of each run", ["", *names], marks)] if marks else []),
             ("Config", ["", *names], _differences(configs)),
         ],
         "axes": {axis: _charts(rows, metric) for axis, metric in _AXES.items()},
@@ -54,15 +58,17 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
 
 
 def _figures(rows: Sequence[Row]) -> list[str]:
-    """Return the last step, tokens and loss, the best validation loss and its bits."""
+    """Return the cells of a run under the headers of _FIGURES."""
     last = {key: value for row in rows for key, value in row.items()}
-    scores = dict(finite_points(series_of(rows, "eval/loss")))
-    best = min(scores, key=lambda step: scores[step], default=None)
-    bits = dict(series_of(rows, "eval/bits_per_byte")).get(best or 0)
+    scored = finite_points(series_of(rows, "eval/loss"))
+    step, best = min(scored, key=lambda point: point[1], default=(None, None))
+    bits = dict(series_of(rows, "eval/bits_per_byte")).get(step)
     return [
         f"{last.get('step', 0):,}",
         format_count(last.get("tokens") or 0),
-        *map(_shown, (last.get("loss"), best and scores[best], bits)),
+        *map(_shown, (last.get("loss"), last.get("eval/loss"), best)),
+        "-" if step is None else f"{step:,.0f}",
+        _shown(bits),
     ]
 
 
@@ -71,14 +77,14 @@ def _shown(value: float | None) -> str:
 
 
 def _marks(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
-    """Return a row for each score, asked for in one way: the newest of each run."""
-    newest = [
-        {
-            " ".join(filter(None, (each.of, each.metric, each.how))): each.value
-            for each in sorted(of_run, key=lambda each: each.step)
-        }
-        for of_run in runs
-    ]
+    """Return a row for each score, asked for in one way: each run's newest."""
+    newest = list[dict[str, str]]()
+    for of_run in runs:
+        cells = dict[str, str]()
+        for each in sorted(of_run, key=lambda each: each.step):
+            name = " ".join(filter(None, (each.of, each.metric, each.how)))
+            cells[name] = f"{each.value} at step {each.step:,}"
+        newest.append(cells)
     names = dict.fromkeys(name for of_run in newest for name in of_run)
     return [[name, *(of_run.get(name, "-") for of_run in newest)] for name in names]
 

@@ -1,11 +1,19 @@
 """Stand-ins are the devices that the compilers know, in all that lays out arrays."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from train.config import DcnConfig, MeshConfig
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
+from train.mesh import make_mesh
 
+needs_libtpu = pytest.mark.skipif(
+    missing_compiler(parse_target("v5e-8")) is not None, reason="needs libtpu"
+)
 TPUS = ("v4-8", "v5e-1", "v5e-8", "v5e-16x3", "v5p-64", "v6e-8", "tpu7x-32x2")
 
 
@@ -29,15 +37,55 @@ def seen(devices) -> list[tuple]:
 
 
 @pytest.mark.tpu
-@pytest.mark.skipif(
-    missing_compiler(parse_target("v5e-8")) is not None, reason="needs libtpu"
-)
+@needs_libtpu
 @pytest.mark.parametrize("name", TPUS)
 def test_stand_ins_of_a_tpu_are_where_its_devices_are(name, planning, monkeypatch):
     target = parse_target(name)
     devices = seen(fake_devices(target))
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     assert seen(fake_devices(target)) == devices
+
+
+@pytest.mark.tpu
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name", ["v5p-128", "v4-256x2", "tpu7x-128", "v6e-8", "v5e-256"]
+)
+def test_the_mesh_has_stand_ins_in_the_order_of_the_devices(
+    name, planning, monkeypatch
+):
+    target = parse_target(name)
+    dcn = DcnConfig(data=target.slices)
+    config = MeshConfig(data=target.slices, fsdp=-1, dcn=dcn)
+
+    def places():
+        mesh = make_mesh(config, fake_devices(target))
+        return [(tuple(d.coords), d.core_on_chip) for d in mesh.devices.flat]
+
+    found = places()
+    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    assert places() == found
+
+
+@pytest.mark.tpu
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5p-128", "v4-128", "v5e-256"])
+def test_a_whole_slice_is_compiled_for_with_links_that_go_around(name, planning):
+    """Without them XLA gathers on a 3D torus by an all-reduce of the whole."""
+    target = parse_target(name)
+    mesh = make_mesh(MeshConfig(fsdp=-1), fake_devices(target))
+    gathered = jax.shard_map(
+        lambda part: jax.lax.all_gather(part, "fsdp", tiled=True),
+        mesh=mesh,
+        in_specs=PartitionSpec("fsdp"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    place = NamedSharding(mesh, PartitionSpec("fsdp"))
+    weight = jax.ShapeDtypeStruct((4096, 14336), jnp.bfloat16, sharding=place)
+    text = jax.jit(gathered).lower(weight).compile().as_text()
+    assert "all-gather" in text
+    assert "all-reduce" not in text
 
 
 @pytest.mark.parametrize("name", [*TPUS, "h100-8x3", "a100-1", "b200-4"])

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from tests.train.machines import machine
+from train.hardware.chips import CHIPS
 from train.hardware.interconnect import (
     NotStated,
     bandwidth,
@@ -14,6 +15,7 @@ from train.hardware.interconnect import (
     hops,
     num_parts,
     num_slices,
+    rings,
 )
 
 ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/chips.py
@@ -47,6 +49,22 @@ def test_ici_is_the_links_that_a_group_can_use(composed, name, overrides, axes, 
     found = bandwidth(at.mesh, axes, "ICI", at.chip)
     assert at.chip.link_bandwidth is not None
     assert found == pytest.approx(ICI * links * at.chip.link_bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "wrap"),
+    [
+        ("v4", (2, 4, 4), (False, False, False)),
+        ("v5p", (2, 2, 1), (False, False, False)),
+        ("v5p", (4, 4, 4), (True, True, True)),
+        ("tpu7x", (4, 8, 12), (True, True, True)),
+        ("v5e", (4, 8, 1), (False, False, False)),
+        ("v5e", (8, 16, 1), (False, True, False)),
+        ("v6e", (16, 16, 1), (True, True, False)),
+    ],
+)
+def test_links_go_around_in_whole_cubes_and_along_sixteen_chips(family, shape, wrap):
+    assert rings(shape, CHIPS[family]) == wrap
 
 
 def test_devices_of_a_chip_share_its_links_unless_they_are_of_one_group(composed):

@@ -72,8 +72,10 @@ def test_every_figure_is_there(draw):
         *("Plan: 124M parameters on v5e-8", "python -m train.plan target=v5e-8"),
         *("yes\n100 B to spare, compiled", "8\nTPU v5 lite, 2 hosts"),
         *("data 2 x fsdp 2 x tensor 2", "256\n8 x 32", "16 GFLOPs", "MFU\n40%"),
-        *("parameters\n100 B\n10.0%\ncomputed", "of these: one layer\n7 B"),
-        *("Executed\n4 GFLOPs\nread", "Executed over model\n2.00\nread"),
+        *("parameters\n100 B\n10.0%\ncomputed", "one layer\n7 B\nTogether\n7 B"),
+        "Executed\n4 GFLOPs\nread\nExecuted in products\n3 GFLOPs\nread\n"
+        "Executed in attention kernels\n1 GFLOPs\nread\n"
+        "Executed over model\n2.00\nread",
         *("Kernels without a count\na kernel\nread",),
         "head\nfsdp\nICI\nall-gather\n1,200\n2.00 KiB\n1.00 KiB\n50%",
     ):
@@ -104,6 +106,25 @@ def test_pieces_of_memory_add_up_to_what_is_needed(draw, temporaries, pieces):
     titles = [value for name, value in page.attributes if name == "title"]
     assert titles == [f"{name}: {size} B" for name, size in expected.items()]
     assert sum(expected.values()) == sum(sizes.values())
+
+
+def test_parts_stand_below_their_sum_and_in_no_table_of_another(draw):
+    """The estimate of temporaries may be more than the compiler has."""
+    sizes = {"arguments": 320, "temporaries": 50, "outputs": 4, "code": 6}
+    items = figures({"one layer": 40, "gradients": 30}, "estimated")
+    text = draw(**memory(380, **sizes) | {"temporaries": items}).text
+    assert "\ncode\n6 B\n0.6%\ncompiled\nWhat the temporaries hold" in text
+    assert "one layer\n40 B\ngradients\n30 B\nTogether\n70 B\n" in text
+    assert "of these: " not in text
+
+
+def test_what_each_change_needs_is_a_table(draw):
+    change = {"override": "train.remat=full", "change": "recompute more"}
+    change |= {"needed_bytes": 2048, "fits": True}
+    advice = {"bottleneck": "memory", "change": "a", "override": "b"}
+    text = draw(advice=advice | {"changes": [change]}, prediction=None).text
+    assert "\ntrain.remat=full\nrecompute more\n2.00 KiB\nyes\n" in text
+    assert "What to change" in text
 
 
 @pytest.mark.parametrize(

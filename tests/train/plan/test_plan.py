@@ -42,6 +42,19 @@ def test_each_part_is_computed_once(laid_out, monkeypatch):
     assert sorted(calls) == ["advise", "predict", "weak_scaling"]
 
 
+def test_a_step_that_computes_less_than_the_model_needs_is_a_bug(laid_out):
+    """Its MFU would be higher than products can reach."""
+    plan = estimate(laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64"), AMPLE)
+    too_few = 0.8 * plan.cost.model_flops
+    flops = dataclasses.replace(plan.cost.flops, products=too_few, attention=0.0)
+    wrong = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, flops=flops))
+    with pytest.raises(planning.ImpossibleCost, match="bug of"):
+        wrong.as_json()
+    unread = dataclasses.replace(flops, unknown=("a kernel",))
+    cost = dataclasses.replace(plan.cost, flops=unread)
+    assert dataclasses.replace(plan, cost=cost).prediction, "more may be computed"
+
+
 ALL_PRODUCTS = "[attention,query,key,value,attention_output,mlp_gate,mlp_up]"
 
 
@@ -74,7 +87,7 @@ def test_recomputing_less_is_advised_where_it_is_faster(
 @pytest.mark.parametrize(
     ("mib", "change", "override"),
     [
-        (2500, "that fits, estimated", "mesh.data=2 mesh.fsdp=4 train.remat="),
+        (2500, "it fits, estimated", "mesh.data=2 mesh.fsdp=4 train.remat="),
         pytest.param(100, "cut layers into more parts", "", marks=pytest.mark.slow),
     ],
 )
@@ -94,7 +107,22 @@ def test_what_does_not_fit_is_advised_where_no_speed_is_known(
     printed = capsys.readouterr().out
     assert "no prediction: TPU v4" in printed
     assert f"to change   {plan.advice.change}" in printed
+    for one in plan.advice.changes:
+        assert f"\n{one.override} " in printed
     assert estimate(laid_out("v4-8x2", *copies), AMPLE).advice is None
+
+
+def test_what_does_not_fit_has_no_speed(laid_out, capsys):
+    program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64")
+    plan = estimate(program, MemoryBudget(*[2**20] * 3))
+    values = plan.as_json()
+    assert values["fits"] is False
+    assert values["prediction"] is None
+    assert values["advice"]["changes"], "what each change needs"
+    _print(plan, verdict=True)
+    printed = capsys.readouterr().out
+    assert "MFU" not in printed
+    assert "bottleneck  memory: " in printed
 
 
 def test_what_temporaries_hold_is_listed_once(laid_out, capsys):
@@ -104,5 +132,4 @@ def test_what_temporaries_hold_is_listed_once(laid_out, capsys):
     assert "gradients" in plan.memory.temporaries
     print_memory(plan.memory, plan.budget, None)
     rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert rows.count("- gradients") == 1
-    assert "gradients" not in rows
+    assert rows.count("gradients") == 1

@@ -67,6 +67,25 @@ def test_products_of_eight_bits_go_at_their_own_rate(composed, target, dtype, ra
     assert found.peak == plain.peak, "MFU is of bfloat16's peak"
 
 
+def test_rows_grouped_by_expert_take_longer_than_one_product_of_them(composed):
+    """A part of the rate, or as long as memory takes to bring the kernel's tiles."""
+    took = {}
+    for target in ("v5p-32", "v6e-16", "h100-8"):
+        at = machine(composed, target, "mesh=fsdp", "data.batch_size=16")
+        cost = execution(1e15, 0)
+        flops = replace(cost.flops, grouped=4e14)
+        plain, found = at.predict(cost), at.predict(replace(cost, flops=flops))
+        took[target] = 1 + (found.products - plain.products) / (0.4 * plain.products)
+    part = OF_TPU.grouped
+    assert took["v5p-32"] == pytest.approx(1 / part.rate)
+    v6e = CHIPS["v6e"]
+    assert v6e.hbm_bandwidth is not None
+    of_memory = part.intensity * OF_TPU.memory * v6e.hbm_bandwidth
+    of_units = OF_TPU.products * v6e.flops["bfloat16"]
+    assert took["v6e-16"] == pytest.approx(of_units / of_memory)
+    assert took["v6e-16"] > took["v5p-32"] > took["h100-8"] == 1
+
+
 def test_memory_takes_its_own_time_unless_products_hide_it(v5e):
     """One second of products; three of memory, two of them by products."""
     second = round(TPU["memory"])

@@ -10,6 +10,7 @@ from train.cli.schema import to_yaml
 from train.config import Config, OptimizerConfig
 from train.errors import ConfigError
 from train.report import ReportConfig, main
+from train.run.comparison import compare
 from train.run.evaluations import write_evaluation
 
 
@@ -40,10 +41,10 @@ def test_two_runs_are_compared(tmp_path, capsys):
     data = data_of(page.read_text())
     (_, _, figures), (_, _, marks), (_, _, differences) = data["tables"]
     assert marks == [
-        ["piqa acc limit=3", "0.5000", "0.7500"],
-        ["piqa acc while training", "0.1000 ± 0.2500", "-"],
+        ["piqa acc limit=3", "0.5000 at step 20", "0.7500 at step 9"],
+        ["piqa acc while training", "0.1000 ± 0.2500 at step 20", "-"],
     ]
-    assert figures[0] == ["a", "20", "2K", "0.0050", "2.0000", "1.0000"]
+    assert figures[0][:5] == ["a", "20", "2K", "0.0050", "2.0000"]
     assert differences == [["optimizer.learning_rate", "0.1", "0.2"]]
     loss, validation, *_ = data["axes"]["tokens"]
     a, b = loss["lines"]
@@ -56,6 +57,28 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert ("value", "FLOPs") in seen.attributes
     assert "optimizer.learning_rate\n0.1\n0.2" in seen.text
     assert "optimizer.learning_rate" in capsys.readouterr().out
+
+
+def test_the_best_and_the_last_validation_loss_of_every_run_stand_under_their_names(
+    tmp_path,
+):
+    """The best may be that of step 0."""
+    losses = {"up": {0: 2.0, 10: 3.0, 20: 2.5}, "down": {0: 4.0, 10: 3.0, 20: 2.0}}
+    for name, of_run in losses.items():
+        _run(tmp_path / name, 0.1, None)
+        rows = [
+            {"step": step, "eval/loss": loss, "eval/bits_per_byte": loss / 2}
+            for step, loss in of_run.items()
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    data = compare([epath.Path(tmp_path / name) for name in losses])
+    (_, headers, figures), *_ = data["tables"]
+    up, down = (dict(zip(headers, row, strict=True)) for row in figures)
+    names = "Last validation loss", "Best validation loss", "At step"
+    assert [up[name] for name in names] == ["2.5000", "2.0000", "0"]
+    assert [down[name] for name in names] == ["2.0000", "2.0000", "20"]
+    assert up["Bits per byte there"] == down["Bits per byte there"] == "1.0000"
 
 
 def test_one_run_is_drawn_again(tmp_path, capsys):

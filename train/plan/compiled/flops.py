@@ -28,7 +28,7 @@ _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 def count_flops(module: Module) -> Flops:
     """Add up a program."""
-    products = attention = whole = eight_bits = 0.0
+    products = attention = whole = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
         for inner in executed.instruction.parts:
@@ -36,13 +36,16 @@ def count_flops(module: Module) -> Flops:
             products += flops
             if flops and has_eight_bits(inner):
                 eight_bits += flops
+            if is_grouped(inner):
+                grouped += flops
             if inner.opcode == "custom-call":
                 flops, share = kernel_flops(inner)
                 attention += executed.times * flops * share
                 whole += executed.times * flops
                 if not flops and not product_flops(inner) and is_kernel(inner):
                     unknown.add(inner.target)
-    return Flops(products, attention, whole, tuple(sorted(unknown)), eight_bits)
+    names = tuple(sorted(unknown))
+    return Flops(products, attention, whole, names, eight_bits, grouped)
 
 
 def multiplies(instruction: Instruction) -> bool:
@@ -81,7 +84,7 @@ def product_flops(instruction: Instruction) -> float:
         return 2.0 * math.prod(instruction.arrays[0].dims) * inner
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction)
-    if instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name:
+    if is_grouped(instruction):
         return _grouped_flops(instruction)
     return 0.0
 
@@ -104,6 +107,11 @@ def multiplied(instruction: Instruction) -> list[Array]:
     if product_flops(instruction):
         return arrays[:2]
     return arrays if own and kernel_flops(instruction)[0] else []
+
+
+def is_grouped(instruction: Instruction) -> bool:
+    """Tell whether it is a kernel of model/experts/grouped.py, or in its place."""
+    return instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name
 
 
 def _grouped_flops(instruction: Instruction) -> float:

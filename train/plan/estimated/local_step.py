@@ -73,12 +73,13 @@ class LocalStep:
     def flops(self) -> Flops:
         """What a device multiplies: matrices, and in attention kernels."""
         products = sum(op.place.times * op.flops for op in self.update.each())
-        whole = attention = eight_bits = 0.0
+        whole = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in (*self.gradients.each(), *self.gradients.in_branches):
             flops = self.microbatches * op.place.times * op.flops
             if not op.is_kernel:
                 products += flops
+                grouped += flops if op.name == "ragged_dot_general" else 0.0
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
@@ -89,7 +90,7 @@ class LocalStep:
                 part = _cudnn_part(op)
             whole += flops
             attention += flops * part
-        return Flops(products, attention, whole, eight_bits=eight_bits)
+        return Flops(products, attention, whole, eight_bits=eight_bits, grouped=grouped)
 
 
 def _cudnn_part(kernel: Operation) -> float:
@@ -99,9 +100,8 @@ def _cudnn_part(kernel: Operation) -> float:
     ring's queries see another device's keys, which are as many. Where a window reaches
     over all blocks there are more keys than queries.
     """
-    queries, keys, *_ = (a.dims[-2].size for a in kernel.operands if len(a.dims) == 4)
     computed, blocks = computed_blocks(kernel.place.scope) or (0, 1)
-    whole = computed == blocks and queries == keys
+    whole = computed == blocks and kernel.square
     return 1.0 if whole else min(kernel.part, 0.5)
 
 

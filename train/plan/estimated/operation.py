@@ -17,6 +17,7 @@ class Operation:
     """An equation; or a loop, whose `body` runs `trips` times.
 
     flops: of a product or a kernel, of which `part` are computed.
+    square: whether a kernel of attention has as many keys as queries.
     slices: what a loop takes of stacked arrays; carried: what it hands from trip to
         trip; stacked: what it keeps of each.
     """
@@ -27,6 +28,7 @@ class Operation:
     place: Place
     flops: float = 0.0
     part: float = 1.0
+    square: bool = True
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
     slices: list[Array] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Products: where their results lie, and their FLOPs on a device."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -86,13 +86,24 @@ def grouped(
     return (dims, ()), flops * expected_part(scope)
 
 
-def kernel_flops(
-    equation: Any, operands: list[Array], scope: str
-) -> tuple[float, float]:
-    """Return a kernel's FLOPs, and the part that a causal mask of blocks leaves.
+class KernelFlops(NamedTuple):
+    """The FLOPs of an attention kernel on a device.
+
+    part: of these, the part that a causal mask of blocks leaves.
+    square: whether there are as many keys as queries.
+    """
+
+    flops: float
+    part: float
+    square: bool
+
+
+def kernel_flops(equation: Any, operands: list[Array], scope: str) -> KernelFlops:
+    """Count a kernel's FLOPs.
 
     Every cell of its grid multiplies as its body says; what a device has of rows and
-    heads may differ from what was traced, in the largest operand as in others.
+    heads may differ from what was traced, in the largest operand as in others. The
+    first two operands of floats are queries and keys.
     """
     params = equation.params
     cells = math.prod(params["grid_mapping"].grid)
@@ -100,12 +111,15 @@ def kernel_flops(
     floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
     traced, local = max(floats, key=lambda pair: pair[0].size)
     flops = cells * _flops_inside(params["jaxpr"]) * local.size / traced.size
+    (_, queries), (_, keys), *_ = floats
+    square = queries.dims[-2].size == keys.dims[-2].size
     masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
     if not masks:
-        return flops, 1.0
+        return KernelFlops(flops, 1.0, square)
     computed, blocks = computed_blocks(scope) or causal_blocks(masks[0])
     # The grid is as long as the mask.
-    return flops * blocks / math.prod(masks[0]), computed / blocks
+    flops *= blocks / math.prod(masks[0])
+    return KernelFlops(flops, computed / blocks, square)
 
 
 def _flops_inside(jaxpr: Any) -> float:

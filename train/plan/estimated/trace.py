@@ -134,6 +134,8 @@ def _least(axis: str, program: Program) -> int:
     params = dict(rules.params)
     if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
         return size  # on it depends in how many chunks tokens go, or in which loops
+    if program.config.model.expert_layers and axis in mesh_axes(params["mlp"]):
+        return size  # it is manual around experts, so shapes in there depend on it
     rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
     if axis in sequence:
         return size  # on it depends how often keys are sent on

@@ -188,9 +188,9 @@ class Walk:
         linear = name in _LINEAR or by_scalar
         for array in () if linear else operands:
             self.sending.reduce(array, ())
-        flops, part = 0.0, 1.0
+        flops, part, square = 0.0, 1.0, True
         if name == "pallas_call":
-            flops, part = kernel_flops(equation, operands, self._scope)
+            flops, part, square = kernel_flops(equation, operands, self._scope)
         if name == "dot_general":
             pairs = params["dimension_numbers"]
             left, right = operands
@@ -216,7 +216,8 @@ class Walk:
                 is_product = name == "dot_general"
                 array.sums += (PartialSum(axes, array.bytes, place, is_product),)
             results.append(array)
-        self.operations.append(Operation(name, operands, results, place, flops, part))
+        operation = Operation(name, operands, results, place, flops, part, square)
+        self.operations.append(operation)
         return results
 
 

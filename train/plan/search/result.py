@@ -1,7 +1,7 @@
 """What a search among layouts came to."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from train.config import Config
 from train.console import print_table
@@ -54,6 +54,18 @@ class Excluded:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """Layouts whose cost could not be estimated for one reason.
+
+    layouts: their number; first: one of them; why: the error that it raised.
+    """
+
+    layouts: int
+    first: Layout
+    why: str
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """What a search came to.
 
@@ -61,6 +73,7 @@ class SearchResult:
     compiled: those that were compiled, likewise.
     given: the layout of the config itself, if it is possible.
     excluded: meshes that are impossible, by the key that says why.
+    failed: layouts that could not be estimated, by the name of the error.
     """
 
     weighed: list[Candidate]
@@ -68,6 +81,7 @@ class SearchResult:
     given: Layout | None
     excluded: dict[str, Excluded]
     seconds: float
+    failed: dict[str, Failed] = field(default_factory=dict)
 
     @property
     def best(self) -> Candidate | None:
@@ -103,6 +117,8 @@ def print_result(result: SearchResult, config: Config) -> None:
     for one in result.excluded.values():
         meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
         print(f"impossible  {meshes}; the first of them: {one.why}")
+    for lines in failures(result.failed, config):
+        print(f"failed      {lines}")
     known = {w.layout for w in result.compiled}
     fitting = (w for w in result.weighed if w.fits)
     kept = [w for w in frontier(fitting) if w.layout not in known]
@@ -142,6 +158,15 @@ def print_result(result: SearchResult, config: Config) -> None:
             f"{format_bytes(other.needed)} a device instead of "
             f"{format_bytes(own.needed)}, estimated"
         )
+
+
+def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
+    """Return a sentence for each reason why layouts could not be estimated."""
+    return [
+        f"{of.layouts} layout{'s' * (of.layouts != 1)} could not be estimated, a bug "
+        f"of train.plan. The first is {of.first.overrides(config)}: {name}: {of.why}"
+        for name, of in failed.items()
+    ]
 
 
 def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:

@@ -33,6 +33,7 @@ from train.plan.search.result import (
     Candidate,
     SearchResult,
     as_candidate,
+    failures,
     none_fits,
     rank,
 )
@@ -80,10 +81,10 @@ def search(
         if len(done) >= compiles and (given is None or not compiles or given in done):
             return replace(result, given=given)
     start = time.monotonic()
-    weighed, excluded = weigh_all(config, devices, budget, given, beat)
+    weighed = weigh_all(config, devices, budget, given, beat)
     if precision:
-        weighed |= weigh_changes(config, devices, budget, weighed)
-    ranked = sorted(weighed.values(), key=rank)
+        weighed = weigh_changes(config, devices, budget, weighed)
+    ranked = sorted(weighed.candidates.values(), key=rank)
     queue = _queue(ranked, given)
     compiled = list[Candidate]()
     while queue and compiles and time.monotonic() < start + 60 * minutes:
@@ -96,9 +97,10 @@ def search(
     result = SearchResult(
         weighed=ranked,
         compiled=sorted(compiled, key=rank),
-        given=given if given in weighed else None,
-        excluded=excluded,
+        given=given if given in weighed.candidates else None,
+        excluded=weighed.excluded,
         seconds=time.monotonic() - start,
+        failed=weighed.failed,
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
@@ -146,6 +148,8 @@ def choose(
     result = search(config, devices, budget, compiles, minutes, beat=beat)
     if result.best is None:
         raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
+    for sentence in failures(result.failed, config):
+        log.warning("mesh=planned: %s", sentence)
     best = result.best
     log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
     return best.layout

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
@@ -19,10 +19,39 @@ from train.plan.budget import MemoryBudget
 from train.plan.plan import estimate
 from train.plan.precision import combinations
 from train.plan.search.candidates import Layout, layouts, variants
-from train.plan.search.result import Candidate, Excluded, as_candidate, frontier
+from train.plan.search.result import (
+    Candidate,
+    Excluded,
+    Failed,
+    as_candidate,
+    frontier,
+)
 from train.program import Program, make_program
 
 _MUCH_SLOWER = 1.5  # what is recomputed, or accumulated, does not make up for that
+
+
+class Weighed(NamedTuple):
+    """What weighing layouts gave.
+
+    candidates: what each layout needs and gives.
+    excluded: the meshes that are impossible, by the key that says why.
+    errors: what the estimate of the other layouts raised.
+    """
+
+    candidates: dict[Layout, Candidate]
+    excluded: dict[str, Excluded]
+    errors: dict[Layout, Exception]
+
+    @property
+    def failed(self) -> dict[str, Failed]:
+        """The layouts that could not be estimated, by the name of the error."""
+        failed = dict[str, Failed]()
+        for layout, error in self.errors.items():
+            name = type(error).__name__
+            first = failed.get(name, Failed(0, layout, str(error)))
+            failed[name] = replace(first, layouts=first.layouts + 1)
+        return failed
 
 
 def weigh_all(
@@ -31,14 +60,15 @@ def weigh_all(
     budget: MemoryBudget,
     given: Layout | None,
     beat: Callable[[], object] = lambda: None,
-) -> tuple[dict[Layout, Candidate], dict[str, Excluded]]:
-    """Weigh layouts by shapes; count the meshes that are impossible by key.
+) -> Weighed:
+    """Weigh layouts by shapes. An error in the estimate of one ends that one alone.
 
     First each mesh without recomputation. Of those that are much slower so than
     another that fits only what needs the least memory is weighed besides. `beat` is
     called for each mesh, twice if it is possible.
     """
     weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
+    errors = dict[Layout, Exception]()
     experts = config.model.num_experts if config.model.expert_layers else 0
     length = config.data.sequence_length
     meshes = layouts(len(devices), num_slices(devices), experts, length)
@@ -46,9 +76,15 @@ def weigh_all(
         meshes.insert(0, given)
     possible = list[tuple[Candidate, Program, list[Layout]]]()
 
-    def weigh(program: Program, layout: Layout) -> Candidate:
-        plan = estimate(program.trained(layout.applied(config).train), budget)
-        return weighed.setdefault(layout, as_candidate(layout, plan))
+    def weigh(program: Program, layout: Layout) -> Candidate | None:
+        if layout not in weighed:
+            program = program.trained(layout.applied(config).train)
+            found = _weigh(program, layout, budget)
+            if isinstance(found, Exception):
+                errors[layout] = found
+                return None
+            weighed[layout] = found
+        return weighed[layout]
 
     for mesh in _shown(meshes, "weighing meshes", beat):
         try:
@@ -59,8 +95,10 @@ def weigh_all(
             continue
         if mesh is given:
             weigh(program, mesh)
-        elif own:
-            possible.append((weigh(program, own[0]), program, own))
+        elif own and (first := weigh(program, own[0])):
+            possible.append((first, program, own))
+    if not weighed and errors:
+        raise next(iter(errors.values()))
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in wrong.values()])
     possible.sort(key=lambda of: of[0].step_s)
@@ -70,7 +108,19 @@ def weigh_all(
         for layout in own[-1:] if slow else own[1:]:
             weigh(program, layout)
     excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
-    return weighed, excluded
+    return Weighed(weighed, excluded, errors)
+
+
+def _weigh(
+    program: Program, layout: Layout, budget: MemoryBudget
+) -> Candidate | Exception:
+    """Estimate a layout. An error is returned, except that a config is wrong."""
+    try:
+        return as_candidate(layout, estimate(program, budget))
+    except ConfigError:
+        raise
+    except Exception as error:  # a bug of the estimate, which others may not share
+        return error
 
 
 def _lay_out(
@@ -94,15 +144,16 @@ def weigh_changes(
     config: Config,
     devices: Sequence[Device],
     budget: MemoryBudget,
-    plain: dict[Layout, Candidate],
-) -> dict[Layout, Candidate]:
-    """Weigh changes of precision on top of the layouts that no other beats in both.
+    plain: Weighed,
+) -> Weighed:
+    """Add changes of precision on top of the layouts that no other beats in both.
 
     Also those that did not fit: what changes may make room for them. What a machine
     cannot do, does not go together, or is of unknown speed, is left out.
     """
-    weighed, programs = dict[Layout, Candidate](), dict[Layout, Program | None]()
-    best = [one.layout for one in frontier(plain.values())]
+    weighed, errors = dict(plain.candidates), dict(plain.errors)
+    programs = dict[Layout, Program | None]()
+    best = [one.layout for one in frontier(plain.candidates.values())]
     pairs = list(itertools.product(combinations(config), best))
     for changes, layout in _shown(pairs, "weighing changes"):
         layout = replace(layout, changes=changes)
@@ -115,11 +166,15 @@ def weigh_changes(
             with suppress(ConfigError):
                 programs[mesh] = make_program(wanted, devices)
         program = programs[mesh]
-        if program is not None:
-            plan = estimate(program.trained(wanted.train), budget)
-            if plan.prediction is not None:
-                weighed[layout] = as_candidate(layout, plan)
-    return weighed
+        if program is None:
+            continue
+        with suppress(ConfigError):
+            found = _weigh(program.trained(wanted.train), layout, budget)
+            if isinstance(found, Exception):
+                errors[layout] = found
+            else:
+                weighed[layout] = found
+    return plain._replace(candidates=weighed, errors=errors)
 
 
 def _shown(

@@ -15,6 +15,7 @@ from train.plan.config import PlanConfig
 from train.plan.plan import estimate
 from train.plan.recomputing import typed
 from train.plan.search import search as searching
+from train.plan.search import weigh
 from train.plan.search.result import (
     frontier,
     none_fits,
@@ -45,6 +46,38 @@ def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room
     assert heads.meshes == 3  # of 5 + 4 + 3 + 2 + 1; data x fsdp = 2, and 1
     assert "mesh.params.heads=tensor puts the heads dim 12 of" in heads.why
     assert "on 8 devices, which do not divide it" in heads.why
+
+
+def test_a_layout_that_cannot_be_estimated_is_counted_with_the_reason(
+    config, devices, room, monkeypatch, capsys
+):
+    known = weigh.estimate
+
+    def estimated(program, budget):
+        if program.mesh.shape["tensor"] == 2:
+            raise ValueError("no such kernel")
+        return known(program, budget)
+
+    monkeypatch.setattr(weigh, "estimate", estimated)
+    found = search(config, devices, room)
+    assert found.best is not None
+    assert all(one.layout.tensor != 2 for one in found.weighed)
+    (failed,) = found.failed.values()
+    print_result(found, config)
+    said = f"first is {failed.first.overrides(config)}: ValueError: no such"
+    assert f"{failed.layouts} layouts could not be" in (out := capsys.readouterr().out)
+    assert said in out
+
+
+def test_where_no_layout_can_be_estimated_the_error_is_raised(
+    composed, devices, room, monkeypatch
+):
+    def estimated(program, budget):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(weigh, "estimate", estimated)
+    with pytest.raises(ValueError, match="no such kernel"):
+        search(composed(*MODEL, "model.num_layers=6"), devices, room)
 
 
 def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypatch):
