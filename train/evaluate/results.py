@@ -94,9 +94,11 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
         of, _, metric = key.rpartition("/")
         if of.startswith("eval") and metric == "loss":
             name = of.removeprefix("eval").strip("/")
-            bits = metrics[f"{of}/bits_per_byte"]
+            bits = metrics.get(f"{of}/bits_per_byte")
             title = f"  {name:<10}" if name else "validation  "
-            lines.append(f"{title}{loss:.4f} nats a token, {bits:.3f} bits per byte")
+            shown = "not finite" if loss is None else f"{loss:.4f} nats a token"
+            shown += "" if bits is None else f", {bits:.3f} bits per byte"
+            lines.append(f"{title}{shown}")
     return lines
 
 
