@@ -22,9 +22,11 @@ from etils import epath
 
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Mistake
+from train.run.records import damaged, read_record
 from train.run.storage import is_remote
 
 _FOLDER, RECORD = "launch", "record.json"
+_REMEDY = "Put it back from a copy, or move its folder away and submit again."
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,20 @@ def folder_to_render(run_dir: str) -> epath.Path:
 
 
 def newest(run_dir: str) -> Submission | None:
-    """Read the run's last submission; None if there is none."""
+    """Read the run's last submission; None if there is none.
+
+    Raises:
+        DataError: its record is damaged.
+    """
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_numbers(run_dir), reverse=True):
         if (record := folder / str(number) / RECORD).exists():
-            kept = json.loads(record.read_text())
-            return Submission(
-                run_dir, **{**kept, "arguments": tuple(kept["arguments"])}
-            )
+            kept = read_record(record, _REMEDY) or {}
+            try:
+                arguments = tuple(kept.pop("arguments"))
+                return Submission(run_dir, arguments=arguments, **kept)
+            except (KeyError, TypeError):
+                raise damaged(record, "is no submission", _REMEDY) from None
     return None
 
 

@@ -25,6 +25,7 @@ from train.distributed.processes import Cluster
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.errors import ABORTED, DIVERGED, Exit
+from train.evaluate.results import validation_line
 from train.evaluate.tasks import Tasks
 from train.evaluate.validation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
@@ -110,7 +111,7 @@ class Trainer:
                     return DIVERGED, state
                 if due.evaluate or due.judge:
                     with window.pause("eval"), watchdog.during("eval"):
-                        due = self._evaluate(step, state, due)
+                        due = self._evaluate(step, state, due, progress)
                 if due.check:
                     with window.pause("check"), watchdog.during("eval"):
                         self._check_copies(step, state)
@@ -141,14 +142,20 @@ class Trainer:
         params, beat = best_params(state), self.watchdog.beat
         return self.tasks.scores(params, beat) if self.tasks else {}
 
-    def _evaluate(self, step: int, state: TrainState, due: "Due") -> "Due":
-        """Score the state and log it; return what is due then: a save, of the best."""
+    def _evaluate(
+        self, step: int, state: TrainState, due: "Due", progress: Progress
+    ) -> "Due":
+        """Score the state, and show and log that; return what is due then.
+
+        A state that is the best so far is due to be saved.
+        """
         config = self.program.config
         metrics = self.judge(state) if due.judge else {}
         scores = {}
         if due.evaluate:
             scores = self.evaluate(state, config.eval.num_batches)
             metrics |= as_metrics(scores)
+            progress.note(validation_line(step, scores, self.run.validations))
         if step < config.train.num_steps:  # else the final evaluation is logged
             self.run.log(step, metrics)
         if not scores or not self.checkpoints.judge(step, scores[""].loss):

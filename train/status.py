@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from etils import epath
 from rich.console import Console
 from rich.live import Live
@@ -18,15 +17,15 @@ from rich.text import Text
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
+from train.cli.schema import read_yaml
 from train.config import Config, RunConfig
 from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
-from train.run.goodput import BUCKETS, Goodput, Start, account
-from train.run.jsonl import newest_rows
+from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.lease import read_owner
-from train.run.metrics import read_events
+from train.run.metrics import Validations, newest_metrics, read_events, read_validations
 from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
@@ -62,6 +61,7 @@ class Status:
     owner: who runs it, if somebody does.
     silent_s: since the last record.
     left_s: until it is finished, if it runs.
+    validation: the last evaluation and the best one, if there were any.
     """
 
     state: str
@@ -71,6 +71,7 @@ class Status:
     num_steps: int
     left_s: float | None
     loss: float | None
+    validation: Validations | None
     save: Save | None
     goodput: Goodput
 
@@ -81,9 +82,8 @@ def read_status(folder: epath.Path) -> Status:
     goodput, silent_s = account(events), None
     num_steps = start.get("changes", {}).get("train.num_steps")
     if num_steps is None:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        num_steps = config["train"]["num_steps"]
-    line = next((row for row in newest_rows(folder, "metrics") if "loss" in row), {})
+        num_steps = read_yaml(folder / "config.yaml").train.num_steps
+    line = next((row for row in newest_metrics(folder) if "loss" in row), {})
     step = line.get("step", 0)
     if goodput.starts:
         step = max(step, goodput.starts[-1].last_step or 0)
@@ -96,7 +96,8 @@ def read_status(folder: epath.Path) -> Status:
         step=step,
         num_steps=num_steps,
         left_s=_seconds_left(goodput, num_steps) if owner else None,
-        loss=line.get("loss"),
+        loss=finite(line.get("loss")),
+        validation=read_validations(folder),
         save=_last_save(folder / "checkpoints"),
         goodput=goodput,
     )
@@ -216,9 +217,11 @@ def _last_save(folder: epath.Path) -> Save | None:
 
 def _plain(status: Status) -> dict[str, Any]:
     """Return the status as JSON, with what is derived."""
-    goodput = status.goodput
+    goodput, validation = status.goodput, status.validation
     return {
         **dataclasses.asdict(status),
+        "validation": validation
+        and {name: score._asdict() for name, score in validation._asdict().items()},
         "goodput": {
             "fraction": goodput.fraction,
             "wall_s": goodput.wall_s,
@@ -239,6 +242,11 @@ def _print(status: Status) -> None:
     left = f", {format_seconds(status.left_s)} left" if status.left_s else ""
     print(f"step        {status.step:,} of {status.num_steps:,}{left}")
     print(f"loss        {'none yet' if status.loss is None else f'{status.loss:.4f}'}")
+    if validation := status.validation:
+        last, best = validation
+        print(f"validation  {last} at step {last.step:,}")
+        if best.step != last.step:
+            print(f"best        {best} at step {best.step:,}")
     if save:
         age = "" if save.age_s is None else f", {format_seconds(save.age_s)} ago"
         sealed = "sealed" if save.sealed else "not sealed"

@@ -43,7 +43,7 @@ def test_a_bad_config_file_names_every_bad_key(tmp_path):
 def test_the_tracker_of_an_older_version_is_read(tmp_path):
     file = tmp_path / "config.yaml"
     for name in ("wandb", "none"):
-        old = f"tracker: {{name: {name}, project: mine, mode: online}}"
+        old = f"tracker: {{name: {name}, project: mine, mode: online}}\n"
         file.write_text(old)
         changes = {"tracker.wandb.project": "ours"}
         read = read_yaml(file).tracker, read_yaml(file, changes=changes).tracker

@@ -61,7 +61,9 @@ def write_run(
     metrics = open_metrics(folder, 0)
     for step in (20, 40, 60):
         metrics.append({"step": step, "loss": 100.0 - step})
-    metrics.append({"step": 60, "eval/loss": 1.0})
+    for step, loss in ((20, 2.0), (40, 0.5), (60, 1.0)):
+        bits = {"eval/bits_per_byte": 2 * loss}
+        metrics.append({"step": step, "eval/loss": loss, **bits})
     metrics.close()
 
 
@@ -176,6 +178,8 @@ def test_the_command_says_it_to_people_and_to_programs(tmp_path):
             "step        60 of 100, 1 min 20 s",
         ),
         *("loss        40.0000", "last save   step 60, "),
+        "validation  1.0000 nats a token, 2.0000 bits per byte at step 60",
+        "best        0.5000 nats a token, 1.0000 bits per byte at step 40",
         "goodput     40.0% of 3 min 20 s in 2 starts, 20 steps done again",
     ):
         assert line in result.stdout
@@ -189,6 +193,10 @@ def test_the_command_says_it_to_people_and_to_programs(tmp_path):
         60,
     )
     assert found["save"]["sealed"]
+    assert found["validation"] == {
+        "last": {"step": 60, "loss": 1.0, "bits_per_byte": 2.0},
+        "best": {"step": 40, "loss": 0.5, "bits_per_byte": 1.0},
+    }
     assert found["goodput"]["buckets"]["wasted"] == pytest.approx(20.0)
     assert [start["code"] for start in found["starts"]] == [None, None]
 

@@ -13,9 +13,10 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, TypeVar
 
 from etils import epath
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from train.cli.hints import inside, kind_of, type_of, unknown_key, value_rule
+from train.cli.plain_yaml import parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import leaves
@@ -138,27 +139,66 @@ def read_yaml(
 ) -> Schema:
     """Read a config.yaml back. A key that it lacks has its default.
 
-    `changes` are other values of some keys; null takes an entry out of a table. If
-    `text` is given, it is read instead of the file that `path` names.
+    The file may be someone else's, so an interpolation such as `${oc.env:HOME}` in it
+    stays text: it is not resolved with the environment of this user.
+
+    Args:
+        path: of the file.
+        schema: the dataclass to read it as.
+        changes: other values of some keys; null takes an entry out of a table.
+        text: is read instead of the file; errors still name `path`.
 
     Raises:
-        ConfigError: if the file is missing or no YAML; or, each named, for every
+        ConfigError: if the file is missing or damaged; or, each named, for every
             unknown key and every value of a wrong type.
     """
-    cfg: Any = None
     try:
-        text = epath.Path(path).read_text() if text is None else text
-        cfg = OmegaConf.create(text)
-        wrong = "" if isinstance(cfg, DictConfig) else "must hold key: value lines"
+        plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
+        _rename(plain)
+        cfg = OmegaConf.create(plain)
+        _change(cfg, schema, changes)
+        values: Any = OmegaConf.to_container(cfg)
     except FileNotFoundError:
-        wrong = "does not exist; check run.dir or run.name"
+        rule = "does not exist; check run.dir or run.name"
+        raise ConfigError([Mistake(str(path), "", rule)]) from None
     except Exception as error:
-        wrong = f"cannot be read: {error}"
-    if wrong:
-        raise ConfigError([Mistake(str(path), "", wrong)])
-    plain: Any = OmegaConf.to_container(cfg)
-    _rename(plain)
-    cfg = OmegaConf.create(plain)
+        rule = f"cannot be read: {error}; put it back from a copy of the run"
+        raise ConfigError([Mistake(str(path), "", rule)]) from None
+    config, mistakes = convert(values, schema)
+    if mistakes:
+        raise ConfigError([m._replace(rule=f"{m.rule} (in {path})") for m in mistakes])
+    return config
+
+
+def _read_file(path: epath.Path) -> dict[str, Any]:
+    """Return the keys and values of a YAML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is damaged.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("is not a file")
+    return _read_table(path.read_text())
+
+
+def _read_table(text: str) -> dict[str, Any]:
+    """Return the keys and values in YAML, with numbers as OmegaConf reads them.
+
+    Raises:
+        ValueError: the text is damaged.
+    """
+    table = parse_yaml(text)  # so that OmegaConf expands no aliases without end
+    if not isinstance(table, dict):
+        raise ValueError("must hold key: value lines")
+    if not text.endswith("\n"):  # what is left of YAML is often YAML too
+        raise ValueError("is torn: its last line has no end")
+    plain: Any = OmegaConf.to_container(OmegaConf.create(text))
+    return plain
+
+
+def _change(cfg: Any, schema: type, changes: Mapping[str, Any]) -> None:
+    """Set some keys of a config; null takes an entry out of a table."""
     for key, value in changes.items():
         table, _, name = key.rpartition(".")
         hint, in_table = type_of(schema, table)
@@ -169,8 +209,3 @@ def read_yaml(
                 OmegaConf.select(cfg, above).pop(entry)
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    config, mistakes = convert(values, schema)
-    if mistakes:
-        raise ConfigError([m._replace(rule=f"{m.rule} (in {path})") for m in mistakes])
-    return config

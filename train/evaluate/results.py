@@ -15,7 +15,12 @@ from train.evaluate.validation import Score, as_metrics
 from train.program import Program
 from train.run.evaluations import scored
 from train.run.goodput import account
-from train.run.metrics import read_events
+from train.run.metrics import (
+    Validation,
+    Validations,
+    read_events,
+    read_validations,
+)
 from train.sample.prompts import continue_prompts
 from train.units import format_bytes
 
@@ -77,6 +82,9 @@ def print_results(
     print(f"finished    {step:,} steps")
     validation, *sets = score_lines(values)
     print("\n".join([validation, f"            {_compared(values)}", *sets]))
+    scored_often = read_validations(run_dir)
+    if scored_often and (best := scored_often.best).step != step:
+        print(f"best        {best} at step {best.step:,}, while training")
     judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
     for task, metric, value, *_ in scored(judged):
         print(f"task        {task} {metric} {value}")
@@ -87,6 +95,20 @@ def print_results(
     print(f"to go on    {_changed(command, more)}", flush=True)
 
 
+def validation_line(
+    step: int, scores: Mapping[str, Score], earlier: Validations | None
+) -> str:
+    """Return one line about an evaluation: its scores, and the best one before it."""
+    loss, bits_per_byte, _ = scores[""]
+    parts = [f"{Validation(step, loss, bits_per_byte)}"]
+    parts += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
+    if earlier:
+        is_best = loss < earlier.best.loss
+        best = f"best {earlier.best.loss:.4f} at step {earlier.best.step:,}"
+        parts.append("the best so far" if is_best else best)
+    return f"step {step:,}  validation {'; '.join(parts)}"
+
+
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
     """Return losses for people: of the validation split, then of each set."""
     lines = []
@@ -94,13 +116,11 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
         of, _, metric = key.rpartition("/")
         if of.startswith("eval") and metric == "loss":
             name = of.removeprefix("eval").strip("/")
-            bits = metrics[f"{of}/bits_per_byte"]
+            bits = metrics.get(f"{of}/bits_per_byte")
             title = f"  {name:<10}" if name else "validation  "
-            if loss is None or bits is None:  # JSON has no other word for it
-                lines.append(f"{title}not finite")
-            else:
-                score = f"{loss:.4f} nats a token, {bits:.3f} bits per byte"
-                lines.append(title + score)
+            shown = "not finite" if loss is None else f"{loss:.4f} nats a token"
+            shown += "" if bits is None else f", {bits:.3f} bits per byte"
+            lines.append(f"{title}{shown}")
     return lines
 
 

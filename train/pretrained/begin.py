@@ -19,11 +19,15 @@ from train.pretrained.other_run import check_run, is_run, read_run_weights, seal
 from train.pretrained.read import read_folder
 from train.program import Program
 from train.run.digests import digests
+from train.run.records import damaged, read_record
 from train.run.storage import run_folder, write_whole
 from train.state import TrainState, make_finite_check
 from train.units import few
 
 RECORD = "init_from.json"
+_RECORD_REMEDY = (
+    "Delete it if init_from still holds what the run began with: it is written again."
+)
 _AGAIN = "Bring it back, or take another run.name"
 
 
@@ -74,9 +78,7 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         DataError: naming a file that is not what the first start read.
     """
     record = run / RECORD
-    known = cluster.broadcast(
-        lambda: json.loads(record.read_text()) if record.exists() else {}
-    )
+    known = cluster.broadcast(lambda: _read_known(record))
     share = cluster.process, cluster.processes
     try:
         names = (
@@ -94,6 +96,14 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
     cluster.on_leader(
         lambda: _compare(path, known, found) if known else write_whole(record, text)
     )
+
+
+def _read_known(record: epath.Path) -> dict[str, Any]:
+    """Return size and SHA-256 of the files that the first start read, if it did."""
+    known = read_record(record, _RECORD_REMEDY) or {}
+    if not all(isinstance(digest, list) for digest in known.values()):
+        raise damaged(record, "does not hold sizes and hashes", _RECORD_REMEDY)
+    return known
 
 
 def _compare(path: str, known: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """`python -m train.profile run.dir=...`: what the time of a step goes to."""
 
 import gzip
-import json
 import os
 import time
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import run_dir
 from train.watching import Count
 
+_REMEDY = "Delete the folder of this profile, and ask for another one."
 _POLL_S = 0.5
 _DEVICES = "mean over devices"
 
@@ -83,10 +84,20 @@ def _show(folder: epath.Path) -> None:
     """Print what the time of the traced steps went to."""
     from train.console import print_table
     from train.profile.times import read_times
+    from train.run.records import damaged, read_record
 
-    traced = json.loads((folder / "profile.json").read_text())
+    traced = read_record(folder / "profile.json", _REMEDY) or {}
+    numbers = [traced.get(key) for key in ("first", "last", "seconds")]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise damaged(folder / "profile.json", "does not say its steps", _REMEDY)
     steps = traced["last"] - traced["first"] + 1
-    text = gzip.decompress((folder / "step.hlo.gz").read_bytes()).decode()
+    program = folder / "step.hlo.gz"
+    try:
+        text = gzip.decompress(program.read_bytes()).decode()
+        if not text:
+            raise ValueError("it is empty")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise damaged(program, f"cannot be read ({error})", _REMEDY) from None
     times, devices = read_times(folder, text)
     total = sum(times.values())
     print(f"profile     {folder}")

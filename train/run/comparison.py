@@ -7,9 +7,10 @@ from etils import epath
 
 from train.identity import flatten
 from train.run.evaluations import Scored, scores
-from train.run.metrics import read_metrics
+from train.run.goodput import finite
 from train.run.report import Point, Row, chart, finite_points, series_of
 from train.run.starts import read_run
+from train.run.thinned import thinned_metrics
 from train.units import format_count
 
 _CHARTS = (  # title, metric, whether the axis starts at zero
@@ -41,7 +42,9 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
-    rows = dict(zip(names, map(read_metrics, folders), strict=True))
+    rows = dict(
+        zip(names, (thinned_metrics(folder).rows for folder in folders), strict=True)
+    )
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
     marks = _marks([scores(*run) for run in zip(folders, rows.values(), strict=True)])
@@ -59,12 +62,12 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
 
 def _figures(rows: Sequence[Row]) -> list[str]:
     """Return the cells of a run under the headers of _FIGURES."""
-    last = {key: value for row in rows for key, value in row.items()}
+    last = {key: finite(value) for row in rows for key, value in row.items()}
     scored = finite_points(series_of(rows, "eval/loss"))
     step, best = min(scored, key=lambda point: point[1], default=(None, None))
     bits = dict(series_of(rows, "eval/bits_per_byte")).get(step)
     return [
-        f"{last.get('step', 0):,}",
+        f"{last.get('step') or 0:,.0f}",
         format_count(last.get("tokens") or 0),
         *map(_shown, (last.get("loss"), last.get("eval/loss"), best)),
         "-" if step is None else f"{step:,.0f}",

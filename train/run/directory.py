@@ -24,8 +24,17 @@ from train.run.continuation import Continuation, compare_with_run
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
 from train.run.live_report import LiveReport
-from train.run.metrics import EventLog, open_metrics, read_events
-from train.run.starts import record_start
+from train.run.metrics import (
+    EventLog,
+    Validations,
+    newest_metrics,
+    open_metrics,
+    read_events,
+    read_validations,
+    validation_in,
+)
+from train.run.records import check_layout
+from train.run.starts import record_start, start_numbers
 from train.run.storage import as_json, run_folder, write_whole
 from train.run.tracker import Tracker, open_tracker
 from train.run.versions import code_version
@@ -42,6 +51,7 @@ class RunDir:
     config: with the batches to leave out of all starts.
     lease: of process 0.
     write: whether this is process 0.
+    validations: the last and the best evaluation so far, on process 0.
     """
 
     path: epath.Path
@@ -51,6 +61,7 @@ class RunDir:
     write: bool
     lease: Lease | None
     metrics: Appender | None = None
+    validations: Validations | None = None
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self):
@@ -79,6 +90,14 @@ class RunDir:
                 raise Exit(CRASHED, message) from error
             at_end = step == self.config.train.num_steps
             self.metrics = open_metrics(self.path, step, scored_again=at_end)
+            self.validations = read_validations(self.path)
+            first_line = self.config.log.interval_steps
+            if step >= first_line and next(newest_metrics(self.path), None) is None:
+                log.warning(
+                    "%s: there is no line of the %d steps so far: the file was emptied "
+                    "or deleted. Training goes on; its curves begin here",
+                    *(self.path / "metrics.jsonl", step),
+                )
         self.tracker = open_tracker(
             self.config.tracker,
             self.path,
@@ -102,6 +121,10 @@ class RunDir:
         """Write a line of metrics.jsonl, and tell the tracker."""
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
+        if score := validation_in(step, values):
+            known = self.validations
+            new = known.followed_by(score) if known else Validations(score, score)
+            self.validations = new
         self.tracker.log(step, values)
         if self.write:
             self.report.update()
@@ -138,7 +161,7 @@ class RunDir:
             event["start"]
             for event in read_events(self.path)
             if event["event"] == "crash"
-            and all(event[key] == this[key] for key in ("step", "code_version"))
+            and all(event.get(key) == this[key] for key in ("step", "code_version"))
         }
         last = range(self.events.start, self.events.start - _CRASHES, -1)
         again = same.issuperset(last)
@@ -164,6 +187,11 @@ class RunDir:
             self.report.close()
 
 
+def _open_events(path: epath.Path) -> EventLog:
+    """Open the events; the number of this start is one that no record has."""
+    return EventLog(path, recorded=max(start_numbers(path), default=0))
+
+
 @contextmanager
 def open_run(
     config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
@@ -176,7 +204,8 @@ def open_run(
         Exit: OWNED, if another process is at this run; 1, if the directory cannot be
             read or written.
         ConfigError: naming every key in which this start would make another run of it.
-        DataError: if the text is not the one that the run was started on.
+        DataError: if the text is not the one that the run was started on, or a small
+            file of the run is damaged.
     """
     path = run_folder(run_dir(config))
 
@@ -187,6 +216,7 @@ def open_run(
 
     with ExitStack() as stack:
         times = config.run.lease_interval_s, config.run.lease_timeout_s
+        cluster.broadcast(lambda: check_layout(path))
         lease = cluster.on_leader(lambda: take_lease(os.fspath(path), *times, lost))
         if lease:
             stack.callback(lease.close)
@@ -194,7 +224,7 @@ def open_run(
         continuation = Continuation(*compared)
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
-            events = cluster.on_leader(lambda: EventLog(path))
+            events = cluster.on_leader(lambda: _open_events(path))
         except OSError as error:
             raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
         run = RunDir(

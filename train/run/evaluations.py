@@ -7,13 +7,18 @@ them. The same question again replaces its answer.
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
 
+from train.run.records import damaged, record_or_warn
 from train.run.storage import as_json, write_whole
 
+log = logging.getLogger(__name__)
+
+_REMEDY = "Its scores are left out. Ask train.evaluate again, which writes it anew."
 _STDERR = "_stderr"
 _WHAT = ("tasks", "task_path", "sets")  # the names of the scores say it
 _IN_RUN = "while training"
@@ -70,7 +75,7 @@ def scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Score
         how = " ".join(
             f"{key}={value:g}"
             for key, value in asked.items()
-            if key not in _WHAT and value is not None
+            if key not in _WHAT and isinstance(value, int | float)
         )
         found += (each._replace(step=step, how=how) for each in scored(answer))
     return found
@@ -79,8 +84,25 @@ def scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Score
 def _read(folder: epath.Path) -> Iterable[dict[str, Any]]:
     """Yield what was found, by step."""
     files = [*folder.glob("*-*.json")] if folder.exists() else []
-    for file in sorted(files, key=lambda file: (int(file.name.split("-")[0]), file)):
-        yield json.loads(file.read_text())
+    numbered = [(file.name.partition("-")[0], file) for file in files]
+    for _, file in sorted((int(n), file) for n, file in numbered if n.isdigit()):
+        found = record_or_warn(file, _REMEDY)
+        if found is None:
+            continue
+        if _is_answer(found):
+            yield found
+        else:
+            log.warning("%s", damaged(file, "does not hold scores", _REMEDY))
+
+
+def _is_answer(found: Mapping[str, Any]) -> bool:
+    """Return whether a file holds a step, what was asked, and numbers."""
+    numbers = [value for key, value in found.items() if key != "asked"]
+    return (
+        isinstance(found.get("step"), int)
+        and isinstance(found.get("asked"), dict)
+        and all(isinstance(number, int | float | None) for number in numbers)
+    )
 
 
 def scored(metrics: Mapping[str, float | None]) -> list[Scored]:

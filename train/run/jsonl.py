@@ -1,10 +1,10 @@
 """JSON lines that survive kills, full disks and object stores.
 
 A log named `metrics` is `metrics.jsonl`, and after it the parts `metrics/1.jsonl`,
-`metrics/2.jsonl`, ... Readers take what there is of both. On a local disk the newest
-file grows, and a line is with the operating system when `append` returns. Objects under
-`gs://` or `s3://` cannot grow: there the newest part is uploaded whole, in the
-background and at most once a minute, and from 1 MiB on the next part begins.
+`metrics/2.jsonl`, ... Readers (jsonl_reader.py) take what there is of both. On a local
+disk the newest file grows, and a line is with the operating system when `append`
+returns. Objects under `gs://` or `s3://` cannot grow: there the newest part is uploaded
+whole, in the background and at most once a minute, and from 1 MiB on the next begins.
 
 `append` never raises. What a full disk or a dead network does not take waits in memory,
 up to 10,000 lines, and is written once it can be; no line is torn, written twice or out
@@ -14,12 +14,14 @@ of order. Only `flush` raises: after it all lines outlive this machine.
 import abc
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,18 @@ from typing import Any
 from etils import epath
 
 from data.machine import is_remote
+from train.run.jsonl_reader import (
+    IsRow,
+    Row,
+    Scan,
+    any_row,
+    kept_lines,
+    part_path,
+    part_paths,
+    scan,
+)
 from train.run.storage import as_json, write_whole
 
-Row = dict[str, Any]
-
-_READERS = 8  # hide a store's latency
 _MAX_LINES = 10_000  # in memory
 _PART_BYTES = 2**20
 _UPLOAD_INTERVAL_S = 60.0
@@ -101,98 +110,87 @@ class Appender(abc.ABC):
     def _close(self) -> None: ...
 
 
-def read_rows(run_dir: epath.Path | Path, name: str) -> list[Row]:
-    """Return a log's rows in order; torn lines are skipped."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        parts = pool.map(_read, _parts(run_dir, name).values())
-        return [row for data in parts for _, row in _parse(data)]
-
-
-def newest_rows(run_dir: epath.Path | Path, name: str) -> Iterator[Row]:
-    """Yield a log's rows from the newest on, reading no more than is asked for."""
-    for path in reversed(_parts(run_dir, name).values()):
-        for line in reversed(_read(path).split(b"\n")):
-            if (row := _row(line)) is not None:
-                yield row
-
-
 def open_lines(
-    run_dir: epath.Path | Path, name: str, keep: Callable[[Row], bool] = lambda _: True
+    run_dir: epath.Path | Path,
+    name: str,
+    keep: Callable[[Row], bool] = any_row,
+    is_row: IsRow = any_row,
 ) -> Appender:
     """Open a log to append to it, after dropping torn lines and what is not kept.
 
     The run's directory, local or remote, is made if missing. What `keep` drops are
-    the newest rows.
+    the newest rows. If there are damaged lines before them, a warning counts them, and
+    the file as it was is kept under another name.
 
     Raises:
         OSError: if it cannot be read or written.
     """
     run_dir = epath.Path(run_dir)
     remote = is_remote(run_dir)
-    parts = _parts(run_dir, name)
+    parts = part_paths(run_dir, name)
     lines: list[bytes] = []
     # From the end, so that after a kill in between what is left has no gap.
     for number, path in sorted(parts.items(), reverse=True):
-        old = path.read_bytes()
-        lines = [line for line, row in _parse(old) if keep(row)]
-        if lines or number == min(parts):
-            _rewrite(path, old, b"".join(lines))
+        found = scan(path, keep, is_row)
+        if found.kept or number == min(parts):
+            _drop_the_rest(path, found, keep, is_row)
+            # The appender of a store writes the newest part again, whole.
+            lines = list(kept_lines(path, keep, is_row)) if remote else []
             break
         path.unlink()
         del parts[number]
     number = max(parts, default=int(remote))
     if remote:
         return _ObjectAppender(run_dir, name, number, lines)
-    path = Path(_part_path(run_dir, name, number))
+    path = Path(part_path(run_dir, name, number))
     path.parent.mkdir(parents=True, exist_ok=True)
     return _FileAppender(path)
 
 
-def _part_path(run_dir: epath.Path, name: str, number: int) -> epath.Path:
-    """Return the file of a part; 0 is the single file."""
-    return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
-
-
-def _parts(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
-    """Return the files of a log by number, ascending; the single file is 0."""
-    run_dir = epath.Path(run_dir)
-    single, folder = _part_path(run_dir, name, 0), run_dir / name
-    numbers = [0] if single.exists() else []
-    if folder.exists():
-        names = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
-        numbers += sorted(int(name) for name in names if name.isdigit())
-    return {number: _part_path(run_dir, name, number) for number in numbers}
-
-
-def _read(path: epath.Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:  # dropped by a start of the run just now
-        return b""
-
-
-def _rewrite(path: epath.Path, old: bytes, new: bytes) -> None:
-    """Replace a file's content, whole or not at all."""
-    if new == old:
+def _drop_the_rest(
+    path: epath.Path, found: Scan, keep: Callable[[Row], bool], is_row: IsRow
+) -> None:
+    """Leave in a file what is to be kept, whole or not at all."""
+    if not found.damaged and found.kept == found.end and not is_remote(path):
+        os.truncate(path, found.end)  # needs no room on a full disk
         return
-    if old.startswith(new) and not is_remote(path):
-        os.truncate(path, len(new))  # needs no room on a full disk
-    else:
-        write_whole(path, new)
-
-
-def _parse(data: bytes) -> list[tuple[bytes, Row]]:
-    """Return the lines of `data` that are JSON objects, each with its object."""
-    rows = ((line + b"\n", _row(line)) for line in data.split(b"\n"))
-    return [(line, row) for line, row in rows if row is not None]
-
-
-def _row(line: bytes) -> Row | None:
+    if not found.damaged and found.kept == path.stat().length:
+        return
+    rest = kept_lines(path, keep, is_row)
+    if not found.damaged:
+        write_whole(path, rest)
+        return
     try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+        copy = _keep_copy(path)
+        write_whole(path, rest)
+    except OSError as error:
+        log.warning(
+            "%s: %d lines are damaged. They stay where they are, since the file cannot "
+            "be written again (%s); all readers skip them",
+            *(path, found.damaged, error),
+        )
+        if not is_remote(path):
+            os.truncate(path, found.end)
+        return
+    log.warning(
+        "%s: %d lines are damaged and were left out; what they said is missing from "
+        "curves and reports. The file as it was is kept as %s",
+        *(path, found.damaged, copy),
+    )
+
+
+def _keep_copy(path: epath.Path) -> epath.Path:
+    """Give a file a second name, and return that."""
+    names = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
+    copy = next(name for name in names if not name.exists())
+    if is_remote(path):
+        copy.write_bytes(path.read_bytes())
+        return copy
+    try:
+        os.link(path, copy)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, copy)
+    return copy
 
 
 class _FileAppender(Appender):
@@ -263,7 +261,7 @@ class _ObjectAppender(Appender):
     def _start(self) -> Future[Any] | None:
         if self._upload is None and self._written < len(self._lines):
             self._uploading, self._uploaded_s = len(self._lines), time.monotonic()
-            path = _part_path(self._run_dir, self._log, self._number)
+            path = part_path(self._run_dir, self._log, self._number)
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(path.write_bytes, data)
         return self._upload

@@ -100,8 +100,11 @@ class Owner(Process):
     def from_json(cls, content: bytes) -> Self:
         """Read what `to_json` wrote; of an owner in anything else nothing is known."""
         try:
-            return cls(**json.loads(content))
-        except (ValueError, TypeError):
+            owner = cls(**json.loads(content))
+            if not (isinstance(owner.pid, int) and isinstance(owner.beat, int)):
+                raise ValueError(owner)
+            return owner
+        except (ValueError, TypeError, RecursionError):
             return cls(_UNKNOWN, None, 0, None, _UNKNOWN, _UNKNOWN)
 
     def to_json(self) -> bytes:

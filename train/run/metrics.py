@@ -7,28 +7,98 @@ kept, and what a kill or a full disk does to them: `run/jsonl.py`. Call `flush` 
 a checkpoint is saved, or a kill may cost lines of steps that no restart does again.
 """
 
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from train.run.jsonl import Appender, Row, newest_rows, open_lines, read_rows
+from train.run.goodput import finite
+from train.run.jsonl import Appender, open_lines
+from train.run.jsonl_reader import Row, iterate_rows, newest_rows
 from train.run.liveness import state_and_start
 
+log = logging.getLogger(__name__)
+
 _IMPORTED = time.monotonic()
+_EVENT_NUMBERS = ("time", "seconds", "step", "steps", "rewind_to")
+
+
+class Validation(NamedTuple):
+    """The score of an evaluation on the validation split."""
+
+    step: int
+    loss: float  # nats per token
+    bits_per_byte: float | None = None
+
+    def __str__(self) -> str:
+        bits = self.bits_per_byte
+        shown = "" if bits is None else f", {bits:.4f} bits per byte"
+        return f"{self.loss:.4f} nats a token{shown}"
+
+
+class Validations(NamedTuple):
+    """The last evaluation of a run, and the one with the lowest loss."""
+
+    last: Validation
+    best: Validation
+
+    def followed_by(self, score: Validation) -> "Validations":
+        """Return the same after another evaluation."""
+        return Validations(score, score if score.loss < self.best.loss else self.best)
 
 
 def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
     """Return the lines of the metrics in order; none if there are none."""
-    return read_rows(run_dir, "metrics")
+    return list(iterate_metrics(run_dir))
+
+
+def iterate_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
+    """Yield the lines of the metrics in order, reading one after the other."""
+    return iterate_rows(run_dir, "metrics", is_metrics)
+
+
+def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
+    """Yield the lines of the metrics from the newest on, reading only those."""
+    return newest_rows(run_dir, "metrics", is_metrics)
 
 
 def read_events(run_dir: epath.Path | Path) -> list[Row]:
     """Return the lines of the events in order; none if there are none."""
-    return read_rows(run_dir, "events")
+    return list(iterate_rows(run_dir, "events", is_event))
+
+
+def read_validations(run_dir: epath.Path | Path) -> Validations | None:
+    """Return the last and the best evaluation in the metrics; None if there is none."""
+    found: Validations | None = None
+    for row in iterate_rows(run_dir, "metrics", is_metrics, b'"eval/loss"'):
+        if score := validation_in(row["step"], row):
+            found = found.followed_by(score) if found else Validations(score, score)
+    return found
+
+
+def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
+    """Return the validation score among the values of a step, if it is finite."""
+    loss = finite(values.get("eval/loss"))
+    if loss is None:
+        return None
+    return Validation(step, loss, finite(values.get("eval/bits_per_byte")))
+
+
+def is_metrics(row: Row) -> bool:
+    """Return whether an object is a line of the metrics: those have a step."""
+    return isinstance(row.get("step"), int)
+
+
+def is_event(row: Row) -> bool:
+    """Return whether an object is a line of the events."""
+    named = isinstance(row.get("start"), int) and isinstance(row.get("event"), str)
+    return named and all(
+        isinstance(row.get(key), int | float | None) for key in _EVENT_NUMBERS
+    )
 
 
 def open_metrics(
@@ -48,11 +118,11 @@ def open_metrics(
     """
 
     def keep(row: Row) -> bool:
-        if scored_again and row.get("step") == last_step:
+        if scored_again and row["step"] == last_step:
             return not any(key.startswith(("eval/", "tasks/")) for key in row)
-        return row.get("step", 0) <= last_step
+        return row["step"] <= last_step
 
-    return open_lines(run_dir, "metrics", keep)
+    return open_lines(run_dir, "metrics", keep, is_metrics)
 
 
 class EventLog:
@@ -70,6 +140,8 @@ class EventLog:
         run_dir: the run's directory, local or remote; made if missing.
         began: when this start began (time.monotonic()), if not with its process.
         write: False on every process but the first: nothing is touched then.
+        recorded: the highest number of a start that left a record. It counts if the
+            events are lost.
     """
 
     def __init__(
@@ -78,18 +150,26 @@ class EventLog:
         *,
         began: float | None = None,
         write: bool = True,
+        recorded: int = 0,
     ):
         self._lines, self.start = None, 1
         self._began = self._lapped = process_began() if began is None else began
         self._earlier_s: float | None = None  # end of the last lap before this start
         self._any, self._code = False, None
         if write:
-            self._lines = open_lines(run_dir, "events")
-            for row in newest_rows(run_dir, "events"):
-                self.start = max(self.start, row.get("start", 0) + 1)
+            self._lines = open_lines(run_dir, "events", is_row=is_event)
+            for row in newest_rows(run_dir, "events", is_event):
+                self.start = max(self.start, row["start"] + 1)
                 if row.get("seconds"):  # a lap
-                    self._earlier_s = row.get("time", 0.0)
+                    self._earlier_s = row.get("time") or 0.0
                     break
+            if self.start == 1 and recorded:
+                log.warning(
+                    "%s: the events of %d earlier starts are gone: the file was "
+                    "emptied or deleted. Goodput counts from this start on",
+                    *(epath.Path(run_dir) / "events.jsonl", recorded),
+                )
+            self.start = max(self.start, recorded + 1)
 
     def lap(
         self,

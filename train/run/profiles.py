@@ -12,6 +12,7 @@ for the first step that was traced. `profile.steps` goes the same way, without a
 request. A run that nobody asks pays for one look at its directory every two seconds.
 """
 
+import contextlib
 import gzip
 import json
 import logging
@@ -29,9 +30,11 @@ from uuid import uuid4
 import jax
 from etils import epath
 
+from data.errors import DataError
 from train.distributed.preemption import TRACE, Preemption
 from train.distributed.processes import Cluster
 from train.run.directory import RunDir
+from train.run.records import read_record
 from train.run.storage import write_whole
 
 log = logging.getLogger(__name__)
@@ -62,8 +65,9 @@ def answer(run_dir: epath.Path, token: str) -> epath.Path | None:
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
         done = folder / "profile.json"
-        if done.exists() and json.loads(done.read_text()).get("id") == token:
-            return folder
+        with contextlib.suppress(DataError):  # of another profile, which is damaged
+            if (read_record(done, "") or {}).get("id") == token:
+                return folder
     return None
 
 

@@ -6,20 +6,21 @@ thousand points, the extremes of every stretch kept, so that the page stays smal
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from etils import epath
 
+from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
 from train.run.evaluations import scores
 from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.heat_maps import heat_maps
-from train.run.metrics import read_events, read_metrics
+from train.run.metrics import read_events
 from train.run.page import write_page
+from train.run.thinned import thinned_metrics
 from train.units import format_count, format_seconds
 
 Row = dict[str, Any]
@@ -60,7 +61,8 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
     name, num_steps = _from_config(config)
-    rows, events = read_metrics(run_dir), read_events(run_dir)
+    metrics, events = thinned_metrics(run_dir), read_events(run_dir)
+    rows = metrics.rows
     goodput = account(events)
     sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
     of_sets = "Loss of validation sets", tuple(sets.items()), False
@@ -73,7 +75,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     charts = (chart(series, *each) for each in (*_CHARTS, of_sets, *of_tasks))
     return {
         "name": name or run_dir.name,
-        "figures": _figures(series, goodput, num_steps),
+        "figures": _figures(series, metrics.num_missing, goodput, num_steps),
         "tables": _scores(run_dir, rows),
         "charts": [drawn for drawn in charts if drawn],
         "heat_maps": heat_maps(rows),
@@ -110,10 +112,10 @@ def thin(points: Sequence[Point]) -> list[Point]:
 def _from_config(text: str) -> tuple[str | None, int | None]:
     """Return `run.name` and `train.num_steps`, None where not said."""
     try:
-        config = yaml.safe_load(text) or {}
+        config = parse_yaml(text)
         name = (config.get("run") or {}).get("name")
         total = (config.get("train") or {}).get("num_steps")
-    except (yaml.YAMLError, AttributeError):
+    except (ValueError, AttributeError):
         return None, None
     return str(name) if name else None, total if isinstance(total, int) else None
 
@@ -138,7 +140,10 @@ def _restarts(events: Sequence[Row]) -> list[float]:
 
 
 def _figures(
-    series: dict[str, list[Point]], goodput: Goodput, num_steps: int | None
+    series: dict[str, list[Point]],
+    num_missing: Mapping[str, int],
+    goodput: Goodput,
+    num_steps: int | None,
 ) -> list[tuple[str, str, str]]:
     """Return the headline figures that are known: title, value and note."""
     known = {key: finite_points(points) for key, points in series.items()}
@@ -150,7 +155,7 @@ def _figures(
     if tokens := known["tokens"]:
         items.append(("Tokens", format_count(tokens[-1][1]), ""))
     if losses := known["loss"]:
-        bad = len(series["loss"]) - len(losses)
+        bad = num_missing.get("loss", 0)
         note = f"{bad:,} not finite" if bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
     if scores := known["eval/loss"]:

@@ -9,6 +9,7 @@ for it. Whether another start may continue the run: train/run/continuation.py.
 
 import datetime
 import json
+import logging
 import platform
 import socket
 import subprocess
@@ -29,10 +30,22 @@ from train.errors import ConfigError, Mistake
 from train.identity import differences
 from train.run.digests import newest_description
 from train.run.metrics import read_events
+from train.run.records import check_layout, damaged, read_record, record_or_warn
 from train.run.storage import run_folder, write_whole
 from train.run.versions import versions
 
+log = logging.getLogger(__name__)
+
 _ALSO_DESCRIBED = ("data_fingerprints", "schedule_steps", "run_id")
+_START_REMEDY = (
+    "Put it back from a copy of the run. If there is none, delete it: then the record "
+    "of the start before counts, and what this one changed must be given again."
+)
+_START_TYPES = {"changes": dict, "data_fingerprints": dict, "schedule_steps": int}
+_RESULTS_REMEDY = (
+    "It counts as missing, so the next start of the run scores its last checkpoint "
+    "again and writes the results anew."
+)
 
 
 def check_data(path: epath.Path, sources: Sources) -> None:
@@ -68,19 +81,34 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
         path: of the run.
         step: the last start that took this step instead.
     """
-    files = (path / "starts").glob("*.yaml")
-    numbers = [int(file.stem) for file in files if file.stem.isdigit()]
+    numbers = start_numbers(path)
     if not numbers:
         return _start_of_newest_checkpoint(path)
     if step is not None:
         events = read_events(path)
-        restored = {e["start"]: e["step"] for e in events if e["event"] == "restore"}
+        restored = {
+            event["start"]: event["step"]
+            for event in events
+            if event["event"] == "restore" and isinstance(event.get("step"), int)
+        }
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
     if not numbers:
         return {}
-    start = yaml.safe_load((path / "starts" / f"{max(numbers)}.yaml").read_text())
-    changes = start.get("changes", {}).items()
-    return {**start, "changes": dict(renamed(key, value) for key, value in changes)}
+    file = path / "starts" / f"{numbers[-1]}.yaml"
+    start = read_record(file, _START_REMEDY) or {}
+    for key, kind in _START_TYPES.items():
+        if not isinstance(start.get(key), kind | None):
+            message = f"its {key} are not what a start records"
+            raise damaged(file, message, _START_REMEDY)
+    changes = (start.get("changes") or {}).items()
+    renamed_changes = dict(renamed(str(key), value) for key, value in changes)
+    return {**start, "changes": renamed_changes}
+
+
+def start_numbers(path: epath.Path) -> list[int]:
+    """Return the numbers of the starts that left a record, ascending."""
+    files = (path / "starts").glob("*.yaml")
+    return sorted(int(file.stem) for file in files if file.stem.isdigit())
 
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
@@ -136,11 +164,13 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
     Raises:
         ConfigError: of `key`, if there is none.
+        DataError: if a folder lies in the place of one of its files, or the reverse.
     """
     folder = run_folder(directory, key)
     if not (folder / "config.yaml").exists():
         rule = f"must name the directory of a run; there is no {folder}/config.yaml"
         raise ConfigError([Mistake(key, directory, rule)])
+    check_layout(folder)
     return folder
 
 
@@ -164,9 +194,16 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
 
 
 def read_results(path: epath.Path) -> dict[str, Any]:
-    """Read what the end of the run left; empty if it has not come to one."""
+    """Read what the end of the run left; empty if it has not come to one.
+
+    A damaged file counts as missing: the run is scored again from its last checkpoint.
+    """
     file = path / "results.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    found = record_or_warn(file, _RESULTS_REMEDY) or {}
+    if found and not isinstance(found.get("step"), int):
+        log.warning("%s", damaged(file, "does not say its step", _RESULTS_REMEDY))
+        return {}
+    return found
 
 
 def record_start(

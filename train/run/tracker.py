@@ -29,7 +29,7 @@ from typing import Any
 from etils import epath
 
 from data.machine import is_remote
-from train.run.jsonl import newest_rows
+from train.run.metrics import newest_metrics
 from train.run.storage import upload, write_whole
 from train.run.trackers.mlflow import MlflowWriter
 from train.run.trackers.tensorboard import TensorBoardWriter
@@ -180,7 +180,7 @@ class _Thread:
     def _lacking(self, last: int) -> Iterator[Sequence[Line]]:
         """Yield the lines of earlier starts after step `last`, in chunks."""
         rows = itertools.takewhile(
-            lambda row: row["step"] > last, newest_rows(self._run.run_dir, "metrics")
+            lambda row: row["step"] > last, newest_metrics(self._run.run_dir)
         )
         rows = [row for row in rows if row["step"] <= self._run.step]
         lines = [(row.pop("step"), _numbers(row)) for row in reversed(rows)]

@@ -12,6 +12,7 @@ from train.cli.command import compose
 from train.evaluate.results import print_results, results, score_lines
 from train.evaluate.validation import Score
 from train.identity import run_dir
+from train.run.metrics import open_metrics
 
 FOUND = {
     **{"step": 30, "eval/loss": 1.0, "eval/bits_per_byte": 1.0, "sample": "x"},
@@ -101,6 +102,22 @@ def test_a_part_that_was_compressed_is_called_one(monkeypatch, capsys):
     monkeypatch.setattr(train.evaluate.results, "_COMPRESSED_BYTES", 2048)
     out = shown(left_by(monkeypatch, -1, 10_000), monkeypatch, capsys)
     assert "the first 2.00 KiB of it in bits per byte" in out
+
+
+def test_the_best_evaluation_is_shown_at_the_end_of_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
+    monkeypatch.setattr(train.evaluate.results, "account", lambda events: "")
+    log = open_metrics(tmp_path, 0)
+    for step, loss in ((10, 0.75), (20, 0.5), (30, 1.0)):
+        log.append({"step": step, "eval/loss": loss, "eval/bits_per_byte": 2 * loss})
+    log.close()
+    print_results(FOUND, "python -m train", compose([]), epath.Path(tmp_path))
+    out = capsys.readouterr().out
+    assert "validation  1.0000 nats a token" in out
+    best = "best        0.5000 nats a token, 1.0000 bits per byte at step 20"
+    assert best in out
 
 
 def test_a_sample_does_not_steer_the_terminal(monkeypatch, capsys):

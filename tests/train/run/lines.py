@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from train.run.jsonl import newest_rows, read_rows
+from train.run.jsonl_reader import iterate_rows, newest_rows
 
 
 def numbers(run_dir: Any) -> list[int]:
-    found = [row["n"] for row in read_rows(run_dir, "log")]
+    found = [row["n"] for row in iterate_rows(run_dir, "log")]
     assert [row["n"] for row in newest_rows(run_dir, "log")] == found[::-1]
     return found
 

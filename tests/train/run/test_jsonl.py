@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 
 from tests.fleet import REPOSITORY
 from tests.train.run.lines import numbers, warnings
-from train.run import jsonl
+from train.run import jsonl, jsonl_reader
 from train.run.jsonl import open_lines
+from train.run.jsonl_reader import iterate_rows, newest_rows
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -224,3 +226,53 @@ def test_a_run_copied_from_a_store_goes_on_where_it_lies(tmp_path):
     log.close()
     assert numbers(tmp_path) == [1, 2, 3]
     assert not (tmp_path / "log" / "10.jsonl").exists()
+
+
+def test_the_file_with_damaged_lines_is_kept_and_they_are_counted(tmp_path, caplog):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(before := b'{"n": 1}\n{"n\n\xff\n{"n": 2}\n{"n": 3}\n{"n": 4')
+    for _ in range(2):
+        open_lines(tmp_path, "log", lambda row: row["n"] < 3).close()
+    assert path.read_bytes() == b'{"n": 1}\n{"n": 2}\n'
+    (kept,) = tmp_path.glob("log.jsonl.damaged-*")
+    assert kept.read_bytes() == before
+    (warning,) = warnings(caplog)  # of the first start alone
+    assert "2 lines are damaged" in warning
+    assert str(kept) in warning
+
+
+def test_a_full_disk_keeps_damaged_lines_where_they_are(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n\n{"n": 2}\n{"n": 3')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl, "write_whole", full)
+    log = open_lines(tmp_path, "log")
+    log.append({"n": 3})
+    log.close()
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert "1 lines are damaged. They stay where they are" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 20, 1000])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n", b'\n{"n": 3'])
+def test_a_log_is_read_from_its_end_in_pieces(tmp_path, monkeypatch, block, end):
+    monkeypatch.setattr(jsonl_reader, "_BLOCK", block)
+    lines = [b'{"n": %d, "text": "%s"}' % (n, b"x" * n) for n in range(20)]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines) + end)
+    assert numbers(tmp_path) == list(range(20))
+
+
+def test_a_large_log_is_opened_and_read_with_little_memory(tmp_path):
+    line = b'{"n": 1, "text": "%s"}\n' % (b"x" * 1000)
+    size = (tmp_path / "log.jsonl").write_bytes(line * 20_000)
+    tracemalloc.start()
+    try:
+        open_lines(tmp_path, "log").close()
+        assert next(newest_rows(tmp_path, "log"))["n"] == 1
+        assert sum(row["n"] for row in iterate_rows(tmp_path, "log")) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()

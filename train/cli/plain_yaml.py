@@ -1,0 +1,54 @@
+"""Parse YAML that this program wrote, without the ways in which YAML can do harm.
+
+A few lines of aliases can stand for billions of values. Tags, loops and text that is
+nested without end are refused too.
+"""
+
+from typing import Any
+
+import yaml
+
+_MAX_NODES = 100_000  # values that a file may stand for once its aliases are expanded
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a text holds, as plain values.
+
+    Raises:
+        ValueError: saying why the text is not YAML that this program wrote.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ValueError("is empty")
+        _count(node, {})
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML ({' '.join(str(error).split())})") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return how many values a node stands for.
+
+    Args:
+        node: of a parsed text; an alias is the node that it names.
+        counts: of the nodes that were counted before; 0 while a node is counted.
+    """
+    if (known := counts.get(id(node))) is not None:
+        if known == 0:
+            raise ValueError("holds an alias to a value that contains it")
+        return known
+    counts[id(node)] = 0
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        children = [child for pair in node.value for child in pair]
+    total = 1 + sum(_count(child, counts) for child in children)
+    if total > _MAX_NODES:
+        raise ValueError(f"stands for more than {_MAX_NODES:,} values by its aliases")
+    counts[id(node)] = total
+    return total

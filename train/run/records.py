@@ -1,0 +1,112 @@
+"""Read the small files of a run: each is a table of names and values.
+
+Nothing else in the program parses them, so that every one of them is refused in the
+same way if it is empty, torn, no JSON or YAML, or a folder.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from data.errors import DataError
+from data.machine import is_remote
+from train.cli.plain_yaml import parse_yaml
+
+log = logging.getLogger(__name__)
+
+_FILES = (
+    *("config.yaml", "lease.json", "metrics.jsonl", "events.jsonl", "results.json"),
+    *("init_from.json", "profile_request.json"),
+)
+_FOLDERS = (
+    *("starts", "checkpoints", "metrics", "events", "evaluations", "profiles"),
+    *("stacks", "launch"),
+)
+
+
+def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
+    """Return the table in a file, YAML or JSON by its name; None if there is no file.
+
+    Args:
+        file: local or remote.
+        remedy: a sentence that says what to do if the file is damaged.
+
+    Raises:
+        DataError: the file is damaged; the message names it, the damage and the remedy.
+    """
+    try:
+        content = _content(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        text = content.decode()
+        if not text.strip("\0 \n"):
+            raise ValueError("is empty")
+        if file.suffix == ".yaml":
+            table = parse_yaml(text)
+            if not text.endswith("\n"):  # what is left of YAML is often YAML too
+                raise ValueError("is torn: its last line has no end")
+        else:
+            table = json.loads(text)
+        if not isinstance(table, dict):
+            raise ValueError("does not hold a table of names and values")
+    except RecursionError:
+        raise damaged(file, "is nested too deeply", remedy) from None
+    except UnicodeDecodeError:
+        raise damaged(file, "is not text", remedy) from None
+    except json.JSONDecodeError as error:
+        raise damaged(file, f"is not JSON ({error})", remedy) from None
+    except ValueError as error:
+        raise damaged(file, str(error), remedy) from None
+    return table
+
+
+def record_or_warn(file: epath.Path, consequence: str) -> dict[str, Any] | None:
+    """Return the table in a file; None, with a warning, if the file is damaged."""
+    try:
+        return read_record(file, consequence)
+    except DataError as error:
+        log.warning("%s", error)
+        return None
+
+
+def damaged(file: epath.Path, damage: str, remedy: str) -> DataError:
+    """Return the error that names a damaged file, the damage and the remedy."""
+    return DataError(f"{file}: {damage}. {remedy}")
+
+
+def check_layout(run_dir: epath.Path) -> None:
+    """Check that the files of a run are files, and its folders folders.
+
+    Raises:
+        DataError: naming the first that is not.
+    """
+    if is_remote(run_dir):  # an object store has no folders
+        return
+    for name in (*_FILES, *_FOLDERS):
+        path = Path(run_dir / name)
+        kind, right = "file", path.is_file()
+        if name in _FOLDERS:
+            kind, right = "folder", path.is_dir()
+        if path.exists() and not right:
+            remedy = "Move it away, or put back what a copy of the run has there."
+            raise damaged(epath.Path(path), f"must be a {kind}, and is not", remedy)
+
+
+def _content(file: epath.Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: something that is no file has its name, or it may not be read.
+    """
+    if not is_remote(file) and file.exists() and not Path(file).is_file():
+        raise damaged(file, "is not a file", "Move it away.")
+    try:
+        return file.read_bytes()
+    except PermissionError:
+        remedy = "Give this user the permission to read it."
+        raise damaged(file, "may not be read", remedy) from None

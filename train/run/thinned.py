@@ -1,0 +1,122 @@
+"""Thin the metrics of a long run out while they are read, so that any run fits memory.
+
+A curve keeps the first, the lowest, the highest and the last point of each stretch. All
+stretches are equally long: once there are too many, each two become one.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from etils import epath
+
+from train.run.goodput import finite
+from train.run.jsonl_reader import Row
+from train.run.metrics import iterate_metrics
+
+_MAX_ROWS = 20_000  # metrics with fewer lines are kept whole
+_MAX_STRETCHES = 2_000
+_OF_LAYERS = "numerics/"
+
+Item = TypeVar("Item")
+Point = tuple[int, float | None]
+
+
+class ThinnedMetrics(NamedTuple):
+    """Lines of metrics that show what all of them show.
+
+    rows: in the order of their steps.
+    num_missing: values that were not finite, by metric, of all lines.
+    """
+
+    rows: list[Row]
+    num_missing: Mapping[str, int]
+
+
+def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
+    """Return the metrics of a run, thinned out if there are more than 20,000 lines.
+
+    A line then has the values of those metrics that keep a point at its step. Figures
+    of layers stay together: such a line has the largest values of its stretch.
+    """
+    lines = iterate_metrics(run_dir)
+    rows = list(itertools.islice(lines, _MAX_ROWS))
+    if len(rows) < _MAX_ROWS:
+        missing = (key for row in rows for key in row if finite(row[key]) is None)
+        return ThinnedMetrics(rows, Counter(missing))
+    num_missing = Counter[str]()
+    curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
+    of_layers = _Stretches[Row](_largest)
+    while rows:
+        by_layer = [row for row in rows if next(reversed(row)).startswith(_OF_LAYERS)]
+        of_layers.extend(by_layer)
+        others = rows
+        if by_layer:
+            others = [r for r in rows if not next(reversed(r)).startswith(_OF_LAYERS)]
+        for key in {key for row in others for key in row} - {"step"}:
+            with_key = [row for row in others if key in row]
+            values = [finite(row[key]) for row in with_key]
+            num_missing[key] += values.count(None)
+            steps = (row["step"] for row in with_key)
+            curves[key].extend(list(zip(steps, values, strict=True)))
+        rows = list(itertools.islice(lines, _MAX_ROWS))
+    merged = defaultdict[int, Row](dict)
+    for key, curve in curves.items():
+        for step, value in curve.items():
+            merged[step][key] = value
+    thinned = [{"step": step, **values} for step, values in sorted(merged.items())]
+    return ThinnedMetrics([*thinned, *of_layers.items()], num_missing)
+
+
+class _Stretches(Generic[Item]):
+    """Items in order, of which each stretch is reduced to a few."""
+
+    def __init__(self, reduce: Callable[[list[Item]], list[Item]]):
+        self._reduce, self._length = reduce, 1
+        self._reduced: list[list[Item]] = []
+        self._newest: list[Item] = []
+
+    def extend(self, items: Sequence[Item]) -> None:
+        """Add items after all others."""
+        self._newest += items
+        done = 0
+        while len(self._newest) - done >= self._length:
+            stretch = self._newest[done : done + self._length]
+            done += self._length
+            self._reduced.append(self._reduce(stretch))
+            if len(self._reduced) == _MAX_STRETCHES:
+                pairs = zip(self._reduced[::2], self._reduced[1::2], strict=True)
+                self._reduced = [self._reduce([*one, *two]) for one, two in pairs]
+                self._length *= 2
+        del self._newest[:done]
+
+    def items(self) -> list[Item]:
+        """Return what is left of all items."""
+        newest = self._reduce(self._newest) if self._newest else []
+        return [item for stretch in [*self._reduced, newest] for item in stretch]
+
+
+def _extremes(points: list[Point]) -> list[Point]:
+    """Return the first, the lowest, the highest and the last point, in order."""
+    if len(points) <= 2:
+        return points
+    values = [value for _, value in points]
+    known = [value for value in values if value is not None]
+    ends = (min(known), max(known)) if known else ()
+    kept = {0, len(points) - 1, *map(values.index, ends)}
+    return [points[index] for index in sorted(kept)]
+
+
+def _largest(rows: list[Row]) -> list[Row]:
+    """Return one line with the largest value of each figure; null if one is missing."""
+    if len(rows) == 1:
+        return rows
+    merged: dict[str, Any] = dict(rows[-1])
+    for key in merged:
+        values = [finite(row.get(key)) for row in rows]
+        known = [value for value in values if value is not None]
+        merged[key] = max(known) if len(known) == len(values) else None
+    merged["step"] = rows[-1]["step"]
+    return [merged]
