@@ -137,10 +137,8 @@ def _within_reach(run_dir: str) -> Iterator[None]:
     except Exception as error:  # of whatever library speaks to the store
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         if is_remote(run_dir) and not isinstance(error, PermissionError):
-            wrong = (
-                f"{run_dir}: cannot be read or written ({why}). Check path, network "
-            )
-            raise Exit(CRASHED, f"{wrong}and permissions") from error
+            wrong = f"{run_dir}: cannot be read or written ({why}). Check path, "
+            raise Exit(CRASHED, f"{wrong}network and permissions") from error
         rule = f"cannot be read or written: {why}. Name a folder that you may write"
         raise ConfigError([Mistake("run.dir", run_dir, rule)]) from error
 
