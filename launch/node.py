@@ -69,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
         looking = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()
     verdict, code = judge(processes.wait())
+    # Nothing is left to pass them on to. Python keeps what is ignored to its very end.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if verdict is not Verdict.crashed or options.folder is None:
         return code
     return _counted(code, options.folder / f"crashes-{rank}", options)

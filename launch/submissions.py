@@ -13,7 +13,8 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from typing import Any
 from etils import epath
 
 from launch.job import ARCHIVE, local_folder
-from train.errors import ConfigError, Mistake
+from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.run.records import damaged, read_record
-from train.run.storage import is_remote
+from train.run.storage import check_answers, is_remote
 
 _FOLDER, RECORD = "launch", "record.json"
 _REMEDY = "Put it back from a copy, or move its folder away and submit again."
@@ -94,8 +95,10 @@ def newest(run_dir: str) -> Submission | None:
     """
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_numbers(run_dir), reverse=True):
-        if (record := folder / str(number) / RECORD).exists():
-            kept = read_record(record, _REMEDY) or {}
+        record = folder / str(number) / RECORD
+        with _within_reach(run_dir):
+            kept = read_record(record, _REMEDY)
+        if kept is not None:
             try:
                 arguments = tuple(kept.pop("arguments"))
                 return Submission(run_dir, arguments=arguments, **kept)
@@ -120,8 +123,31 @@ def submitted(run_dir: str) -> Submission:
 
 def _numbers(run_dir: str) -> list[int]:
     folder = epath.Path(run_dir) / _FOLDER
-    names = [f.name for f in folder.iterdir()] if folder.exists() else []
+    with _within_reach(run_dir):
+        check_answers(epath.Path(run_dir))
+        names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
+
+
+@contextmanager
+def _within_reach(run_dir: str) -> Iterator[None]:
+    """Say in a sentence that a run's directory cannot be read or written.
+
+    Raises:
+        ConfigError: the directory refuses.
+        Exit: CRASHED, if its store does not answer, as when training.
+    """
+    try:
+        yield
+    except Exit:
+        raise
+    except Exception as error:  # of whatever library speaks to the store
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        if is_remote(run_dir) and not isinstance(error, PermissionError):
+            wrong = f"{run_dir}: cannot be read or written ({why}). Check path, "
+            raise Exit(CRASHED, f"{wrong}network and permissions") from error
+        rule = f"cannot be read or written: {why}. Name a folder that you may write"
+        raise ConfigError([Mistake("run.dir", run_dir, rule)]) from error
 
 
 def keep(
@@ -129,9 +155,9 @@ def keep(
 ) -> Submission:
     """Write a submission down, with the state of the code in git."""
     commit, patch = _git(root)
-    write_files(submission.folder, files)
-    if patch:
-        write_files(submission.folder, {"uncommitted.patch": patch})
+    files = {**files, **({"uncommitted.patch": patch} if patch else {})}
+    with _within_reach(submission.run_dir):
+        write_files(submission.folder, files)
     code, now = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     sha = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None
     return replace(submission, git=commit, code=sha, time=now).with_handle()

@@ -7,6 +7,7 @@ that speaks S3 is named by AWS_ENDPOINT_URL, as for Amazon's tools.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -167,10 +168,17 @@ class Storage:
                 self._store = opening.result(timeout_s)
             return request(self._store).result(timeout_s)
         except (ValueError, OSError) as error:
-            late = isinstance(error, TimeoutError)
-            # TensorStore separates keys by zeros.
-            reason = "no answer in time" if late else str(error).replace("\0", "/")
             raise DataError(
-                f"{self}/{name}: cannot be {verb} ({reason}). Check path, network and "
-                f"permissions"
+                f"{self}/{name}: cannot be {verb} ({_reason(error)}). Check path, "
+                f"network and permissions"
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return in words why TensorStore failed: of a local file, what the system says."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
+        return os.strerror(int(code[1]))
+    # TensorStore separates keys by zeros, some of which it has escaped.
+    return str(error).replace("\0", "/").replace("\\x00", "/")

@@ -32,7 +32,7 @@ def test_the_promise_holds(drill: Drill, ground: Ground):
 
 def test_every_fault_of_the_list_is_drilled_and_described():
     numbers = {drill.number for drill in DRILLS}
-    assert numbers == {*range(1, 33), "kills"}
+    assert numbers == {*range(1, 33), 41, "kills"}
     for drill in DRILLS:
         assert all(drill.done_and_expected), drill.name
     assert len({drill.promise for drill in DRILLS if drill.promise}) == 10

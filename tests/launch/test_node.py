@@ -40,6 +40,25 @@ def test_one_process_ends_as_it_does():
         assert main(ends(code)) == code
 
 
+def test_a_notice_while_the_node_ends_changes_nothing():
+    """The interpreter clears its modules at its end; one sends the notices then."""
+    notices = tuple(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
+    code = f"""
+import os, sys
+from launch.node import main
+
+class Late:
+    def __del__(self, kill=os.kill, me=os.getpid()):
+        for number in {notices}:
+            kill(me, number)
+
+os.late = Late()
+sys.exit(main({ends(42)}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY)
+    assert done.returncode == 42
+
+
 def test_several_have_torchruns_variables_and_end_as_their_worst(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_RANK", "2")
     program = (

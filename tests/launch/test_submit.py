@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from etils import epath
 
+from data.token_store.storage import Storage
 from launch import __main__ as door
 from launch.archive import files
 from launch.config import Code, LocalCluster, schema_of
@@ -19,7 +22,7 @@ from tests.fleet import REPOSITORY
 from tests.launch.test_archive import contents
 from tests.launch.test_unpack import UNPACKER
 from train.cli.command import compose
-from train.errors import Exit
+from train.errors import ConfigError, Exit
 
 
 @dataclass(frozen=True)
@@ -173,3 +176,54 @@ def test_what_is_rendered_asks_for_what_the_plan_says_or_says_first_that_none_di
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line[: len(first)] for line in lines] == [first] * bool(first)
     assert last == f"memory={memory}"
+
+
+@pytest.fixture
+def no_store(monkeypatch) -> None:
+    """A server that refuses connections, and a library that says so in two lines."""
+    pytest.importorskip("s3fs")
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def refuse(path):
+        raise RuntimeError(f"no connection to {path}\nand more about it")
+
+    monkeypatch.setattr(type(epath.Path("s3://nowhere")), "exists", refuse)
+
+
+def test_what_the_plan_finds_comes_before_a_directory_out_of_reach(
+    plan, no_store, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    plan.code = 78
+    with pytest.raises(Exit, match="Refused: the plan says"):
+        submitted(monkeypatch, Away(), "run.dir=s3://nowhere/runs/x")
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_directory_out_of_reach_is_said_in_a_sentence(
+    elsewhere, no_store, monkeypatch, answers
+):
+    """Whichever library finds out: TensorStore, which trains, or fsspec."""
+    if answers:
+        monkeypatch.setattr(Storage, "read_version", lambda *_: (None, b""))
+    else:
+        monkeypatch.setattr("train.run.storage._ANSWER_S", 0.2)
+    for action in ("submit", "status"):
+        keys = "run.dir=s3://nowhere/runs/x", f"action={action}"
+        with pytest.raises(Exit) as found:
+            submitted(monkeypatch, LocalCluster(), *keys)
+        said = str(found.value)
+        assert re.match(r"s3://nowhere/runs/x.*: cannot be read", said), said
+        assert said.endswith("Check path, network and permissions")
+        assert "\n" not in said
+        assert found.value.code == 1
+
+
+def test_a_directory_that_cannot_be_written_is_a_wrong_config(
+    elsewhere, tmp_path, monkeypatch
+):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be read or written: Not a directory"):
+        submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/file/run")

@@ -21,7 +21,7 @@ import tensorstore as ts
 
 from data.errors import DataError
 from data.token_store.storage import Storage
-from train.errors import OWNED, Exit
+from train.errors import OWNED, ConfigError, Exit, Mistake
 from train.run.liveness import Owner
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _KEY = "lease.json"
 _CRASHED = 1  # the exit code that is worth another start
 _ANSWER_S = 5.0  # a store that has not answered by then is asked again
+# What TensorStore says first of what another start would meet again.
+_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION")
 # No beat waits behind a checkpoint's many requests, and none need outlive a power cut.
 _OWN = {"limit": 4}
 _CONTEXT = ts.Context(
@@ -153,13 +155,15 @@ def take_lease(
             process takes the run, because this one was stopped or cut off for too long.
 
     Raises:
-        Exit: OWNED, if a live process owns it; 1, if the store cannot be read or
-            written.
+        Exit: OWNED, if a live process owns it; 1, if the store does not answer.
+        ConfigError: the folder cannot be read or written, and no other start could.
     """
     storage, me = Storage(folder, _CONTEXT), Owner.current()
     try:
         version = _take(storage, me, interval_s, timeout_s)
     except DataError as error:
+        if str(error.__cause__).startswith(_REFUSALS):
+            raise ConfigError([Mistake("run.dir", folder, f"{error}")]) from error
         raise Exit(_CRASHED, f"the run cannot be owned: {error}") from error
     return Lease(storage, me, version, interval_s, timeout_s, on_lost)
 

@@ -19,11 +19,13 @@ import fsspec
 import fsspec.config
 from etils import epath
 
+from data.errors import DataError
 from data.machine import is_remote
-from train.errors import ConfigError, Mistake
+from train.errors import CRASHED, ConfigError, Exit, Mistake
 
 _SCHEMES = {"s3": "s3", "gs": "gcs"}  # and the extra that installs what reads it
 _COMMITTED = "commit_success.txt"
+_ANSWER_S = 5.0  # a store that has not answered by then is out of reach
 
 
 def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
@@ -49,6 +51,22 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
         rule = f"{error}: pip install -e '.[{_SCHEMES[scheme]}]'"
         raise ConfigError([Mistake(key, directory, rule)]) from None
     return epath.Path(directory.rstrip("/"))
+
+
+def check_answers(folder: epath.Path) -> None:
+    """Ask an object store for one key, before fsspec does, which waits for minutes.
+
+    Raises:
+        Exit: CRASHED, if it does not answer, or refuses.
+    """
+    if not is_remote(folder):
+        return
+    from data.token_store.storage import Storage  # TensorStore: for few commands
+
+    try:
+        Storage(os.fspath(folder)).read_version("lease.json", _ANSWER_S)
+    except DataError as error:
+        raise Exit(CRASHED, str(error)) from error
 
 
 def write_whole(

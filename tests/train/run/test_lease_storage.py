@@ -10,7 +10,7 @@ import train.run.lease
 from data.errors import DataError
 from data.token_store.storage import Storage
 from tests.train.run.owners import NEVER_S, files, wait_for
-from train.errors import Exit
+from train.errors import CRASHED, ConfigError, Exit
 from train.run.lease import read_owner
 
 pytestmark = pytest.mark.timeout(90)
@@ -100,8 +100,30 @@ def test_a_hanging_store_does_not_keep_a_process(start, run):
                 return
 
 
-def test_a_store_that_cannot_be_written_is_named(take, run):
-    run.write_text("a file")
-    with pytest.raises(Exit, match=str(run)) as caught:
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file/run", "Not a directory"),
+        ("/proc/nowhere", "No such file or directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_a_wrong_config_in_words(
+    take, tmp_path, folder, reason
+):
+    (tmp_path / "file").touch()
+    run = tmp_path / folder
+    with pytest.raises(ConfigError) as caught:
         take(run)
-    assert caught.value.code == 1
+    said = str(caught.value)
+    assert f"run.dir = {run}" in said
+    assert f"lease.json: cannot be written ({reason}). Check path" in said
+
+
+def test_a_store_that_does_not_answer_is_worth_another_start(take, run, monkeypatch):
+    def silent(*_):
+        raise DataError("no answer in time") from TimeoutError()
+
+    monkeypatch.setattr(Storage, "read_version", silent)
+    with pytest.raises(Exit, match="no answer in time") as caught:
+        take(run)
+    assert caught.value.code == CRASHED
