@@ -114,7 +114,8 @@ def test_what_does_not_fit_is_advised_where_no_speed_is_known(
 
 def test_what_does_not_fit_has_no_speed(laid_out, capsys):
     program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64")
-    plan = estimate(program, MemoryBudget(*[2**20] * 3))
+    needed = estimate(program, AMPLE).memory.needed.bytes
+    plan = estimate(program, MemoryBudget(*[needed - 1] * 3))
     values = plan.as_json()
     assert values["fits"] is False
     assert values["prediction"] is None

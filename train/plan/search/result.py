@@ -117,8 +117,8 @@ def print_result(result: SearchResult, config: Config) -> None:
     for one in result.excluded.values():
         meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
         print(f"impossible  {meshes}; the first of them: {one.why}")
-    for lines in failures(result.failed, config):
-        print(f"failed      {lines}")
+    for sentence in failures(result.failed, config):
+        print(f"failed      {sentence}")
     known = {w.layout for w in result.compiled}
     fitting = (w for w in result.weighed if w.fits)
     kept = [w for w in frontier(fitting) if w.layout not in known]

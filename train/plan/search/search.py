@@ -146,10 +146,10 @@ def choose(
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
     budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
     result = search(config, devices, budget, compiles, minutes, beat=beat)
-    if result.best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     for sentence in failures(result.failed, config):
         log.warning("mesh=planned: %s", sentence)
+    if result.best is None:
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     best = result.best
     log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
     return best.layout
