@@ -45,4 +45,4 @@ if __name__ == "__main__":
     try:
         run_command(main, outcome=outcome)
     except SystemExit as end:
-        leave(end.code)
+        leave(end.code if isinstance(end.code, int) else bool(end.code))

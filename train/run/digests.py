@@ -64,7 +64,8 @@ def saved_steps(checkpoints: epath.Path) -> list[int]:
     """List the steps that lie in a run's folder of checkpoints, ascending."""
     if not checkpoints.exists():
         return []
-    return sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
+    names = [path.name for path in checkpoints.iterdir() if path.name.isdecimal()]
+    return sorted(int(name) for name in names if name == str(int(name)))
 
 
 def is_sealed(step: epath.Path) -> bool:
@@ -136,7 +137,7 @@ def check_descriptions(checkpoints: epath.Path) -> None:
     Raises:
         DataError: one is a pipe or a device, so that to open it may block for ever.
     """
-    for step in saved_steps(checkpoints):
+    for step in [] if is_remote(checkpoints) else saved_steps(checkpoints):
         path = checkpoints / str(step) / _DESCRIPTION
         try:
             _check_regular(path)

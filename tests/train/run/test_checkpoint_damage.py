@@ -15,7 +15,7 @@ from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, damage, is_sealed, size
+from train.run.digests import SEAL, damage, is_sealed, saved_steps, size
 from train.run.restore import SavedSteps
 
 
@@ -160,6 +160,15 @@ def test_steps_and_runs_that_state_no_identity_are_taken(saved, folder):
     same(saved(run_id="this").saved.restore(like()), make_state(1))
     saved(2, run_id="this")
     same(saved().saved.restore(like()), make_state(2))
+
+
+def test_a_folder_whose_name_is_no_step_is_left_alone(saved, folder):
+    saved(1)
+    for name in ("0025", "²", "٢"):
+        (folder / name).mkdir()
+    same(saved().saved.restore(like()), make_state(1))
+    assert saved_steps(folder) == [1]
+    assert (folder / "0025").exists()
 
 
 def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):

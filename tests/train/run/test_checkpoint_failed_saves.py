@@ -10,6 +10,7 @@ from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.errors import Exit
 from train.run.checkpoint import Checkpoints
+from train.run.digests import is_sealed
 
 
 def full(step, part=0, parts=1):
@@ -108,3 +109,18 @@ def test_training_leaves_storage_behind_that_does_not_answer(
     checkpoints.wait()
     assert checkpoints.saved.steps() == [1, 4]
     assert [*(folder / "unsealed").iterdir()] == []
+
+
+def test_a_crash_waits_for_the_save_in_flight_unless_saves_fail(
+    saved, folder, monkeypatch
+):
+    checkpoints, go, seal = saved(1), threading.Event(), Checkpoints._seal
+    monkeypatch.setattr(Checkpoints, "_seal", lambda *a: (go.wait(60), seal(*a))[1])
+    assert checkpoints.save(2, make_state(2), ABOUT) is None
+    checkpoints.failures = 1
+    checkpoints.finish(240)  # at once
+    assert not is_sealed(folder / "2")
+    checkpoints.failures = 0
+    threading.Timer(0.2, go.set).start()
+    checkpoints.finish(240)
+    assert is_sealed(folder / "2")

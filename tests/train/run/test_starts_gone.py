@@ -50,7 +50,7 @@ GONE = {
 }
 
 
-@pytest.fixture(params=GONE.values(), ids=GONE)
+@pytest.fixture(params=GONE.values(), ids=[*GONE])
 def run(request, two_starts, tmp_path) -> epath.Path:
     """A copy of it in which one, the other or both are gone."""
     path = epath.Path(shutil.copytree(two_starts, tmp_path / "run"))
