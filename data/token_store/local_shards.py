@@ -37,8 +37,16 @@ _Stretch = tuple[int, int, int]  # chunk, first value in it, where it ends
 class LocalShards:
     """One array of a store on a local disk; several threads may read it."""
 
-    def __init__(self, folder: Path, dtype: np.dtype, length: int, metadata: Any):
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype,
+        length: int,
+        metadata: Any,
+        checksums: np.ndarray | None,
+    ):
         """Take the lengths from the array's metadata; no shard is opened."""
+        self._checksums = checksums
         self.folder, self._dtype, self._width = folder, dtype, dtype.itemsize
         (shard_length,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         (self._chunk_length,) = metadata["codecs"][0]["configuration"]["chunk_shape"]
@@ -48,8 +56,16 @@ class LocalShards:
         self._checked = bytearray(-(-length // self._chunk_length))
 
     @classmethod
-    def of(cls, folder: Path | None, array: ts.TensorStore) -> Self | None:
-        """Return an array's shards, None if they are remote or compressed."""
+    def of(
+        cls,
+        folder: Path | None,
+        array: ts.TensorStore,
+        checksums: np.ndarray | None = None,
+    ) -> Self | None:
+        """Return an array's shards, None if they are remote or compressed.
+
+        `checksums` has the CRC-32C of each chunk, if the store knows them.
+        """
         metadata = array.spec().to_json()["metadata"]
         codecs = metadata["codecs"]
         plain = {
@@ -61,7 +77,8 @@ class LocalShards:
         known = [{"configuration": plain, "name": "sharding_indexed"}]
         if folder is None or codecs != known:
             return None
-        return cls(folder, array.dtype.numpy_dtype, array.shape[0], metadata)
+        dtype, length = array.dtype.numpy_dtype, array.shape[0]
+        return cls(folder, dtype, length, metadata, checksums)
 
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read stretches [start, stop); the disk is asked for many at once.
@@ -116,6 +133,9 @@ class LocalShards:
             return np.frombuffer(shard.read(offset, size), self._dtype)
         chunk, low, high = unchecked
         content = shard.read_checked(offset, size)
+        found = int.from_bytes(content[-_CHECKSUM_BYTES:], "little")
+        if self._checksums is not None and found != self._checksums[chunk]:
+            raise ValueError(f"{shard.path}: chunk {chunk} is one of another store")
         self._checked[chunk] = True
         # A copy, so that the next chunk can be read into the same memory.
         return np.frombuffer(content, self._dtype, self._chunk_length)[low:high].copy()

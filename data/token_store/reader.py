@@ -3,14 +3,17 @@
 TensorStore reads, but for stretches at random of a store on a local disk: these are
 read from its files directly, several times as fast (token_store/local_shards.py), and
 what goes wrong there TensorStore reads again, to do without or to name it. A chunk's
-checksum is checked when it is first read, and a chunk that is not there is damage too,
-never zeros. Opening costs the same for any number of tokens, but for one int64 a chunk
-of tokens, which documents start there, and one byte, whether it was checked.
+checksum is checked when it is first read, and compared with that of the manifest; an
+array that is read whole is hashed. A chunk that is not there is damage too, never
+zeros. Opening costs the same for any number of tokens, but for one int64 a chunk of
+tokens, which documents start there, its checksum, and one byte, whether it was checked.
 """
 
 import functools
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,12 @@ import tensorstore as ts
 from data.errors import DataError
 from data.token_store.local_shards import LocalShards
 from data.token_store.storage import Storage
-from data.token_store.writer import ARRAYS, CHUNK_LENGTH, SHARD_LENGTH
+from data.token_store.writer import (
+    ARRAYS,
+    CHUNK_LENGTH,
+    SHARD_LENGTH,
+    chunk_checksums,
+)
 
 # Tokens of at most this size are read into memory once: rows then cost a copy. So are
 # the starts of at most so many documents.
@@ -43,13 +51,24 @@ class TokenArray:
         split: str,
         documents: int,
         tokens: int,
+        digests: Mapping[str, str] = MappingProxyType({}),
+        checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
         """Open a split of so many documents and tokens, as its manifest says.
 
-        What is small is read into memory, if `keep`.
+        Args:
+            storage: of the store.
+            split: its name.
+            documents: how many there are.
+            tokens: how many there are.
+            digests: the SHA-256 of each array's values, if it is to be compared.
+            checksums: the CRC-32C of each chunk, if the store has them.
+            keep: whether what is small is read into memory.
         """
         self._storage, self._split = storage, split
+        self._digests, self._checksums = digests, checksums
+        self._compared = {name: bytearray(len(c)) for name, c in checksums.items()}
         self._num_tokens, self.num_documents = tokens, documents
         lengths = {
             "tokens": tokens,
@@ -69,15 +88,19 @@ class TokenArray:
             self.in_memory or documents <= OFFSETS_LIMIT
         )
         if self.in_memory:
-            self._arrays["tokens"] = self.array("tokens")
+            self._arrays["tokens"] = self._whole("tokens")
         if self._offsets_in_memory:
-            self._arrays["offsets"] = self.array("offsets")
+            self._arrays["offsets"] = self._whole("offsets")
         folder = storage.path and storage.path / split
         self._local = {
             name: shards
             for name, array in self._arrays.items()
             if isinstance(array, ts.TensorStore)
-            and (shards := LocalShards.of(folder and folder / name, array))
+            and (
+                shards := LocalShards.of(
+                    folder and folder / name, array, checksums.get(name)
+                )
+            )
         }
 
     @property
@@ -96,7 +119,7 @@ class TokenArray:
 
     @functools.cached_property
     def _index(self) -> np.ndarray:
-        return self.array("index")
+        return self._whole("index")
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read a stretch of an array by its name."""
@@ -166,6 +189,15 @@ class TokenArray:
         start, stop = self.array("id_offsets", number, number + 2).tolist()
         return self.array("ids", start, stop).tobytes().decode()
 
+    def _whole(self, name: str) -> np.ndarray:
+        """Read an array whole, and compare its hash with the manifest's."""
+        values = self.array(name)
+        found = hashlib.sha256(values.data).hexdigest()
+        if self._digests.get(name, found) != found:
+            reason = "its values are not those of the manifest"
+            raise self._damaged(name, 0, len(values), reason)
+        return values
+
     def _read(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read stretches [start, stop) that lie anywhere, the fastest way."""
         if (shards := self._local.get(name)) is not None:
@@ -181,14 +213,36 @@ class TokenArray:
         if isinstance(array, np.ndarray):
             return [array[start:stop] for start, stop in spans]
         # All reads are under way before the first one is awaited.
-        reads = [array[start:stop].read() for start, stop in spans]
+        wider = [self._widened(name, start, stop) for start, stop in spans]
+        reads = [array[start:stop].read() for start, stop in wider]
         values = []
-        for (start, stop), read in zip(spans, reads, strict=True):
+        for (start, stop), (first, _), read in zip(spans, wider, reads, strict=True):
             try:
-                values.append(read.result())
+                value = read.result()
+                self._compare(name, first, value)
             except (ValueError, OSError) as error:
                 raise self._damaged(name, start, stop, str(error)) from error
+            values.append(value[start - first : stop - first])
         return values
+
+    def _widened(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Widen a stretch to whole chunks, unless all of them were compared."""
+        first, last = start // CHUNK_LENGTH, -(-stop // CHUNK_LENGTH)
+        if name not in self._compared or all(self._compared[name][first:last]):
+            return start, stop
+        length = self._arrays[name].shape[0]
+        return first * CHUNK_LENGTH, min(last * CHUNK_LENGTH, length)
+
+    def _compare(self, name: str, first: int, values: np.ndarray) -> None:
+        """Compare the checksums of chunks with the manifest's, each chunk once."""
+        begin, end = first // CHUNK_LENGTH, -(-(first + len(values)) // CHUNK_LENGTH)
+        compared = self._compared.get(name)
+        if compared is None or all(compared[begin:end]):
+            return
+        for chunk, found in enumerate(chunk_checksums(values), begin):
+            if found != self._checksums[name][chunk]:
+                raise ValueError(f"chunk {chunk} is one of another store")
+            compared[chunk] = True
 
     def _open(self, name: str) -> ts.TensorStore:
         spec = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 
 from data.encoding import decode_bytes, fingerprint
@@ -20,7 +21,14 @@ from data.errors import DataError
 from data.text.files import SPLITS, Split
 from data.token_store.reader import TokenArray
 from data.token_store.storage import Storage
-from data.token_store.writer import MANIFEST, MANIFEST_DIGEST, RANKS, SCHEMA
+from data.token_store.writer import (
+    ARRAYS,
+    MANIFEST,
+    MANIFEST_DIGEST,
+    RANKS,
+    SCHEMA,
+    checksum_file,
+)
 from data.tokenizer import load_tokenizer, parse_ranks
 
 
@@ -31,6 +39,8 @@ class Store:
     storage: Storage
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
+    # The checksums of chunks, by the names of their files; stores of before have none.
+    checksums: Mapping[str, np.ndarray]
     _splits: dict[str, TokenArray] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -65,8 +75,20 @@ class Store:
 
     def _open(self, split: Split, keep: bool = True) -> TokenArray:
         counts = self.manifest["splits"][split]
-        sizes = counts["documents"], counts["tokens"]
-        return TokenArray(self.storage, split, *sizes, keep)
+        files = {name: checksum_file(split, name) for name in ARRAYS}
+        return TokenArray(
+            self.storage,
+            split,
+            documents=counts["documents"],
+            tokens=counts["tokens"],
+            digests=self.manifest["digests"][split],
+            checksums={
+                name: self.checksums[file]
+                for name, file in files.items()
+                if file in self.checksums
+            },
+            keep=keep,
+        )
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
         """Decode a split, or its first `limit` bytes, without the documents' ends."""
@@ -135,9 +157,12 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             f"{file}: its schema is {manifest.get('schema')}, but this version reads "
             f"{SCHEMA}. {again}"
         )
+    checksums = dict[str, np.ndarray]()
     try:
         for name, digest in manifest["files"].items():
-            check(name, storage.read(name), digest)
+            check(name, content := storage.read(name), digest)
+            if name.endswith(".crc32c"):
+                checksums[name] = np.frombuffer(content, "<u4")
     except FileNotFoundError as error:
         raise DataError(f"{error}: is not there. {again}") from error
     if encoding is None and RANKS in manifest["files"]:
@@ -150,7 +175,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             f"{manifest['tokenizer']}. Name that one, or delete {storage} to build it "
             f"anew"
         )
-    return Store(storage, manifest, encoding)
+    return Store(storage, manifest, encoding, checksums)
 
 
 def compression_bits_per_byte(text: bytes) -> dict[str, float]:

@@ -5,12 +5,15 @@
     <store>/<split>/index       int64, documents that start before each 16,384th token
     <store>/<split>/ids         uint8, the documents' ids in UTF-8, end to end
     <store>/<split>/id_offsets  int64, the start of each id, then the end
+    <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
     <store>/tokenizer.tiktoken  the rank file, where the tokenizer has one
     <store>/skipped.jsonl       what was left out: file, place, reason
     <store>/manifest.json       written last: a folder without one is no store
 
 The arrays are zarr v3, sharded, each chunk with its CRC-32C; the manifest holds the
-SHA-256 of every array's values and of every small file, and has its own beside it.
+SHA-256 of every array's values and of every small file, and has its own beside it. The
+checksums of chunks are small files too, so that a shard of another store is found when
+one of its chunks is read.
 The same segments give the same bytes. Memory use is that of a few shards.
 """
 
@@ -20,6 +23,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorstore as ts
 
@@ -70,6 +74,10 @@ def write_store(
     storage.write(SKIPPED, "".join(lines).encode())
     small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
     small.append(SKIPPED)
+    for split, writer in splits.items():
+        for name, checksums in writer.checksums().items():
+            storage.write(checksum_file(split, name), checksums)
+            small.append(checksum_file(split, name))
     if ranks is not None:
         storage.write(RANKS, ranks)
         small.append(RANKS)
@@ -89,6 +97,19 @@ def write_store(
     text = (json.dumps(manifest, indent=2) + "\n").encode()
     storage.write(MANIFEST_DIGEST, hashlib.sha256(text).hexdigest().encode())
     storage.write(MANIFEST, text)
+
+
+def checksum_file(split: str, array: str) -> str:
+    """Return the name of the file that holds the checksums of an array's chunks."""
+    return f"{split}/{array}.crc32c"
+
+
+def chunk_checksums(values: np.ndarray) -> list[int]:
+    """Return the CRC-32C of each chunk of values that begin where a chunk does."""
+    size = CHUNK_LENGTH * values.itemsize
+    starts = range(0, len(values), CHUNK_LENGTH)
+    chunks = (values[at : at + CHUNK_LENGTH].tobytes() for at in starts)
+    return [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
 
 
 class _SplitWriter:
@@ -129,6 +150,12 @@ class _SplitWriter:
             array.close()
         return {"documents": self._documents, "tokens": self._tokens}
 
+    def checksums(self) -> dict[str, bytes]:
+        return {
+            name: np.array(array.checksums, "<u4").tobytes()
+            for name, array in self._arrays.items()
+        }
+
     def digests(self) -> dict[str, str]:
         return {name: a.digest.hexdigest() for name, a in self._arrays.items()}
 
@@ -158,6 +185,7 @@ class _ArrayWriter:
             create=True,
         ).result()
         self.digest = hashlib.sha256()
+        self.checksums: list[int] = []
         self._dtype = dtype
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
@@ -181,6 +209,7 @@ class _ArrayWriter:
             return
         values = np.concatenate(self._waiting)
         start = self._array.shape[0]
+        self.checksums += chunk_checksums(values[:count])
         if self._pending is not None:
             self._pending.result()  # one shard on its way at a time
         self._array = self._array.resize(exclusive_max=[start + count]).result()
