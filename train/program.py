@@ -30,6 +30,7 @@ from model.params import Kind, is_info, named, param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.execution import execution
+from train.hardware.collective_steps import collective_steps
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
     Pipeline,
@@ -265,6 +266,7 @@ def make_program(
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     how = how._replace(
+        steps=collective_steps(mesh),
         reduces_copies=train.accumulation_steps == 1 == pipeline.stages,
         pipeline_microbatches=pipeline.microbatches,
         pipeline_repeats=pipeline.repeats,
