@@ -19,6 +19,24 @@ from model.remat import Policy
 from model.taps import Taps
 
 
+class AxisSteps(NamedTuple):
+    """The steps of gathers and scatters along a mesh axis, on TPUs.
+
+    A scatter of n devices in steps of (p, q) has p devices far apart add up first, then
+    q neighbours; a gather goes the other way. The last number is that of the slices
+    that the axis lies in, with neighbours in different ones (train/mesh.py).
+
+    gather: of a weight.
+    small: of a small weight.
+    scatter: of a gradient.
+    """
+
+    axis: str
+    gather: tuple[int, ...]
+    small: tuple[int, ...]
+    scatter: tuple[int, ...]
+
+
 class Execution(NamedTuple):
     """Dtypes, kernel, recomputation and placement.
 
@@ -30,10 +48,7 @@ class Execution(NamedTuple):
         None: it rounds to the nearest, and nothing is left out.
     reduce_dtype: in which weights' gradients travel between devices.
     platform: for which XLA compiles it: cpu, gpu, or tpu.
-    gather_by_rows: whether gathers of weights go in two steps, by rows and columns of
-        devices.
-    slices: pairs of a mesh axis and the number of a TPU's slices that it lies in, with
-        neighbours in different ones (train/mesh.py).
+    steps: of gathers and scatters along mesh axes; along others they take one step.
     reduces_copies: whether gradients of matrices are added up over copies of these in
         each backward pass; else that is left to the caller.
     attention: the kernel.
@@ -57,8 +72,7 @@ class Execution(NamedTuple):
     keys_BT: jax.Array | None = None
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     platform: str = "cpu"
-    gather_by_rows: bool = False
-    slices: tuple[tuple[str, int], ...] = ()
+    steps: tuple[AxisSteps, ...] = ()
     reduces_copies: bool = False
     attention: Attention = Attention.xla
     context_attention: ContextAttention = ContextAttention.ring

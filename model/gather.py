@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from model.execution import Execution
+from model.execution import AxisSteps, Execution
 
 _SUBLANES, _LANES = 8, 128  # of a TPU's vectors, along the last two dims
-# Devices that XLA:TPU scatters over at once in every slice, and in every 3D torus.
-_FEW, _FEW_IN_3D = 8, 4
-_SMALL = 2**25  # bytes of what it gathers by an all-reduce (docs/log.md)
+_SMALL = 2**25  # bytes of a small weight (docs/log.md)
 
 
 Step = tuple[int, str, list | None]  # dim, mesh axis, groups along it; None: all
@@ -40,11 +38,8 @@ class Parts(NamedTuple):
     reduce: dtype of the gradient between devices.
     place: of the weight along the mesh axes that XLA takes care of.
     gather_again: in the backward pass, instead of keeping what was gathered.
-    platform: for which XLA compiles it; on a TPU scatters go by rows and columns of
-        devices.
-    gather_by_rows: whether gathers do, too, as in a 3D torus; else only small ones.
-    slices: pairs of a mesh axis and the number of a TPU's slices that it lies in, with
-        neighbours in different ones.
+    platform: for which XLA compiles it.
+    steps: of gathers and scatters along mesh axes; along others they take one step.
     """
 
     cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -53,8 +48,7 @@ class Parts(NamedTuple):
     place: PartitionSpec = PartitionSpec()
     gather_again: bool = False
     platform: str = "cpu"
-    gather_by_rows: bool = False
-    slices: tuple[tuple[str, int], ...] = ()
+    steps: tuple[AxisSteps, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -72,8 +66,8 @@ class Parts(NamedTuple):
 
     def _gather(self, part: jax.Array) -> jax.Array:
         parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.cut)
-        small = self.on_tpu and parts * part.nbytes < _SMALL
-        for dim, axis, groups in reversed([*self._steps(self.gather_by_rows or small)]):
+        form = "small" if parts * part.nbytes < _SMALL else "gather"
+        for dim, axis, groups in reversed([*self._steps(form)]):
             how = {"tiled": True, "axis_index_groups": groups}
             if self.on_tpu:
                 rows = jax.lax.all_gather(rows_of(part, dim), axis, **how)
@@ -91,7 +85,7 @@ class Parts(NamedTuple):
         return sums.astype(whole.dtype)
 
     def _scatter(self, sums: jax.Array) -> jax.Array:
-        for dim, steps in groupby(self._steps(self.on_tpu), itemgetter(0)):
+        for dim, steps in groupby(self._steps("scatter"), itemgetter(0)):
             if self.on_tpu:
                 sums = _scatter_rows(sums, steps)
                 continue
@@ -113,14 +107,12 @@ class Parts(NamedTuple):
             return part
         return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
-    def _steps(self, by_rows: bool) -> Iterator[Step]:
-        """Give the steps of a scatter, in their order."""
+    def _steps(self, form: Literal["gather", "small", "scatter"]) -> Iterator[Step]:
+        """Return the steps of a gather or a scatter, in the order of a scatter."""
+        sizes = {steps.axis: getattr(steps, form) for steps in self.steps}
         for dim, axes in self.cut:
             for axis in axes:
-                size = jax.lax.psum(1, axis)
-                few = _FEW_IN_3D if self.gather_by_rows else _FEW
-                slices = dict(self.slices).get(axis, 1)
-                for groups in nested(size, few if by_rows else size, slices):
+                for groups in nested(sizes.get(axis, ())):
                     yield dim, axis, groups
 
 
@@ -131,7 +123,7 @@ def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
     """Return how a weight with these logical axes lies."""
     cut = how.rules.cut(axes)
     copies = how.rules.copies(axes) if how.reduces_copies else ()
-    again, travel = how.remat == "none", (how.platform, how.gather_by_rows, how.slices)
+    again, travel = how.remat == "none", (how.platform, how.steps)
     place = how.rules.param_spec(axes)
     if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
         place = PartitionSpec()
@@ -187,30 +179,22 @@ def from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
     return jnp.moveaxis(rows.reshape(len(rows), *others), 0, dim)
 
 
-def nested(size: int, few: int, slices: int = 1) -> list[list[list[int]] | None]:
+def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
     """Group the devices along an axis for the steps of a scatter over all.
 
-    XLA:TPU turns a scatter over all chips of a slice into an all-reduce of the whole,
-    twice the bytes, and on a 3D torus so it does with gathers; not one over rows of
-    them and then over columns (docs/log.md). First devices far apart share what there
-    is, then those close by, so that device i ends with part i. Last come the slices,
-    when each chip is left with the least.
+    First devices far apart share what there is, then those close by, so that device i
+    ends with part i. Last come the slices, when each chip is left with the least.
 
     Args:
-        size: how many devices.
-        few: those of a slice that go in one step.
-        slices: that they lie in, neighbours in different ones.
+        sizes: the number of devices in a group of each step; (): one step.
 
     Returns:
-        The groups of each step; None: of all devices.
+        The groups of each step; None stands for one group of all devices.
     """
-    near = size // slices
-    rows = max(n for n in range(1, math.isqrt(near) + 1) if near % n == 0)
-    steps = (near,) if near <= few else (rows, near // rows)
-    steps = [n for n in (*steps, slices) if n > 1]
+    steps = [n for n in sizes if n > 1]
     if len(steps) < 2:
         return [None]
-    devices = np.arange(size).reshape(steps)
+    devices = np.arange(math.prod(steps)).reshape(steps)
     return [
         np.moveaxis(devices, i, -1).reshape(-1, n).tolist() for i, n in enumerate(steps)
     ]

@@ -53,7 +53,7 @@ def execution(
             asked for.
     """
     model, train = config.model, config.train
-    platform, chip = device.platform, chip_of(device.device_kind)
+    platform = device.platform
     kernel, quantization, _ = check_all(
         lambda: _kernel(config, device),
         lambda: _quantization(config, device),
@@ -75,8 +75,6 @@ def execution(
         quantization=quantization,
         expert_quantization=float8,
         reduce_dtype=jnp.dtype(reduce),
-        gather_by_rows=platform == "tpu" and chip is not None and chip.links == 6,
-        slices=(("fsdp", config.mesh.dcn.fsdp),) if platform == "tpu" else (),
         platform=platform,
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),

@@ -29,6 +29,7 @@ from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.execution import execution
+from train.hardware.collective_steps import collective_steps
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
     Pipeline,
@@ -249,6 +250,7 @@ def make_program(
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     how = how._replace(
+        steps=collective_steps(mesh),
         reduces_copies=train.accumulation_steps == 1 == pipeline.stages,
         pipeline_microbatches=pipeline.microbatches,
         pipeline_repeats=pipeline.repeats,

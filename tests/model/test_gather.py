@@ -1,6 +1,7 @@
 """A weight brought together from its parts, and its gradient scattered back."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from model.execution import AxisSteps
 from model.gather import Parts, from_rows, multiple, nested, rows_of
 
 SHAPE = (16, 3, 24)
@@ -39,17 +41,12 @@ def numbers(*shape):
         {},
         {"platform": "gpu"},
         {"platform": "tpu"},
-        {"platform": "tpu", "gather_by_rows": True},
-        {"platform": "tpu", "slices": (("fsdp", 2),)},
-        {"platform": "tpu", "gather_by_rows": True, "slices": (("fsdp", 2),)},
+        {"platform": "tpu", "steps": (AxisSteps("fsdp", (4,), (2, 2), (2, 2)),)},
+        {"platform": "tpu", "steps": (AxisSteps("fsdp", (2, 2), (4,), (2, 1, 2)),)},
     ],
 )
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
-def test_parts_make_the_whole_and_gradients_add_up_to_parts(
-    run, monkeypatch, dim, axes, how
-):
-    monkeypatch.setattr("model.gather._FEW", 2)
-    monkeypatch.setattr("model.gather._FEW_IN_3D", 2)
+def test_parts_make_the_whole_and_gradients_add_up_to_parts(run, dim, axes, how):
     rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
     parts = Parts(((dim, axes),), rest, **how)
     spec = [None] * len(SHAPE)
@@ -74,13 +71,21 @@ def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
 
 
 @pytest.mark.parametrize(
-    ("size", "slices", "num_steps"),
-    [(12, 1, 2), (64, 1, 2), (200, 1, 2), (8, 2, 2), (26, 2, 2), (1024, 4, 3)],
+    ("sizes", "slices"),
+    [
+        ((3, 4), 1),
+        ((16, 4), 1),
+        ((8, 25), 1),
+        ((4, 2), 2),
+        ((13, 2), 2),
+        ((16, 16, 4), 4),
+    ],
 )
-def test_rows_then_columns_then_slices_give_each_its_part(size, slices, num_steps):
+def test_planes_then_lines_then_slices_give_each_its_part(sizes, slices):
+    size = math.prod(sizes)
     holds = {device: set(range(size)) for device in range(size)}
-    steps = nested(size, 8, slices)
-    assert len(steps) == num_steps
+    steps = nested(sizes)
+    assert len(steps) == len(sizes)
     for number, groups in enumerate(steps, 1):
         assert groups is not None
         for group in groups:  # the last step alone crosses slices
@@ -95,10 +100,9 @@ def test_rows_then_columns_then_slices_give_each_its_part(size, slices, num_step
     assert holds == {device: {device} for device in range(size)}
 
 
-def test_few_devices_and_primes_go_in_one_step():
-    for size in (1, 8, 13):
-        assert nested(size, few=8) == [None]
-    assert nested(256, few=256) == nested(4, few=8, slices=4) == [None]
+def test_all_devices_go_in_one_step_unless_told():
+    for sizes in ((), (8,), (256, 1), (1, 4)):
+        assert nested(sizes) == [None]
 
 
 @pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])

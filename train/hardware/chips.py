@@ -24,6 +24,7 @@ class Chip:
     matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
     core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
     sparse_cores: whether its SparseCores are known to hide collectives (TPU).
+    scatters_whole: whether XLA keeps a scatter over all chips of a slice (TPU).
     achievable: what programs get of all that.
     """
 
@@ -40,6 +41,7 @@ class Chip:
     matrix_unit: int | None = None
     core_memory: int | None = None
     sparse_cores: bool = False
+    scatters_whole: bool = False
     achievable: Achievable = TPU
 
     def gains_by(self, dtype: str) -> bool:
@@ -139,6 +141,7 @@ CHIPS = {
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
         core_memory=64 * MIB,
+        scatters_whole=True,
     ),
     "a100": Chip(
         "A100",  # with 80 GB

@@ -4,8 +4,9 @@ TPU: chips of a slice form a grid, each linked to its neighbours along every dim
 a dim whose last chip is linked to its first again is a ring. A group of devices uses
 the dims of the grid along which its members differ: of each two links a chip, one in
 either direction, where it goes around a ring, else one, because data must travel from
-end to end. Collectives over several dims use the links of all at once. Devices that
-share a chip share its links, unless they belong to the same group.
+end to end. Collectives over several dims use the links of all at once, unless XLA goes
+along one ring through all members, which has two. Devices that share a chip share its
+links, unless they belong to the same group.
 
 GPU: within a node every GPU reaches every other over all its NVLinks. A ring through
 several nodes enters each of them over the network cards of all members there.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from train.hardware.chips import Chip
+from train.hardware.chips import Chip, chip_of
 from train.mesh import Device
 
 _RING_OF_2D = 16
@@ -50,6 +51,7 @@ class Group:
     axes: tuple[str, ...]  # mesh axes along which a group's members differ
     size: int
     network: str  # the slowest that a group crosses
+    links: int = 0  # of a chip, over which a group of TPUs sends within a slice
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
@@ -65,12 +67,13 @@ def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) ->
     return group_at(places[:, members] if members else places, mesh)
 
 
-def group_at(places: np.ndarray, mesh: Mesh) -> Group:
-    """Return the axes and the network that equal groups of devices span.
+def group_at(places: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
+    """Return the axes, the network and the links that equal groups of devices span.
 
     Args:
         places: in `mesh.devices.flat`, [groups, size].
         mesh: of the devices.
+        dims: as `num_links`.
     """
     coordinates = np.unravel_index(places, mesh.devices.shape)
     axes = tuple(
@@ -82,10 +85,24 @@ def group_at(places: np.ndarray, mesh: Mesh) -> Group:
     domains = [[_domain(devices[place]) for place in group] for group in places]
     crosses = any(len(set(group)) > 1 for group in domains)
     platform = devices[0].platform
-    return Group(axes, places.shape[1], _NETWORKS[platform][crosses])
+    network = _NETWORKS[platform][crosses]
+    near = [devices[place] for place in places[0]]
+    return Group(axes, places.shape[1], network, _links_of(near, mesh, dims))
 
 
-def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> float:
+def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
+    """Count the links of a group in a slice of TPUs, 0 where links are not known."""
+    chip = chip_of(members[0].device_kind)
+    if members[0].platform != "tpu" or chip is None or not chip.links:
+        return 0
+    home = _domain(members[0])
+    near = [device for device in members if _domain(device) == home]
+    return num_links(near, slice_of(mesh, members[0]), chip, dims)
+
+
+def bandwidth(
+    mesh: Mesh, axes: Sequence[str], network: str, chip: Chip, links: int = 0
+) -> float:
     """Give the bytes a second that a device can send to a group along mesh axes.
 
     Args:
@@ -93,19 +110,20 @@ def bandwidth(mesh: Mesh, axes: Sequence[str], network: str, chip: Chip) -> floa
         axes: along which the members of a group differ.
         network: the slowest that a group crosses.
         chip: of each device.
+        links: of a TPU that the group spans; 0: those of all devices along the axes.
 
     Raises:
         NotStated: if the chip's vendor does not say how fast that network is.
     """
-    members, part = _members(mesh, axes), chip.achievable
+    members, part = members_along(mesh, axes), chip.achievable
     home = _domain(members[0])
     near = [device for device in members if _domain(device) == home]
     if network == "DCN":
         return part.network * stated(chip, "dcn_bandwidth") / chip.devices
     link = stated(chip, "link_bandwidth")
     if network == "ICI":
-        slice_ = [d for d in mesh.devices.flat if _domain(d) == home]
-        return part.links * link * num_links(near, slice_, chip) / _rivals(near, chip)
+        links = links or num_links(near, slice_of(mesh, members[0]), chip)
+        return part.links * link * links / _rivals(near, chip)
     fast = part.links * link * stated(chip, "links")
     if network == "NVLink":
         return fast
@@ -117,7 +135,7 @@ def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> i
 
     members: as `group_along`.
     """
-    devices = _members(mesh, axes)
+    devices = members_along(mesh, axes)
     group = [devices[place] for place in members] or devices
     return num_slices(group)
 
@@ -131,32 +149,57 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
     """Count the links that a byte of an all-to-all passes on average."""
     if network != "ICI":
         return 1.0
-    sizes = _extents(_members(mesh, axes))
+    sizes = extents(members_along(mesh, axes))
     return max(1.0, sum(size / 4 for size in sizes if size > 1))
 
 
-def rings(extents: Sequence[int], chip: Chip) -> tuple[bool, ...]:
+def rings(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
     """Return whether the links along each dim of a slice of TPUs go around.
 
     Args:
-        extents: chips along each dim of the slice.
+        shape: chips along each dim of the slice.
         chip: of the slice.
     """
     if chip.links == 4:
-        return tuple(extent == _RING_OF_2D for extent in extents)
-    whole_cubes = all(extent % _RING_OF_3D == 0 for extent in extents)
-    return (whole_cubes,) * len(extents)
+        return tuple(size == _RING_OF_2D for size in shape)
+    return (all(size % _RING_OF_3D == 0 for size in shape),) * len(shape)
 
 
-def num_links(members: Sequence[Device], slice_: Sequence[Device], chip: Chip) -> int:
-    """Count the links of a chip by which a group in a slice of TPUs can send."""
-    extents, sizes = _extents(slice_), _extents(members)
-    count = 0
-    of_dims = zip(sizes, extents, rings(extents, chip), strict=True)
-    for size, extent, ring in of_dims:
-        if size > 1:
-            count += 2 if ring and size == extent else 1
-    return max(1, count)
+def num_links(
+    members: Sequence[Device],
+    slice_: Sequence[Device],
+    chip: Chip,
+    dims: int | None = None,
+) -> int:
+    """Count the links of a chip over which a group in a slice of TPUs sends.
+
+    A collective along several dims at once sends equal parts along each, so that the
+    dim with the fewest links sets the pace.
+
+    Args:
+        members: of the group that are in the slice.
+        slice_: all devices of it.
+        chip: of each device.
+        dims: of the grid that the collective uses at once; None: all that members span.
+    """
+    whole, sizes = extents(slice_), extents(members)
+    of_dims = zip(sizes, whole, rings(whole, chip), strict=True)
+    spanned = [
+        2 if ring and size == extent else 1
+        for size, extent, ring in of_dims
+        if size > 1
+    ]
+    if not spanned:
+        return 1
+    if dims == 1 and len(spanned) > 1:
+        return 2  # One ring goes through all chips of a box, also where no dim does.
+    return min(dims or len(spanned), len(spanned)) * min(spanned)
+
+
+def slice_of(mesh: Mesh, device: Device) -> list[Device]:
+    """Return all devices of a mesh in the slice or node of one of them."""
+    home = _domain(device)
+    return [other for other in mesh.devices.flat if _domain(other) == home]
 
 
 def stated(chip: Chip, field: str) -> float:
@@ -171,7 +214,7 @@ def stated(chip: Chip, field: str) -> float:
     return value
 
 
-def _members(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
+def members_along(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
     """Give the group that the mesh's first device belongs to."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return list(np.atleast_1d(mesh.devices[index]).flat)
@@ -183,7 +226,7 @@ def _rivals(members: Sequence[Device], chip: Chip) -> float:
     return max(1.0, chip.devices / on_chip)
 
 
-def _extents(devices: Sequence[Device]) -> list[int]:
+def extents(devices: Sequence[Device]) -> list[int]:
     """Count the different places along each dim of the grid of chips."""
     by_dim = zip(*map(_coords, devices), strict=True)
     return [len(set(places)) for places in by_dim]

@@ -124,6 +124,7 @@ class CollectiveTotal:
     sent: bytes, by each device.
     overlapped: the part of `sent` that is scheduled beside matrix products.
     serves: the part of the model it belongs to, where totals are itemized by that.
+    links: of a chip, over which its groups send within a slice of TPUs; 0: not known.
     """
 
     axes: tuple[str, ...]
@@ -134,6 +135,7 @@ class CollectiveTotal:
     sent: float
     overlapped: float
     serves: str = ""
+    links: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,13 @@ def print_cost(cost: StepCost) -> None:
     )
     if cost.flops.unknown:
         print(f"            without these kernels: {', '.join(cost.flops.unknown)}")
-    headers = ["axes", "network", "kind", "times", "payload", "sent", "overlapped"]
+    headers = ["axes", "network", "links", "kind", "times", "payload", "sent"]
+    headers.append("overlapped")
     print_table(
         [cells(total) for total in cost.sent],
         headers,
-        "collectives of a step (sent: by each device, in rings; overlapped: beside "
-        "products)",
+        "collectives of a step (links: of a chip, that its groups span; sent: by each "
+        "device, in rings; overlapped: beside products)",
     )
     print_table(
         [[*cells(total), total.serves] for total in cost.outside_layers],
@@ -202,10 +205,11 @@ def print_cost(cost: StepCost) -> None:
 
 
 def cells(total: CollectiveTotal) -> list[str]:
-    """Return axes, network, kind, times, payload, sent and overlapped as text."""
+    """Return axes, network, links, kind, times, payload, sent, overlapped as text."""
     return [
         " ".join(total.axes) or "none",
         total.network,
+        str(total.links or "") if total.network == "ICI" else "",
         total.kind,
         f"{total.count:,}",
         format_bytes(total.payload),

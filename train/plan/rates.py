@@ -45,7 +45,9 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     return Rates(
         flops=part.products * bfloat16 / chip.devices,
         memory=part.memory * stated(chip, "hbm_bandwidth") / chip.devices,
-        send=lambda group: bandwidth(mesh, group.axes, group.network, chip),
+        send=lambda group: bandwidth(
+            mesh, group.axes, group.network, chip, group.links
+        ),
         eight_bits=part.products * chip.flops.get(compute, bfloat16) / chip.devices,
     )
 

@@ -60,7 +60,8 @@ class Range:
 class Link:
     """One network along one set of mesh axes.
 
-    bandwidth: bytes a second that a device can send.
+    bandwidth: bytes a second that a device can send, averaged over its collectives,
+        which may use some of a chip's links only.
     seconds: that its collectives take, if nothing else slows them.
     hidden: seconds of those that are scheduled beside matrix products.
     waited_for: of the others, seconds that no schedule could hide.
@@ -222,16 +223,21 @@ def _links(
         groups[total.axes, total.network].append(total)
     links = []
     for (axes, network), totals in groups.items():
-        rate = bandwidth(mesh, axes, network, chip)
         parts = num_parts(mesh, axes) * more if network in FAR else 1
-        timed = [_timed(total, rate, parts, mesh, chip) for total in totals]
+        rates = [bandwidth(mesh, axes, network, chip, t.links) for t in totals]
+        timed = [
+            _timed(total, rate, parts, mesh, chip)
+            for total, rate in zip(totals, rates, strict=True)
+        ]
         seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
+        sent = sum(t.sent for t in totals)
+        sending = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
         waits = ACTIVATION_AXES & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
-            bandwidth=rate,
-            sent=sum(t.sent for t in totals),
+            bandwidth=sent / sending if sending else rates[0],
+            sent=sent,
             seconds=seconds,
             hidden=hidden,
             waited_for=seconds - hidden if waits else 0.0,

@@ -12,6 +12,7 @@ from train.hardware.interconnect import (
     NotStated,
     bandwidth,
     group_along,
+    group_at,
     hops,
     num_parts,
     num_slices,
@@ -65,6 +66,28 @@ def test_ici_is_the_links_that_a_group_can_use(composed, name, overrides, axes, 
 )
 def test_links_go_around_in_whole_cubes_and_along_sixteen_chips(family, shape, wrap):
     assert rings(shape, CHIPS[family]) == wrap
+
+
+@pytest.mark.parametrize(
+    ("members", "dims", "links"),
+    [
+        ([*range(64)], None, 6),
+        ([*range(0, 64, 4)], None, 4),  # a plane
+        ([*range(0, 64, 4)], 1, 2),  # one ring through a plane
+        ([0, 1, 2, 3], None, 2),  # a line that goes around
+        ([0, 1], None, 1),
+        ([*range(0, 64, 8)], 1, 2),
+    ],
+)
+def test_a_group_has_the_links_that_its_own_members_span(
+    composed, members, dims, links
+):
+    """Of 64 chips as 4 x 4 x 4 along fsdp, the last dim first."""
+    at = machine(composed, "v5p-128", "mesh=fsdp")
+    group = group_at(np.array([members]), at.mesh, dims)
+    assert group.links == links
+    found = bandwidth(at.mesh, group.axes, "ICI", at.chip, group.links)
+    assert found == pytest.approx(ICI * links * 100 * GB)
 
 
 def test_devices_of_a_chip_share_its_links_unless_they_are_of_one_group(composed):

@@ -85,10 +85,12 @@ def totals(
 
     def key(piece: tuple[Collective, str, int]):
         c, use, _ = piece
-        return c.group.axes, c.group.network, c.kind, use
+        return c.group.axes, c.group.network, c.kind, use, c.group.links
 
     rows = []
-    for (axes, network, kind, use), group in groupby(sorted(pieces, key=key), key):
+    for (axes, network, kind, use, links), group in groupby(
+        sorted(pieces, key=key), key
+    ):
         of = [
             (c, share * c.times, c.times * c.sent * share / max(1, c.payload))
             for c, _, share in group
@@ -98,7 +100,9 @@ def totals(
         payload, count = sum(p for _, p, _ in of), sum(c.times for c, *_ in of)
         share = hidden / sent if sent else 0.0
         rows.append(
-            CollectiveTotal(axes, network, kind, count, payload, sent, share, use)
+            CollectiveTotal(
+                axes, network, kind, count, payload, sent, share, use, links
+            )
         )
     return sorted(rows, key=lambda row: -row.sent)
 
@@ -115,8 +119,26 @@ def _collective(
 ) -> Collective:
     if inner.within.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
-    group, span = group_of(inner, mesh), _span(executed, inner)
+    dims = _dims_at_once(executed, inner)
+    group, span = group_of(inner, mesh, dims), _span(executed, inner)
     return _made(executed, inner, kind, group, serves(executed, inner), span)
+
+
+def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
+    """Read how many dims of the torus XLA:TPU uses at once; None: it does not say.
+
+    It writes the form that it chose for a gather (2DAllGather...) or a sum (colors:2)
+    beside the collective, or beside the fusion that holds it. Each color is a ring in
+    both directions along one dim after the other, but of a UniDirection strategy one in
+    one direction.
+    """
+    for instruction in (inner, executed.instruction):
+        if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
+            return int(gather)
+        if colors := instruction.find(r"Strategy\w*\{colors:(\d+)"):
+            one_way = instruction.find(r"(UniDirection)\w*Strategy\w*\{colors")
+            return max(1, int(colors) // 2) if one_way else int(colors)
+    return None
 
 
 def _made(

@@ -5,6 +5,7 @@ slice of several (TPU), by their place among those of the slice.
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -15,8 +16,13 @@ from train.plan.compiled.hlo import Instruction
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
-def group_of(instruction: Instruction, mesh: Mesh) -> Group:
+def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
     """Read the groups of a collective.
+
+    Args:
+        instruction: the collective.
+        mesh: of the devices.
+        dims: of a TPU's torus that it uses at once; None: all that a group spans.
 
     Raises:
         ValueError: if they are written in a way that is not known.
@@ -26,11 +32,11 @@ def group_of(instruction: Instruction, mesh: Mesh) -> Group:
         ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
     else:
         ids = replica_groups(instruction.attributes, mesh.devices.size)
-    group = group_at(_on_mesh(ids, mesh), mesh)
+    group = group_at(_on_mesh(ids, mesh), mesh, dims)
     if not pairs:
         return group
     whole = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
-    return Group(group.axes, whole, group.network)
+    return replace(group, size=whole)
 
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
+from model.execution import AxisSteps
+from model.gather import nested
 from train.hardware.interconnect import Group, group_along, num_parts
 from train.plan.estimated.collectives import Exchange
 
@@ -23,20 +25,43 @@ class Phase(NamedTuple):
     exchange: Exchange
     network: str
     size: int
+    links: int = 0  # as in `Group`
 
 
-def phases(exchange: Exchange, mesh: Mesh) -> Iterator[Phase]:
-    """Return the phases of an exchange, in no order."""
+def phases(
+    exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
+) -> Iterator[Phase]:
+    """Return the phases of an exchange, in no order.
+
+    Args:
+        exchange: what is sent.
+        mesh: of the devices.
+        steps: in which scatters within a slice go, if the exchange does not say.
+    """
     group, slices = _group(exchange.axes, exchange.members, mesh)
     kind, payload, near = exchange.kind, exchange.payload, group.size // slices
     if group.network != "DCN":
-        yield Phase(exchange, group.network, group.size)
+        for part in _in_steps(exchange, steps):
+            group, _ = _group(part.axes, part.members, mesh)
+            yield Phase(part, group.network, group.size, group.links)
         return
     shared = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
     if near > 1 and kind in shared:
-        yield Phase(exchange._replace(kind=shared[kind]), "ICI", near)
+        yield Phase(exchange._replace(kind=shared[kind]), "ICI", near, group.links)
         payload /= near
     yield Phase(exchange._replace(payload=payload), "DCN", slices)
+
+
+def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
+    """Return the steps of a scatter along one axis; other exchanges take one."""
+    sizes = {(axis.axis,): axis.scatter for axis in steps}.get(exchange.axes, ())
+    if exchange.kind != "reduce-scatter" or exchange.members:
+        sizes = ()
+    for groups in nested(sizes):
+        members = tuple(groups[0]) if groups else exchange.members
+        exchange = exchange._replace(members=members)
+        yield exchange
+        exchange = exchange._replace(payload=exchange.payload / max(1, len(members)))
 
 
 @functools.lru_cache(maxsize=128)

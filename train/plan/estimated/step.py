@@ -32,9 +32,8 @@ from train.sharding import bytes_per_device
 
 # The part of the layers' collectives that XLA schedules beside products, by what runs
 # them and kind; other kinds, and those outside the layers, wait. Read off the schedules
-# of benchmarks/estimates.py. Of TPUs whose gathers go by rows and columns none does
-# (v5p), nor where SparseCores may not. What TPU's hosts send between slices runs beside
-# the layer.
+# of benchmarks/estimates.py. On 3D tori none does (v5p), nor where SparseCores may not.
+# What TPU's hosts send between slices runs beside the layer.
 _BESIDE = {
     "tpu": {"all-gather": 1.0},
     "SparseCores": {"reduce-scatter": 0.7},  # small layers' gathers, too
@@ -110,22 +109,24 @@ def estimate_items(
 def _totals(
     found: Iterable[Exchange], program: Program, by_use: bool
 ) -> list[CollectiveTotal]:
-    def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str]:
-        e = phase.exchange
-        return e.axes, phase.network, e.kind, e.serves if by_use else ""
+    def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
+        e, use = phase.exchange, phase.exchange.serves if by_use else ""
+        return e.axes, phase.network, e.kind, use, phase.links
 
     rows, device = [], program.mesh.devices.flat[0]
     platform = runner = device.platform
     if (chip := chip_of(device.device_kind)) and chip.sparse_cores:
         runner = "SparseCores" if program.config.runtime.sparse_cores else ""
-    every = (phase for exchange in found for phase in phases(exchange, program.mesh))
-    for (axes, network, kind, use), group in groupby(sorted(every, key=key), key):
+    if chip and chip.links == 6:
+        runner = ""
+    steps = program.how.steps
+    every = (p for exchange in found for p in phases(exchange, program.mesh, steps))
+    ordered = groupby(sorted(every, key=key), key)
+    for (axes, network, kind, use, links), group in ordered:
         parts = list(group)
         of = [part.exchange for part in parts]
         payload = sum(e.payload for e in of)
         beside = _BESIDE.get(runner, {}).get(kind, 0.0)
-        if program.how.gather_by_rows:
-            beside = 0.0
         if network == "DCN":
             beside = 1.0
         inside = sum(e.payload for e in of if e.in_layers) / payload
@@ -139,6 +140,7 @@ def _totals(
                 sent=sum(sent_bytes(kind, p.exchange.payload, p.size) for p in parts),
                 overlapped=beside * inside,
                 serves=use,
+                links=links,
             )
         )
     return sorted(rows, key=lambda row: -row.sent)

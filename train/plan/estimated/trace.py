@@ -41,6 +41,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     how = how._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if how.attention is Attention.splash else 1
     sizes, far = program.mesh.shape, _cut_across_slices(program)
+    if not far:  # The steps are those of the whole mesh; phases.py counts them.
+        how = how._replace(steps=())
     sharing = shards_of(how.rules, sizes)[1]
     if sharing > 1 and how.context_attention is ContextAttention.ring:
         tile *= 2 * sharing

@@ -22,6 +22,7 @@ def a_mesh(sizes, platform="tpu", slices=1, processes=1, slow_axis=0):
         part = place[slow_axis] / sizes[slow_axis]
         devices[place] = SimpleNamespace(
             platform=platform,
+            device_kind="",
             slice_index=int(part * slices),
             process_index=int(part * processes),
         )

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.train.machines import machine
+from train.hardware.collective_steps import collective_steps
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.phases import phases
 
@@ -59,3 +60,16 @@ def test_one_network_is_one_phase_and_rings_of_gpus_go_through_all_nodes(compose
     assert seen(mesh, "reduce-scatter") == {("ICI", "reduce-scatter", 800, 8)}
     mesh = machine(composed, "h100-4x2", *EIGHT).mesh
     assert seen(mesh, "all-gather") == {("network", "all-gather", 800, 8)}
+
+
+def test_a_scatter_over_a_torus_is_timed_in_the_steps_that_it_takes(composed):
+    """Of 64 chips as 4 x 4 x 4: planes of 16 by four links, then lines of 4 by two."""
+    mesh = machine(composed, "v5p-128", "mesh=fsdp").mesh
+    steps = collective_steps(mesh)
+    found = phases(exchange("reduce-scatter"), mesh, steps)
+    assert [(phase.exchange.payload, phase.size, phase.links) for phase in found] == [
+        (800, 16, 4),
+        (50, 4, 2),
+    ]
+    (gather,) = phases(exchange("all-gather"), mesh, steps)
+    assert (gather.size, gather.links) == (64, 6)
