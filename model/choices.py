@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, assert_never
 
 from annotated_types import Ge, Gt, Lt
 
@@ -98,6 +98,17 @@ class Activation(StrEnum):
     clamped_swiglu = "clamped_swiglu"
     geglu = "geglu"
     relu2 = "relu2"
+
+    @property
+    def gated(self) -> bool:
+        """Whether it multiplies the MLP's values by a gate."""
+        match self:
+            case Activation.swiglu | Activation.clamped_swiglu | Activation.geglu:
+                return True
+            case Activation.gelu | Activation.relu2:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Init(StrEnum):

@@ -156,7 +156,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether an MLP has a gate."""
-        return self.activation.endswith("glu")
+        return self.activation.gated
 
     @property
     def mlp_size(self) -> int:

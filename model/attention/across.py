@@ -16,7 +16,7 @@ H head dim.
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -111,18 +111,24 @@ def attend(
         window: as in `attention`, less than a whole row.
         soft_cap: as there.
     """
-    if way is ContextAttention.ring and window is None:
-        capped = {} if soft_cap is None else {"soft_cap": soft_cap}
-        passes = kernel.forward, kernel.backward
-        return partial(_ring, Kernel(*(partial(f, **capped) for f in passes)), axes)
     own = _xla if kernel is xla else kernel.attend
     whole = partial(own, window=window, soft_cap=soft_cap)
-    if way is ContextAttention.ring and window is not None:
-        return partial(attend_in_window, whole, window, kernel.MULTIPLE, axes)
-    if way is ContextAttention.ulysses:
-        return partial(_ulysses, whole, axes)
-    assert kernel is xla
-    return partial(_all_gather, axes, window, soft_cap)
+    match way:
+        case ContextAttention.ring if window is not None:
+            return partial(attend_in_window, whole, window, kernel.MULTIPLE, axes)
+        case ContextAttention.ring:
+            capped = {} if soft_cap is None else {"soft_cap": soft_cap}
+            passes = kernel.forward, kernel.backward
+            return partial(_ring, Kernel(*(partial(f, **capped) for f in passes)), axes)
+        case ContextAttention.ulysses:
+            return partial(_ulysses, whole, axes)
+        case ContextAttention.all_gather:
+            assert kernel is xla
+            return partial(_all_gather, axes, window, soft_cap)
+        case ContextAttention.auto:
+            raise AssertionError("settled by train/execution")
+        case _:
+            assert_never(way)
 
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
