@@ -198,7 +198,7 @@ def _plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
     began = time.monotonic()
     starts, lengths = packing.pieces(tokens.offsets, length)
     row_offsets = np.arange(len(starts) + 1)
-    if kind is Packing.best_fit:
+    if {Packing.best_fit: True, Packing.none: False}[kind]:
         order, row_offsets = packing.pack(lengths, length)
         starts, lengths = starts[order], lengths[order]
     try:

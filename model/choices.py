@@ -72,7 +72,14 @@ class RopeScaling:
     @property
     def most_turns(self) -> float:
         """How often those pairs turn that are just kept."""
-        return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
+        match self.kind:
+            case Scaling.yarn:
+                usual = 32.0
+            case Scaling.llama3 | Scaling.none | Scaling.linear:
+                usual = 4.0
+            case _:
+                assert_never(self.kind)
+        return self.fast_turns or usual
 
 
 Rate = Annotated[float, Ge(0), Lt(1)]

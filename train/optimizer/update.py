@@ -130,7 +130,7 @@ def _num_spoiled(new: Any, old: Any, most: float) -> jax.Array:
         spoiled = (jnp.abs(old) <= most) & ~(jnp.abs(new) <= most)
         return jnp.sum(spoiled, dtype=jnp.float32)
 
-    return optax.tree.sum(jax.tree.map(count, new, old))
+    return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
 
 
 def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
