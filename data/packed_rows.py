@@ -98,7 +98,7 @@ def write_plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> 
     start_s = time.monotonic()
     starts, lengths = packing.pieces(tokens.offsets, length)
     row_offsets = np.arange(len(starts) + 1)
-    if kind is Packing.best_fit:
+    if {Packing.best_fit: True, Packing.none: False}[kind]:
         order, row_offsets = packing.pack(lengths, length)
         starts, lengths = starts[order], lengths[order]
     try:

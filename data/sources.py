@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import assert_never
 
 import tiktoken
 
@@ -98,13 +99,16 @@ def open_sources(
         DataError: something is missing or damaged, or tokenizers differ, or there is
             no validation text where it is needed.
     """
-    if config.source is Source.python:
-        stores = {config.name: cached_store(config, beat)}
-    elif config.source is Source.text:
-        with _said_of("data.path", config.path or ""):
+    match config.source:
+        case Source.python:
             stores = {config.name: cached_store(config, beat)}
-    else:
-        stores = {name: _open(config, name) for name in _names(config)}
+        case Source.text:
+            with _said_of("data.path", config.path or ""):
+                stores = {config.name: cached_store(config, beat)}
+        case Source.tokens | Source.mixture:
+            stores = {name: _open(config, name) for name in _names(config)}
+        case _:
+            assert_never(config.source)
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(

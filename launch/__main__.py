@@ -9,7 +9,7 @@ the plan says that it is of no use.
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.job import environment_mistakes
@@ -36,15 +36,18 @@ def main(config: Any) -> int:
         act = render if config.action is Action.render else submit
         return act(config, flags.overrides, str(Path.cwd()))
     submission = submitted(run_directory(config))
-    if config.action is Action.resume:
-        typed = parse_flags(sys.argv[1:]).overrides
-        return resume(submission, typed, mistakes, config.force)
-    backend = BACKENDS[submission.kind]
-    if config.action is Action.logs:
-        return backend.logs(submission, config.follow)
-    if config.action is Action.stop:
-        return _stop(submission)
-    return _status(submission)
+    match config.action:
+        case Action.resume:
+            typed = parse_flags(sys.argv[1:]).overrides
+            return resume(submission, typed, mistakes, config.force)
+        case Action.logs:
+            return BACKENDS[submission.kind].logs(submission, config.follow)
+        case Action.stop:
+            return _stop(submission)
+        case Action.status:
+            return _status(submission)
+        case _:
+            assert_never(config.action)
 
 
 def mistakes(config: Any) -> list[Mistake]:

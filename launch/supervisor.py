@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from launch.job import Job
 from launch.policy import SAME_STEP, Verdict, judge, pause_after_crash
@@ -128,11 +128,21 @@ class Supervisor:
 
     def _next(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
         """Return the exit code, if this end is the last, and the seconds to wait."""
-        if verdict in (Verdict.done, Verdict.stop) or self._wait.asked is not None:
+        if self._wait.asked is not None:
             return code, 0
-        if verdict is Verdict.again:
-            log.info("ended with %d; again, this does not count", code)
-            return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
+        match verdict:
+            case Verdict.done | Verdict.stop:
+                return code, 0
+            case Verdict.again:
+                log.info("ended with %d; again, this does not count", code)
+                return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
+            case Verdict.crashed:
+                return self._after_crash(code)
+            case _:
+                assert_never(verdict)
+
+    def _after_crash(self, code: int) -> tuple[int | None, float]:
+        """Return the exit code, if no start follows, and the seconds to wait."""
         self._crashed_at.append(self.step())
         last = self._crashed_at[-SAME_STEP:]
         if len(last) == SAME_STEP and last[0] is not None and len({*last}) == 1:

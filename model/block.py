@@ -3,6 +3,8 @@
 Shapes: B batch, T time, D embed, F mlp.
 """
 
+from typing import assert_never
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -29,19 +31,27 @@ class Block(nnx.Module):
         """Make one layer, `routed` to experts or with one MLP."""
         F, self.dropout = config.mlp_size, config.dropout.residual
 
-        def norm(*places: NormPlacement) -> Normalize | None:
-            if config.norm_placement not in places:
+        match config.norm_placement:
+            case NormPlacement.before:
+                before, after = True, False
+            case NormPlacement.after:
+                before, after = False, True
+            case NormPlacement.both:
+                before, after = True, True
+            case _:
+                assert_never(config.norm_placement)
+
+        def norm(wanted: bool) -> Normalize | None:
+            if not wanted:
                 return None
             return Normalize(config, config.norm, embed=config.embed_dim)
 
-        before = NormPlacement.before, NormPlacement.both
-        after = NormPlacement.after, NormPlacement.both
-        self.attention_norm = norm(*before)
+        self.attention_norm = norm(before)
         self.attention = SelfAttention(config, rngs)
-        self.attention_output_norm = norm(*after)
-        self.mlp_norm = norm(*before)
+        self.attention_output_norm = norm(after)
+        self.mlp_norm = norm(before)
         self.mlp = Experts(config, rngs) if routed else MLP(config, F, rngs)
-        self.mlp_output_norm = norm(*after)
+        self.mlp_output_norm = norm(after)
 
     def __call__(
         self,
@@ -64,7 +74,7 @@ class Block(nnx.Module):
         h_BTD, routing = _through(self.mlp_norm, x_BTD), None
         with part("mlp"):
             if isinstance(self.mlp, Experts):
-                h_BTD, routing = self.mlp(h_BTD, how)
+                h_BTD, routing = self.mlp(h_BTD, segment_ids_BT, how)
             else:
                 h_BTD = self.mlp(h_BTD, how)
             how.note("mlp", h_BTD)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, assert_never
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -78,7 +78,14 @@ class RopeScaling:
     @property
     def most_turns(self) -> float:
         """How often those pairs turn that are just kept."""
-        return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
+        match self.kind:
+            case Scaling.yarn:
+                usual = 32.0
+            case Scaling.llama3 | Scaling.none | Scaling.linear:
+                usual = 4.0
+            case _:
+                assert_never(self.kind)
+        return self.fast_turns or usual
 
 
 Rate = Annotated[float, Ge(0), Lt(1)]
@@ -104,6 +111,17 @@ class Activation(StrEnum):
     clamped_swiglu = "clamped_swiglu"
     geglu = "geglu"
     relu2 = "relu2"
+
+    @property
+    def gated(self) -> bool:
+        """Whether it multiplies the MLP's values by a gate."""
+        match self:
+            case Activation.swiglu | Activation.clamped_swiglu | Activation.geglu:
+                return True
+            case Activation.gelu | Activation.relu2:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Init(StrEnum):

@@ -113,7 +113,8 @@ class ModelConfig:
     experts_every: Count = 1  # layers behind these: the last of as many has experts
     router: Scores = Scores.softmax  # scores of all experts together, or one by one
     router_normalized: bool = True  # the weights of a token's experts add up to 1
-    # Weight of the loss E sum(load x mean score), 1 where all experts get as much.
+    # Weight of the loss E sum(load x mean score), a mean over layers: 1 if all experts
+    # get the same load. That of transformers is experts_per_token times as large.
     router_aux_weight: Annotated[float, Ge(0)] = 0.0
     # Added after each step to the bias of an expert that got less than the mean, and
     # taken off where it got more; it only chooses, outside of the gradient; 0: none.
@@ -158,7 +159,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether an MLP has a gate."""
-        return self.activation.endswith("glu")
+        return self.activation.gated
 
     @property
     def mlp_size(self) -> int:

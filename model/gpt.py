@@ -9,7 +9,7 @@ H head dim.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -138,9 +138,13 @@ class GPT(nnx.Module):
         return run_pipeline(run, params, x_BTD, rows, how)
 
     def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
-        if self.config.position is not Position.rotary:
-            return None
-        return rotations(positions_BT, self.config)
+        match self.config.position:
+            case Position.rotary:
+                return rotations(positions_BT, self.config)
+            case Position.learned:
+                return None
+            case _:
+                assert_never(self.config.position)
 
     @property
     def _loops(self) -> list[tuple[list[Block], list[bool], Sequence[bool]]]:

@@ -6,7 +6,7 @@ G = N/K, H head dim, F mlp, L layers, V vocab.
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,18 @@ class Normalize(nnx.Module):
         """Start as the identity scale, over dims that are given by their axes."""
         dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
         info = ParamInfo(tuple(dims), Kind.vector)
-        self.kind, self.epsilon = kind, config.norm_epsilon
+        self.epsilon = config.norm_epsilon
         self.over = tuple(range(-len(dims), 0))
         self.offset = 1.0 if config.norm_unit_offset else 0.0
         scale = jnp.full(shape, 1.0 - self.offset, dtype)
         self.scale = nnx.Param(scale, info=info)
-        biased = kind is Norm.layernorm and config.bias
+        match kind:
+            case Norm.layernorm:
+                self.centred, biased = True, config.bias
+            case Norm.rmsnorm:
+                self.centred, biased = False, False
+            case _:
+                assert_never(kind)
         zeros = jnp.zeros(shape, dtype)
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
@@ -47,7 +53,7 @@ class Normalize(nnx.Module):
         """Normalize x over its last dims; the dtype stays."""
         with part("norm"):
             y = x.astype(jnp.float32)
-            if self.kind is Norm.layernorm:
+            if self.centred:
                 y = y - jnp.mean(y, axis=self.over, keepdims=True)
             variance = jnp.mean(y * y, axis=self.over, keepdims=True)
             scale = leading(self.scale[...], y.ndim).astype(y.dtype)
@@ -63,9 +69,16 @@ def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
 
     Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
     """
-    std = 0.02 if config.init is Init.gpt2 else fan_in**-0.5
-    residual = std / math.sqrt(2 * config.num_layers)
-    return std, 0.0 if config.init is Init.zero else residual
+    depth = math.sqrt(2 * config.num_layers)
+    match config.init:
+        case Init.gpt2:
+            return 0.02, 0.02 / depth
+        case Init.scaled:
+            return fan_in**-0.5, fan_in**-0.5 / depth
+        case Init.zero:
+            return fan_in**-0.5, 0.0
+        case _:
+            assert_never(config.init)
 
 
 class SelfAttention(nnx.Module):
@@ -88,8 +101,13 @@ class SelfAttention(nnx.Module):
         self.output = Linear("output", "btnh,nhd->btd", (N, H, D), out, **outward)
 
         def norm(**heads: int) -> Normalize | None:
-            heads = heads if config.qk_norm_over is NormSpan.projection else {}
-            dims = heads | {"head_dim": H}
+            match config.qk_norm_over:
+                case NormSpan.projection:
+                    dims = heads | {"head_dim": H}
+                case NormSpan.head:
+                    dims = {"head_dim": H}
+                case _:
+                    assert_never(config.qk_norm_over)
             return Normalize(config, Norm.rmsnorm, **dims) if config.qk_norm else None
 
         self.query_norm, self.key_norm = norm(heads=N), norm(kv_heads=K)
@@ -162,16 +180,23 @@ def activate(
     Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, for clamped_swiglu.
     """
     kind, limit = config.activation, config.swiglu_limit
-    if kind is Activation.clamped_swiglu and gate is not None:
-        gate, h = jnp.minimum(gate, limit), jnp.clip(h, -limit, limit)
-        return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (h + 1)
-    if kind is Activation.geglu and gate is not None:
-        return jax.nn.gelu(gate, approximate=True) * h
-    if gate is not None:
-        return jax.nn.silu(gate) * h
-    if kind is Activation.gelu:
-        return jax.nn.gelu(h, approximate=True)
-    return jnp.square(jax.nn.relu(h))
+    match kind:
+        case Activation.gelu:
+            return jax.nn.gelu(h, approximate=True)
+        case Activation.relu2:
+            return jnp.square(jax.nn.relu(h))
+        case Activation.swiglu:
+            assert gate is not None
+            return jax.nn.silu(gate) * h
+        case Activation.geglu:
+            assert gate is not None
+            return jax.nn.gelu(gate, approximate=True) * h
+        case Activation.clamped_swiglu:
+            assert gate is not None
+            gate, h = jnp.minimum(gate, limit), jnp.clip(h, -limit, limit)
+            return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (h + 1)
+        case _:
+            assert_never(kind)
 
 
 class MLP(nnx.Module):

@@ -12,6 +12,7 @@ with the weight's own dims are the form that XLA's CPU is fast on.
 import re
 import zlib
 from functools import partial
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,15 @@ def product(
     """
     if quantization is not None:
         how = compute, parts, quantization.emulated
-        if quantization.dtype is ComputeDtype.float8:
-            return float8_product(spec, a, b, *how)  # pyright: ignore[reportReturnType]
-        return int8_product(spec, a, b, *how, keys_BT)  # pyright: ignore[reportReturnType]
+        match quantization.dtype:
+            case ComputeDtype.float8:
+                return float8_product(spec, a, b, *how)  # pyright: ignore[reportReturnType]
+            case ComputeDtype.int8:
+                return int8_product(spec, a, b, *how, keys_BT)  # pyright: ignore[reportReturnType]
+            case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
+                raise AssertionError(f"{quantization.dtype} has no eight bits")
+            case _:
+                assert_never(quantization.dtype)
     return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
 
 

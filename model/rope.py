@@ -8,7 +8,7 @@ Shapes: B batch, T time, N heads, H head dim, P pairs that are rotated, R = 2P.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -74,28 +74,29 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
     """
     pairs = R // 2
     usual = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    if scaling.kind is Scaling.none:
-        return usual
-    slowed = usual / scaling.factor
-    if scaling.kind is Scaling.linear:
-        return slowed
-    length = scaling.original_length
-    assert length is not None, "a mistake of the config"
+    slowed, length = usual / scaling.factor, scaling.original_length or 0
     slow, fast = scaling.slow_turns, scaling.most_turns
-    if scaling.kind is Scaling.llama3:
-        turns = usual * (length / (2 * math.pi))
-        kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
-    else:
-        # The pairs that turn so often in a row of the earlier training.
-        first, last = (
-            R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
-            for turns in (fast, slow)
-        )
-        if scaling.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, R - 1)
-        behind = jnp.arange(pairs, dtype=jnp.float32) - first
-        kept = 1 - jnp.clip(behind / (last - first or 0.001), 0, 1)
+    match scaling.kind:
+        case Scaling.none:
+            return usual
+        case Scaling.linear:
+            return slowed
+        case Scaling.llama3:
+            turns = usual * (length / (2 * math.pi))
+            kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
+        case Scaling.yarn:
+            # The pairs that turn so often in a row of the earlier training.
+            first, last = (
+                R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
+                for turns in (fast, slow)
+            )
+            if scaling.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, R - 1)
+            behind = jnp.arange(pairs, dtype=jnp.float32) - first
+            kept = 1 - jnp.clip(behind / (last - first or 0.001), 0, 1)
+        case _:
+            assert_never(scaling.kind)
     return kept * usual + (1 - kept) * slowed
 
 

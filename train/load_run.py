@@ -57,7 +57,8 @@ def load_run(
     sources = open_sources(config.data)
     path = run_folder(directory or "")
     check_data(path, sources)
-    program = in_microbatches(make_program_here(config), microbatches)
+    num_tokens = sources.encoding.n_vocab
+    program = in_microbatches(make_program_here(config, num_tokens), microbatches)
     saved = SavedSteps(path / "checkpoints", run_id=known_run_id(path))
     number = saved.best() if step == "best" else step
     step, params = saved.restore_params(program.state, number)
@@ -74,7 +75,7 @@ def in_microbatches(program: Program, wanted: int) -> Program:
     return program.trained(replace(program.config.train, accumulation_steps=parts))
 
 
-def make_program_here(config: Config) -> Program:
+def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
     """Lay a run's program out on the devices of this machine.
 
     On the run's own mesh if that fits them; else, and where that is a pipeline (for
@@ -85,7 +86,7 @@ def make_program_here(config: Config) -> Program:
         ConfigError: if it fits on no number of them.
     """
     try:
-        return _on_a_mesh(config)
+        return _on_a_mesh(config, num_tokens)
     except ConfigError as error:
         refused = {mistake.key for mistake in error.mistakes}
         if not (instead := _instead(config.model, refused)):
@@ -94,7 +95,8 @@ def make_program_here(config: Config) -> Program:
         before = getattr(config.model, key)
         message = "not for these devices: model.%s=%s; taken instead: %s"
         log.warning(message, key, before, value)
-    return make_program_here(replace(config, model=replace(config.model, **instead)))
+    config = replace(config, model=replace(config.model, **instead))
+    return make_program_here(config, num_tokens)
 
 
 def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
@@ -111,13 +113,13 @@ def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
     }
 
 
-def _on_a_mesh(config: Config) -> Program:
+def _on_a_mesh(config: Config, num_tokens: int | None) -> Program:
     """Return the program on the run's mesh, or on one that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
     wrong = ConfigError([])
     try:
         if config.mesh.pipeline == 1:
-            return make_program(config)
+            return make_program(config, num_tokens=num_tokens)
     except ConfigError as error:
         wrong = error
     params, activations = config.mesh.params, config.mesh.activations
@@ -126,7 +128,7 @@ def _on_a_mesh(config: Config) -> Program:
     for count in range(len(devices), 0, -1):
         try:
             if batch_size % count == 0:
-                program = make_program(here, devices[:count])
+                program = make_program(here, devices[:count], num_tokens=num_tokens)
                 log.info("not the run's mesh on these devices: fsdp %d", count)
                 return program
         except ConfigError as error:

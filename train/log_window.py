@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import numpy as np
 
 from data.batches import Order
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
-from train.numerics import Culprit, by_layer, culprit
+from train.numerics import PREFIX, Culprit, by_layer, culprit
 from train.program import Program
 from train.run.directory import RunDir
+from train.run.metrics import tokens_at
 from train.step import Metrics
 
 # A warning about slow data needs this share of the training time, over so many seconds.
@@ -39,11 +41,12 @@ class LogWindow:
         self._first_window = True  # it also fills the buffer of batches
         self._warned = False
         self._lapped_wait = 0.0
+        self._tokens: int | None = None  # targets of all steps so far; None: not known
         self._open()
 
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
-        self._read = self._lapped_steps = 0
+        self._read = self._lapped_steps = self._targets = 0
         self._began, self._paused = time.monotonic(), 0.0
         self._waited = self._feed.seconds_waited
 
@@ -91,16 +94,27 @@ class LogWindow:
     def read(self, step: int, progress: Progress) -> None:
         """Wait for the devices, and record what steps tell besides their line.
 
-        Before a save: no start does again what that holds.
+        It comes before a save: no start does again what that holds, so the number of
+        tokens so far gets a line too.
 
         Args:
             step: completed updates.
             progress: what the user sees.
         """
+        self._run.log(step, {"tokens": self._read_all(step, progress)})
+
+    def _read_all(self, step: int, progress: Progress) -> int:
+        """Read and record the steps that are unread; return the tokens so far."""
         steps = jax.device_get(self._metrics[self._read :])
         self._metrics[self._read :] = steps
-        self._read = len(self._metrics)
-        self.record(step - len(steps), steps, progress)
+        self._read, before = len(self._metrics), step - len(steps)
+        if self._tokens is None:
+            run, per_step = self._run, self._program.tokens_per_step
+            self._tokens = tokens_at(run.path, before, per_step) if run.write else 0
+        targets = sum(int(metrics["targets"]) for metrics in steps)
+        self._targets, self._tokens = self._targets + targets, self._tokens + targets
+        self.record(before, steps, progress)
+        return self._tokens
 
     def close(self, step: int, progress: Progress, write: bool) -> float:
         """Wait for the devices, show and record the window, open the next.
@@ -113,30 +127,28 @@ class LogWindow:
         Returns:
             The seconds that its steps took.
         """
-        self.read(step, progress)
+        tokens = self._read_all(step, progress)
         steps = self._metrics
         seconds = time.monotonic() - self._began - self._paused
         waited = self._feed.seconds_waited - self._waited
         program, last = self._program, steps[-1]
-        speed = program.tokens_per_step * len(steps) / seconds
-        flops = program.flops_per_step * len(steps) / seconds
-        mfu = flops / self.peak if self.peak else None
+        flops_per_token = program.flops_per_step / program.tokens_per_step
+        speed = self._targets / seconds
+        mfu = flops_per_token * speed / self.peak if self.peak else None
         self._lap(step=step)
         self._warn(seconds, waited, progress)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
+        values: dict[str, float] = {"tokens": tokens}
         if write:
-            values = {
-                "loss": loss,
-                "grad_norm": float(last["grad_norm"]),
-                "learning_rate": float(last["learning_rate"]),
-                "tokens": step * program.tokens_per_step,
-                "flops": step * program.flops_per_step,
+            values = _as_line(last) | {
+                "tokens": tokens,
+                "flops": tokens * flops_per_token,
                 "tokens_per_second": speed,
                 "step_seconds": seconds / len(steps),
                 "mfu": math.nan if mfu is None else mfu,
             }
-            self._run.log(step, values | _loads(last))
+        self._run.log(step, values)
         self._open()
         return seconds
 
@@ -152,8 +164,9 @@ class LogWindow:
                 continue
             self.skipped_in_a_row += 1
             values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
-            finite = all(map(math.isfinite, values.values()))
-            reason = "spike" if finite else "not finite"
+            reason = "the update overflows" if metrics.get("overflow") else "spike"
+            if not all(map(math.isfinite, values.values())):
+                reason = "not finite"
             batch = self._order.batch_number(step - 1)
             of_step = {"step": step, "batch": batch, **values, "reason": reason}
             if figures and (found := culprit(metrics, self._watched)):
@@ -188,8 +201,17 @@ class LogWindow:
             )
 
 
-def _loads(metrics: Metrics) -> dict[str, float]:
-    """Return the load of the most loaded expert over the mean, worst and by layer."""
-    loads = [float(load) for load in metrics.get("expert_load", ())]
-    by_layer = {f"expert_load/{i}": load for i, load in enumerate(loads)}
-    return {"expert_load": max(loads), **by_layer} if loads else {}
+def _as_line(metrics: Metrics) -> dict[str, float]:
+    """Return all metrics of a step, but for the figures that `by_layer` gives.
+
+    A metric of several layers has a key for each of them, and its largest value under
+    its own name.
+    """
+    values = dict[str, float]()
+    for name, value in metrics.items():
+        if name.startswith(PREFIX):
+            continue
+        values[name] = float(np.max(value))
+        if np.ndim(value):
+            values |= {f"{name}/{i}": float(each) for i, each in enumerate(value)}
+    return values

@@ -32,6 +32,7 @@ def loss_sum(
     how: Execution,
     z_loss: float,
     chunk: int | None,
+    num_tokens: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
@@ -42,12 +43,14 @@ def loss_sum(
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: positions C of a row whose logits exist at once; None: all of a row's
             with a small vocabulary, else about 128.
+        num_tokens: The number of ids that the tokenizer has. Larger ids only pad the
+            vocabulary and have no probability. None: the whole vocabulary.
 
     Returns:
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
         has no gradient; and what routers did, whose own loss is not in these.
     """
-    x_BTD, tiled, routing = _features(model, batch, how, z_loss, chunk)
+    x_BTD, tiled, routing = _features(model, batch, how, z_loss, chunk, num_tokens)
     with jax.named_scope("loss"), part("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
@@ -56,7 +59,11 @@ def loss_sum(
 
 
 def row_sums(
-    model: GPT, batch: Batch, how: Execution, num_tokens: int, chunk: int | None
+    model: GPT,
+    batch: Batch,
+    how: Execution,
+    num_tokens: int | None,
+    chunk: int | None,
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
     """Sum the cross-entropy of each row's targets, and count those a model misses.
 
@@ -64,22 +71,27 @@ def row_sums(
         model: with its parameters bound.
         batch: int32 [B, T] fields; targets that are negative do not count.
         how: execution.
-        num_tokens: of the tokenizer; larger ids have no probability.
+        num_tokens: as in `loss_sum`.
         chunk: as in `loss_sum`.
 
     Returns:
         float32: nats, and how many targets are not the likeliest token (of several
         the first).
     """
-    x_BTD, tiled, _ = _features(model, batch, how, 0.0, chunk)
-    tiled = tiled._replace(num_tokens=num_tokens, by_row=True)
+    x_BTD, tiled, _ = _features(model, batch, how, 0.0, chunk, num_tokens)
+    tiled = tiled._replace(by_row=True)
     with jax.named_scope("loss"), part("head"):
         sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
         return sums
 
 
 def _features(
-    model: GPT, batch: Batch, how: Execution, z_loss: float, chunk: int | None
+    model: GPT,
+    batch: Batch,
+    how: Execution,
+    z_loss: float,
+    chunk: int | None,
+    num_tokens: int | None,
 ) -> tuple[Float[Array, "B T D"], "_Tiled", Routing | None]:
     """Run the layers; return what comes out, and what makes a loss of it."""
     x_BTD, _, routing = model.features(
@@ -88,7 +100,9 @@ def _features(
     size = model.config.vocab_size or 0
     C = tile(x_BTD.shape[1], size, chunk)
     nearest = how._replace(keys_BT=None)
-    tiled = _Tiled(C, model.config, nearest, z_loss, model.head_axes, size)
+    tiled = _Tiled(
+        C, model.config, nearest, z_loss, model.head_axes, num_tokens or size
+    )
     return x_BTD, tiled, routing
 
 

@@ -75,6 +75,7 @@ class Prepared:
             self._loaded = load_tasks(self._asked)
         encoding = encoding_of(self.config.data)
         vocab = padded_vocab_size(encoding), encoding.n_vocab
+        self._num_tokens = encoding.n_vocab
         self._check_vocab = partial(settle, self.config, *vocab)
         if self.config.mesh.planned:
             self._check_vocab()  # no layout is worth looking for
@@ -89,7 +90,8 @@ class Prepared:
 
     def _lay_out(self) -> Mapping[str, str]:
         self.program, _ = check_all(
-            lambda: make_program(self.config), self._check_vocab
+            lambda: make_program(self.config, num_tokens=self._num_tokens),
+            self._check_vocab,
         )
         data = self.config.data
         sources, sets = open_sources(data, self._beat), self.config.eval.paths

@@ -65,6 +65,8 @@ class Program:
     how: Execution
     state: TrainState  # of jax.ShapeDtypeStruct
     batch: Batch  # of jax.ShapeDtypeStruct
+    # The tokenizer's ids, as `loss_sum` takes them; None: the whole vocabulary.
+    num_tokens: int | None = None
 
     @property
     def shardings(self) -> TrainState:
@@ -93,7 +95,7 @@ class Program:
     def _jit_step(self, watched: bool):
         train, seed = self.config.train, self.config.seed
         step = make_train_step(
-            self.model, self.optimizer, self.how, train, seed, watched
+            self.model, self.optimizer, self.how, train, seed, watched, self.num_tokens
         )
         return jax.jit(
             step,
@@ -110,7 +112,7 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(self.model, self.how, self.config.train)
+        step = make_eval_step(self.model, self.how, self.config.train, self.num_tokens)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -218,6 +220,7 @@ def make_program(
     config: Config,
     devices: Sequence[Device] | None = None,
     schedule_steps: int | None = None,
+    num_tokens: int | None = None,
 ) -> Program:
     """Lay a settled config out on devices.
 
@@ -226,6 +229,8 @@ def make_program(
         devices: default: all there are.
         schedule_steps: the schedule's length, if not train.num_steps: a run that goes
             on beyond its first end keeps its schedule, at the last value.
+        num_tokens: The number of ids that the tokenizer has; larger ones have no
+            probability. None: the model's whole vocabulary has.
 
     Raises:
         ConfigError: if it does not fit on them, with all that does not.
@@ -282,4 +287,5 @@ def make_program(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
         batch=Batch(rows, rows, rows if data.document_mask else None, rows),
+        num_tokens=num_tokens,
     )

@@ -99,7 +99,9 @@ def _start(
     schedule_steps = run.continuation.schedule_steps
     try:
         if schedule_steps != config.train.num_steps:
-            program = make_program(config, schedule_steps=schedule_steps)
+            program = make_program(
+                config, schedule_steps=schedule_steps, num_tokens=program.num_tokens
+            )
         compiling = _compile(program)
         order = Order(sources, config.data, config.seed)
         describe(program)

@@ -36,6 +36,7 @@ def make_train_step(
     config: TrainConfig,
     seed: int,
     watched: bool = False,
+    num_tokens: int | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
 
@@ -43,32 +44,38 @@ def make_train_step(
 
     The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
     target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
-    left out, because one of the first two was not finite or a spike). With experts
-    also expert_load, of each layer that has them: the tokens of the expert that got
+    left out: one of the first two was not finite or a spike, or the update overflows),
+    overflow (1 if that was why), targets (how many the batch has). With experts also
+    expert_load, of each layer that has them: the tokens of the expert that got
     most over the mean. A watched step makes the same update, and has figures of its
     layers besides (train/numerics.py).
     """
-    gradients = make_gradients(model, how, config, watched)
+    gradients = make_gradients(model, how, config, watched, num_tokens)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
         if how.rounds_at_random or model.config.dropout != Dropout():
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
-        loss, grads, load, *noted = gradients(state.params, batch, seeds_BT)
+        loss, grads, load, num_targets, *noted = gradients(
+            state.params, batch, seeds_BT
+        )
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
+        now = jnp.stack([loss, norm])
         if recent is not None and config.skip_sigma is not None:
-            now = jnp.stack([loss, norm])
             accepted &= ~is_spike(recent, now, config.skip_sigma)
+        with jax.named_scope("optimizer"):
+            params, opt, fine = optimizer.update(
+                grads, norm, state.optimizer, state.params, state.step, accepted
+            )
+        overflow = accepted & ~fine
+        accepted = fine
+        if recent is not None:
             recent = jax.tree.map(
                 lambda new, old: jnp.where(accepted, new, old),
                 *(remember(recent, now), recent),
-            )
-        with jax.named_scope("optimizer"):
-            params, opt = optimizer.update(
-                grads, norm, state.optimizer, state.params, state.step, accepted
             )
         of_layers = {}
         if noted:
@@ -79,6 +86,8 @@ def make_train_step(
             "grad_norm": norm,
             "learning_rate": optimizer.learning_rate(state.step),
             "skipped": jnp.where(accepted, 0.0, 1.0),
+            "overflow": jnp.where(overflow, 1.0, 0.0),
+            "targets": num_targets.astype(jnp.float32),
         }
         if load is not None:
             metrics["expert_load"] = jnp.max(load, axis=1) / jnp.mean(load, axis=1)
@@ -90,13 +99,18 @@ def make_train_step(
 
 
 def make_gradients(
-    model: GPT, how: Execution, config: TrainConfig, watched: bool = False
+    model: GPT,
+    how: Execution,
+    config: TrainConfig,
+    watched: bool = False,
+    num_tokens: int | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Build `gradients(params, batch, seeds_BT=None) -> (loss, gradients, load)`.
+    """Build `gradients(params, batch, seeds_BT=None)`.
 
-    They are of all microbatches. The load is how many tokens each expert got, [L, E];
+    It returns the loss, its gradients, the load and the number of targets, of all
+    microbatches. The load is how many tokens each expert got, [L, E], without padding;
     None without experts. What is drawn at random has int32 seeds, one a position.
-    Where layers are watched, what they noted comes behind these (model/taps.py).
+    Where layers are watched, what they noted comes after these (model/taps.py).
 
     Each device takes its own rows: weights are gathered and their gradients scattered
     where they are used (model/gather.py). Copies along other axes (data) add up once a
@@ -108,8 +122,8 @@ def make_gradients(
     def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
         batch, _ = rows
         with jax.named_scope("targets"):
-            num_targets = jnp.maximum(1, over_rows(jnp.sum(batch.targets >= 0), how))
-            num_tokens = over_rows(batch.inputs.size, how)
+            found, num_counted = _counts(batch, how, routed=shape[0] > 0)
+            num_targets = jnp.maximum(1, found)
         rows = after_count(num_targets, rows) if how.platform == "cpu" else rows
 
         def mean_loss(
@@ -121,10 +135,13 @@ def make_gradients(
             if seeds_BT is not None:
                 keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
                 own = own._replace(keys_BT=keys_BT)
-            loss, nats, routing = loss_sum(bound, part, own, config.z_loss, chunk)
+            loss, nats, routing = loss_sum(
+                bound, part, own, config.z_loss, chunk, num_tokens
+            )
             loss, load = loss / num_targets, None
             if routing is not None:
-                loss, load = loss + jnp.mean(routing.loss) / num_tokens, routing.load_E
+                loss += jnp.mean(routing.loss) / num_counted
+                load = routing.load_E
             return loss, (nats / num_targets, load, taps and taps.of_stacks())
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
@@ -147,17 +164,34 @@ def make_gradients(
             if noted is not None:
                 mean = partial(jnp.mean, axis=0)
                 noted = noted.reduced(partial(jnp.max, axis=0), mean)
-        result = over_rows(loss, how), over_copies(grads, infos, how), load
+        result = over_rows(loss, how), over_copies(grads, infos, how), load, found
         return result if noted is None else (*result, of_all_rows(noted, how))
 
     infos = param_infos(model)
     shape = model.config.expert_layers, model.config.num_experts
 
     def results(specs: Any) -> Any:
-        return REPLICATED, specs, REPLICATED, *[REPLICATED] * watched
+        return REPLICATED, specs, REPLICATED, REPLICATED, *[REPLICATED] * watched
 
     on_devices = by_rows(gradients, how, infos, results)
     return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
+
+
+def _counts(
+    batch: Batch, how: Execution, routed: bool
+) -> tuple[Int[Array, ""], Int[Array, ""] | int]:
+    """Count the targets of all devices' rows, and the positions that routers balance.
+
+    One all-reduce does both. Positions that are not `routed` need no count.
+    """
+    num_targets = jnp.sum(batch.targets >= 0)
+    if not routed:
+        return over_rows(num_targets, how), 1
+    if batch.segment_ids is None:
+        return over_rows(num_targets, how), over_rows(batch.inputs.size, how)
+    num_counted = jnp.sum(batch.segment_ids > 0)
+    both = over_rows(jnp.stack([num_targets, num_counted]), how)
+    return both[0], jnp.maximum(1, both[1])
 
 
 def after_count(
@@ -208,18 +242,23 @@ def split(rows: Any, parts: int) -> Any:
 
 
 def make_eval_step(
-    model: GPT, how: Execution, config: TrainConfig
+    model: GPT,
+    how: Execution,
+    config: TrainConfig,
+    num_tokens: int | None = None,
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Build `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
-    In the microbatches of a train step: what fits the memory there fits it here.
+    It runs in the microbatches of a train step: what fits the memory there fits it
+    here. `num_tokens` is as in `loss_sum`.
     """
     microbatches = config.accumulation_steps
 
     def eval_step(how: Execution, params: Any, batch: Batch):
         def sums(part: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
             chunk = config.loss_chunk_tokens
-            _, nats, _ = loss_sum(bind(model, params), part, how, 0.0, chunk)
+            bound = bind(model, params)
+            _, nats, _ = loss_sum(bound, part, how, 0.0, chunk, num_tokens)
             return nats, jnp.sum(part.targets >= 0)
 
         def add(total: Any, part: Batch) -> tuple[Any, None]:
@@ -236,11 +275,11 @@ def make_eval_step(
 
 
 def make_score_step(
-    model: GPT, how: Execution, config: TrainConfig, num_tokens: int
+    model: GPT, how: Execution, config: TrainConfig, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
     """Build `score_step(params, batch) -> (nats, misses)` of each row, as `row_sums`.
 
-    `num_tokens`: of the tokenizer; what pads the vocabulary beyond has no probability.
+    `num_tokens` is as in `loss_sum`.
     """
 
     def score_step(how: Execution, params: Any, batch: Batch):

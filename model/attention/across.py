@@ -17,7 +17,7 @@ K key/value heads, H head dim.
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -116,22 +116,27 @@ def attend(
         window: as in `attention`; shorter than a row.
         soft_cap: as in `attention`.
     """
-    if way is ContextAttention.ring and window is None:
-        options = {} if soft_cap is None else {"soft_cap": soft_cap}
-        passes = Kernel(
-            forward=partial(kernel.forward, **options),
-            backward=partial(kernel.backward, **options),
-        )
-        return partial(_ring, passes, axes)
-    if way is ContextAttention.all_gather:
-        assert kernel is xla
-        return partial(_all_gather, axes, window, soft_cap)
     attend_rows = _attend_with_xla if kernel is xla else kernel.attend
     attend_rows = partial(attend_rows, window=window, soft_cap=soft_cap)
-    if way is ContextAttention.ulysses:
-        return partial(_ulysses, attend_rows, axes)
-    assert window is not None
-    return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
+    match way:
+        case ContextAttention.ring if window is not None:
+            return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
+        case ContextAttention.ring:
+            options = {} if soft_cap is None else {"soft_cap": soft_cap}
+            passes = Kernel(
+                forward=partial(kernel.forward, **options),
+                backward=partial(kernel.backward, **options),
+            )
+            return partial(_ring, passes, axes)
+        case ContextAttention.ulysses:
+            return partial(_ulysses, attend_rows, axes)
+        case ContextAttention.all_gather:
+            assert kernel is xla
+            return partial(_all_gather, axes, window, soft_cap)
+        case ContextAttention.auto:
+            raise AssertionError("train/execution.py settles `auto`")
+        case _:
+            assert_never(way)
 
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:

@@ -17,6 +17,7 @@ hidden dim, E experts of a device, S devices.
 
 import math
 from collections.abc import Sequence
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +73,13 @@ def on_device(
     arrays = x_BTD, experts_BTk, weights_BTk
     x_nD, experts_nk, weights_nk = (a.reshape(n, a.shape[-1]) for a in arrays)
     held = HeldExperts(matrices, biases, config, how, apart, shared)
-    ragged = apart and how.expert_exchange is ExpertExchange.ragged
-    run = _by_sending if ragged else _by_gathering
+    match how.expert_exchange:
+        case ExpertExchange.ragged if apart:
+            run = _by_sending
+        case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
+            run = _by_gathering  # of one device's experts neither sends anything
+        case _:
+            assert_never(how.expert_exchange)
     y_nD, counts = run(x_nD, experts_nk, weights_nk, held)
     return y_nD.reshape(x_BTD.shape), counts
 

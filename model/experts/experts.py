@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from model.axes import mesh_axes
 from model.config import ModelConfig
@@ -64,11 +64,14 @@ class Experts(nnx.Module):
         self.shared = MLP(config, shared, rngs) if shared else None
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], how: Execution
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segment_ids_BT: Int[Array, "B T"] | None,
+        how: Execution,
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        """Apply position by position."""
+        """Apply position by position; segment 0 is padding, which balances nothing."""
         with part("router"):
-            choice, routing = self.router(x_BTD, how)
+            choice, routing = self.router(x_BTD, segment_ids_BT, how)
         y_BTD = self._routed(x_BTD, choice, how)
         if self.shared is not None:
             with part("shared"):

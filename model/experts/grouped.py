@@ -18,6 +18,7 @@ Shapes: M rows, D inputs, F outputs, E experts.
 """
 
 from functools import partial
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -124,15 +125,25 @@ def grouped_rows(
     body: Grouped,
 ) -> jax.Array:
     """Multiply rows [M, D] by w[e], or rows [M, F] by w[e] transposed."""
-    if body is Grouped.ragged:
-        pairs = (((1,), (2 if transposed else 1,)), ((), ()))
-        of_rows = RaggedDotDimensionNumbers(pairs, (0,), (0,))
-        y = ragged_dot_general(x, w, sizes, of_rows, preferred_element_type=dtype)
-        return jnp.where(jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes), y, 0)
-    if body is Grouped.scan:
-        return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
-    if body is Grouped.triton:
-        return grouped_triton.by_rows(x, w, sizes, transposed, dtype)
+    match body:
+        case Grouped.ragged:
+            pairs = (((1,), (2 if transposed else 1,)), ((), ()))
+            of_rows = RaggedDotDimensionNumbers(pairs, (0,), (0,))
+            y = ragged_dot_general(x, w, sizes, of_rows, preferred_element_type=dtype)
+            return jnp.where(jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes), y, 0)
+        case Grouped.scan:
+            return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
+        case Grouped.triton:
+            return grouped_triton.by_rows(x, w, sizes, transposed, dtype)
+        case Grouped.megablox:
+            return _megablox_rows(x, w, sizes, transposed, dtype)
+        case _:
+            assert_never(body)
+
+
+def _megablox_rows(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool, dtype: DTypeLike
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     M, tiling = x.shape[0], _tiling(x.shape[0])
@@ -147,15 +158,25 @@ def grouped_matrices(
     x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: DTypeLike, body: Grouped
 ) -> jax.Array:
     """Multiply an expert's rows [M, D], transposed, by its rows [M, F]."""
-    if body is Grouped.ragged:
-        of_experts = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-        return ragged_dot_general(
-            x, dy, sizes, of_experts, preferred_element_type=dtype
-        )
-    if body is Grouped.scan:
-        return grouped_scan.by_experts(x, dy, sizes, dtype)
-    if body is Grouped.triton:
-        return grouped_triton.by_experts(x, dy, sizes, dtype)
+    match body:
+        case Grouped.ragged:
+            of_experts = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+            return ragged_dot_general(
+                x, dy, sizes, of_experts, preferred_element_type=dtype
+            )
+        case Grouped.scan:
+            return grouped_scan.by_experts(x, dy, sizes, dtype)
+        case Grouped.triton:
+            return grouped_triton.by_experts(x, dy, sizes, dtype)
+        case Grouped.megablox:
+            return _megablox_matrices(x, dy, sizes, dtype)
+        case _:
+            assert_never(body)
+
+
+def _megablox_matrices(
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: DTypeLike
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiling = _tiling(x.shape[0])

@@ -3,12 +3,12 @@
 Shapes: B batch, T time, k experts of each token, D embed, E experts, L layers.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from model.axes import wide
 from model.choices import Scores
@@ -21,7 +21,7 @@ from model.params import Kind, ParamInfo
 
 
 class Routing(NamedTuple):
-    """What a layer's router did with the tokens of all devices.
+    """What a layer's router did with the tokens of all devices, padding left out.
 
     load_E: float32, how many tokens each expert got.
     loss: float32, what it adds to the loss, summed over a device's own tokens.
@@ -57,9 +57,15 @@ class Router(nnx.Module):
         self.bias = nnx.Param(own, info=info) if config.bias else None
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], how: Execution
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segment_ids_BT: Int[Array, "B T"] | None,
+        how: Execution,
     ) -> tuple[Choice, Routing]:
         """Choose experts, in float32 throughout.
+
+        Padding, the positions of segment 0, chooses experts too, but neither the load
+        nor the loss counts it. Without segments every position counts.
 
         Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the loss of the
         load; ST-MoE, arXiv:2202.08906, section 2.2, for that of the logits;
@@ -73,10 +79,13 @@ class Router(nnx.Module):
             logits_BTE = product("btd,de->bte", x_BTD, weight, jnp.float32, parts)
         if self.bias is not None:
             logits_BTE = logits_BTE + leading(self.bias[...].astype(jnp.float32), 3)
-        if config.router is Scores.softmax:
-            scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-        else:
-            scores_BTE = jax.nn.sigmoid(logits_BTE)
+        match config.router:
+            case Scores.softmax:
+                scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+            case Scores.sigmoid:
+                scores_BTE = jax.nn.sigmoid(logits_BTE)
+            case _:
+                assert_never(config.router)
         ranked_BTE = jax.lax.stop_gradient(scores_BTE)
         if self.balance is not None:
             bias_E = jax.lax.stop_gradient(self.balance[...]).astype(jnp.float32)
@@ -89,15 +98,37 @@ class Router(nnx.Module):
         )
         if config.router_normalized:
             weights_BTk = weights_BTk / jnp.sum(weights_BTk, axis=-1, keepdims=True)
-        load_E = jnp.sum(chosen_BTkE, axis=(0, 1, 2), dtype=jnp.float32)
+        routing = self._balance(
+            logits_BTE, scores_BTE, chosen_BTkE, segment_ids_BT, how
+        )
+        return Choice(experts_BTk, weights_BTk), routing
+
+    def _balance(
+        self,
+        logits_BTE: Float[Array, "B T E"],
+        scores_BTE: Float[Array, "B T E"],
+        chosen_BTkE: Bool[Array, "B T k E"],
+        segment_ids_BT: Int[Array, "B T"] | None,
+        how: Execution,
+    ) -> Routing:
+        """Count each expert's tokens, and add up the losses that balance them."""
+        config, E = self.config, self.config.num_experts
+
+        def counted(x_BTE: jax.Array) -> jax.Array:
+            if segment_ids_BT is None:
+                return x_BTE
+            return jnp.where(segment_ids_BT[..., None] > 0, x_BTE, 0)
+
+        load_BTE = counted(jnp.sum(chosen_BTkE, axis=2, dtype=jnp.float32))
+        load_E = jnp.sum(load_BTE, axis=(0, 1))
         load_E = jax.lax.psum(load_E, wide(how.rules.by_hand))
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:
             shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
-            fair_E = load_E * (E / jnp.sum(load_E))
-            aux = jnp.sum(shares_BTE * fair_E[None, None])
+            fair_E = load_E * (E / jnp.maximum(1, jnp.sum(load_E)))
+            aux = jnp.sum(counted(shares_BTE) * fair_E[None, None])
             loss = loss + config.router_aux_weight * aux
         if config.router_z_weight:
-            z_BT = jax.nn.logsumexp(logits_BTE, axis=-1)
-            loss = loss + config.router_z_weight * jnp.sum(jnp.square(z_BT))
-        return Choice(experts_BTk, weights_BTk), Routing(load_E, loss)
+            z_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
+            loss = loss + config.router_z_weight * jnp.sum(counted(jnp.square(z_BT1)))
+        return Routing(load_E, loss)

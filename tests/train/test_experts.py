@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data.batches import Order
+from data.rows import padding
 from tests.train.test_meshes import distance
 from train.config import MESH_AXES
 from train.errors import ConfigError
@@ -138,3 +139,60 @@ def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):
     assert bias.any()
     assert metrics["expert_load"].shape == (1,)
     assert metrics["expert_load"][0] > 1
+
+
+PADDED = "data.sequence_length=96"
+NO_AUX = ("model.router_aux_weight=0",)
+
+
+def with_padding(batch, lengths):
+    """Give rows of 96 positions, of which each begins with some of a batch's."""
+    longer = padding(len(lengths), 96)
+    for row, length in enumerate(lengths):
+        for field, values in zip(longer, batch, strict=True):
+            field[row, :length] = values[row, :length]
+    return longer
+
+
+@pytest.fixture(scope="module")
+def short(programs, store):
+    return Order(store, programs(*MOE, devices=1).config.data, 0).read(0)
+
+
+def test_padding_balances_no_expert(gradients, short):
+    """Load, auxiliary loss, z-loss and their gradients are those of the text."""
+    loss, grads, load = gradients(*MOE, devices=1, batch=short)
+    batch = with_padding(short, [32] * 8)
+    found = gradients(*MOE, PADDED, devices=1, batch=batch)
+    np.testing.assert_array_equal(found[2], load)
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    assert distance(found[1], grads) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.data=2", "mesh.fsdp=4"),
+        pytest.param(
+            ("mesh.data=2", "mesh.context=2", "mesh.expert=2"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("mesh.pipeline=2", "mesh.data=4", *NO_AUX), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("train.accumulation_steps=2", "mesh.data=4", "mesh.tensor=2", *NO_AUX),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_devices_with_unequal_padding_balance_as_one_does(gradients, short, mesh):
+    """A microbatch's loss of the load is its own, and is left out where it is cut."""
+    batch = with_padding(short, [32, 32, 32, 5, 1, 0, 0, 30])
+    own = [word for word in mesh if word.startswith("model.")]
+    loss, grads, load = gradients(*MOE, PADDED, *own, devices=1, batch=batch)
+    found = gradients(*MOE, PADDED, *mesh, devices=8, batch=batch)
+    np.testing.assert_array_equal(found[2], load)
+    assert load.sum() == 3 * sum([32, 32, 32, 5, 1, 0, 0, 30])
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5

@@ -1,5 +1,6 @@
 """What is said of a window of steps."""
 
+import json
 import math
 import time
 from types import SimpleNamespace
@@ -31,19 +32,16 @@ def test_slow_data_is_noted_once_and_only_if_it_lasts():
     assert notes_on_waiting([(1, 0), (20, 1), (200, 0)]) == []
 
 
-def test_what_is_read_before_a_save_is_not_recorded_again():
-    window = object.__new__(LogWindow)
+def test_what_is_read_before_a_save_is_not_recorded_again(window):
     events = []
 
     def record(event: str, **fields: object) -> None:
         events.append(fields["step"])
 
-    window._run = SimpleNamespace(events=SimpleNamespace(record=record))
-    window._order = SimpleNamespace(batch_number=lambda step: step)
-    window.skipped_in_a_row, window._watched = 0, None
-    window._metrics, window._read = [], 0
+    window._run.events.record = record
     progress = SimpleNamespace(note=lambda text: None)
-    left_out = dict.fromkeys(("skipped", "loss", "grad_norm"), np.float32(1))
+    keys = "skipped", "loss", "grad_norm", "targets"
+    left_out = dict.fromkeys(keys, np.float32(1))
     for step in range(11, 16):
         window.add(left_out)
         if step in (12, 15):
@@ -128,7 +126,7 @@ class Events:
 
 
 @pytest.fixture
-def window():
+def window(tmp_path):
     config = SimpleNamespace(data=SimpleNamespace(prefetch=2))
     device = SimpleNamespace(device_kind="cpu")
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
@@ -137,13 +135,20 @@ def window():
     )
     logged = []
     run = SimpleNamespace(
-        events=Events(), log=lambda *args: logged.append(args), logged=logged
+        events=Events(),
+        log=lambda *args: logged.append(args),
+        logged=logged,
+        path=tmp_path,
+        write=True,
     )
     order = SimpleNamespace(batch_number=lambda step: step)
     return LogWindow(program, run, order, SimpleNamespace(seconds_waited=0.5))
 
 
-METRICS = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+METRICS = {
+    **{"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0},
+    "targets": 80.0,
+}
 PROGRESS = SimpleNamespace(note=lambda text: None, update=lambda *args: None)
 
 
@@ -167,7 +172,7 @@ def test_laps_are_split_at_pauses_and_speed_is_free_of_them(window):
     ((step, values),) = window._run.logged
     assert step == 4
     assert values["step_seconds"] < 0.1
-    assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 100)
+    assert math.isclose(values["tokens_per_second"] * values["step_seconds"], 80)
     events.laps.clear()
     with window.pause("save"):  # right after a line: no lap of no steps
         pass
@@ -186,3 +191,33 @@ def test_steps_that_still_run_as_a_pause_begins_are_no_part_of_it(window):
         pass
     assert window._paused < 0.2
     assert time.monotonic() - window._began - window._paused >= 0.25
+
+
+def test_tokens_are_targets_and_go_on_where_a_start_ended(window):
+    """Without padding: of the 100 positions of a step 80 are targets."""
+    run, rows = window._run, [{"step": 5, "tokens": 350}, {"step": 5, "eval/loss": 1}]
+    (run.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    window.add(METRICS)
+    window.add(METRICS | {"targets": 60.0})
+    window.read(7, PROGRESS)  # before a save: a start that goes on from it needs them
+    assert run.logged == [(7, {"tokens": 490})]
+    window.add(METRICS)
+    window.close(8, PROGRESS, write=True)
+    (_, values) = run.logged[-1]
+    assert values["tokens"] == 570
+    assert values["flops"] == pytest.approx(5.70)
+    speed = values["tokens_per_second"] * values["step_seconds"]
+    assert speed == pytest.approx(220 / 3)
+
+
+def test_every_metric_of_a_step_is_logged_whatever_it_is(window):
+    """But for figures of layers, which a watched step has a line for."""
+    loads = np.array([1.5, 2.5])
+    more = {"new": np.float32(3), "expert_load": loads, "numerics/x": loads}
+    window.add(METRICS | more)
+    window.close(1, PROGRESS, write=True)
+    ((_, values),) = (each for each in window._run.logged if "loss" in each[1])
+    assert values["new"] == 3
+    found = {key: v for key, v in values.items() if key.startswith("expert_load")}
+    assert found == {"expert_load": 2.5, "expert_load/0": 1.5, "expert_load/1": 2.5}
+    assert "numerics/x" not in values

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 import yaml
 
+from data.batches import Order, validation_batches
+from data.sources import open_sources
 from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
+from train.feed import place
+from train.program import make_program
 from train.run.goodput import account
 from train.run.metrics import read_events
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
+from train.step import make_score_step
 
 folder, door = doors.folder, doors.door  # fixtures
 
@@ -226,6 +231,49 @@ def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
     assert [line["step"] for line in steps(copy)][-1] == 24
     assert read_run(str(copy)).data.path == str(other)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
+
+
+def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probability(
+    straight,
+):
+    """The model's vocabulary is 384 for the 257 ids of bytes."""
+    config = read_run(str(straight))
+    sources, program = (
+        open_sources(config.data),
+        make_program(config, jax.devices()[:2]),
+    )
+    score = make_score_step(program.model, program.how, config.train, 257)
+    with jax.set_mesh(program.mesh):
+        score_step = jax.jit(score)
+
+        def mean(step: int, batches) -> float:
+            params = jax.device_put(
+                state_of(straight, step).params, program.shardings.params
+            )
+            sums = [score_step(params, place(b, program.batch))[0] for b in batches]
+            count = sum((batch.targets >= 0).sum() for batch in batches)
+            return float(np.sum(np.float64(sums)) / count)
+
+        batch = Order(sources, config.data, config.seed).read(15)
+        trained = {x["step"]: x["loss"] for x in steps(straight)}
+        assert mean(15, [batch]) == pytest.approx(trained[16], rel=1e-5)
+        held_out = [*validation_batches(sources, config.data, -1)]
+        (scored,) = [x["eval/loss"] for x in lines(straight) if "eval/loss" in x]
+        assert mean(20, held_out) == pytest.approx(scored, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_updates_that_overflow_end_the_run(door, folder):
+    """Gradients are finite throughout; the weights stay those of the first step."""
+    run, words = folder / "steep", ("optimizer=muon", "train.num_steps=3")
+    steep = "optimizer.muon_learning_rate=1e38", "train.max_skipped_steps=2"
+    result = door(run, *words, *steep)
+    assert result.returncode == 3, result.stderr
+    losses = [x["loss"] for x in steps(run)]
+    assert max(losses) < 7  # log 257 is 5.5
+    assert [e["reason"] for e in read_events(run) if e["event"] == "skipped"] == [
+        "the update overflows"
+    ] * 3
 
 
 def test_evaluate_scores_the_newest_checkpoint(door, straight):

@@ -11,10 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from data.batches import Batch, Order
+from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
 from train.loss import loss_sum, tile
 from train.program import make_program
 from train.rows import REPLICATED, by_rows, over_copies, over_rows
+from train.step import make_gradients
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,46 @@ def close(a, b):
     """Compare array by array, each error relative to the length of the whole."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("mesh.tensor=4", "mesh.fsdp=2"),
+        pytest.param(("model.tied_head=true",), marks=pytest.mark.slow),
+    ],
+    ids=["whole", "cut", "tied"],
+)
+def test_ids_that_only_pad_the_vocabulary_have_no_probability(programs, batch, more):
+    """In training and in validation, whatever tiles and shards the vocabulary has."""
+    program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
+    program = replace(program, num_tokens=257)
+    model, how = program.model, program.how._replace(rules=ANYWHERE)
+    with jax.set_mesh(program.mesh):
+        state = program.init()
+        params, before = state.params, jax.device_get(state.params)
+        placed = jax.device_put(batch, program.batch_shardings)
+        nats, targets = jax.device_get(program.eval_step(params, placed))
+        step = make_gradients(model, program.how, program.config.train, num_tokens=257)
+        loss, grads, *_ = jax.device_get(jax.jit(step)(params, placed))
+
+    @jax.jit
+    def logits(params):
+        bound = bind(model, params)
+        x, *_ = bound.features(batch.inputs, batch.positions, batch.segment_ids, how)
+        return bound.logits(x, how)
+
+    values = np.float64(logits(before))[..., :257]
+    values -= np.log(np.exp(values).sum(-1, keepdims=True))
+    rows, columns = np.nonzero(batch.targets >= 0)
+    expected = -values[rows, columns, batch.targets[rows, columns]].sum()
+    assert nats == pytest.approx(expected, rel=1e-6)
+    assert loss == pytest.approx(nats / targets, rel=1e-6)
+    tied = program.config.model.tied_head
+    table = grads["embedding"]["weight"] if tied else grads["head"]["weight"].T
+    assert (table[257:] == 0).all()
+    assert (table[:257] != 0).any(axis=1).all()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the consta
 section 9.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -97,15 +98,17 @@ def _followed(
 def _direction(
     info: ParamInfo, grad: jax.Array, squares: Factored, param: jax.Array
 ) -> jax.Array:
-    own = tuple(range(info.stack, grad.ndim))
     update = grad * jax.lax.rsqrt(squares.rows)
     if squares.columns is not None:
         inputs = tuple(range(info.stack, info.split))
         mean = jnp.mean(squares.rows, inputs, keepdims=True)
         update *= jax.lax.rsqrt(squares.columns / mean)
-    update /= jnp.maximum(1.0, _root_mean_square(update, own) / _LIMIT)
-    return update * jnp.maximum(_root_mean_square(param, own), _LEAST_SCALE)
+    update /= jnp.maximum(1.0, _root_mean_square(info, update) / _LIMIT)
+    return update * jnp.maximum(_root_mean_square(info, param), _LEAST_SCALE)
 
 
-def _root_mean_square(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    return jnp.sqrt(jnp.mean(x * x, dims, keepdims=True))
+def _root_mean_square(info: ParamInfo, x: jax.Array) -> jax.Array:
+    """Return the root mean square of each matrix, whose padding is zero."""
+    dims = tuple(range(info.stack, x.ndim))
+    size = info.size(x.shape) // math.prod(x.shape[: info.stack])
+    return jnp.sqrt(jnp.sum(x * x, dims, keepdims=True) / size)

@@ -18,15 +18,15 @@ from optax import MaskedNode
 from model.params import STACKED
 from train.optimizer.moments import is_eight_bits
 
-# (gradients, moments, parameters, first layer) -> (parameters, moments), of some of the
-# parameters.
-Update = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+# (gradients, moments, parameters, first layer) -> (parameters, moments, whether the
+# update is accepted), of some of the parameters.
+Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 
 
 def layer_by_layer(
     update: Update, grads: Any, moments: Any, params: Any, on_host: bool, in_place: bool
-) -> tuple[Any, Any]:
-    """Return parameters and moments after an update.
+) -> tuple[Any, Any, jax.Array]:
+    """Return parameters and moments after an update, and whether it was accepted.
 
     Args:
         update: of trees in which some leaves are left out (`optax.MaskedNode`).
@@ -38,36 +38,40 @@ def layer_by_layer(
             they are stacked anew, and the host holds both until the loop's end.
     """
     home = jax.memory.Space.Host if on_host else jax.memory.Space.Device
-    parts = []
+    parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
         own, kept, rest = (_only(stack, tree) for tree in (grads, moments, params))
         if stack is None:
-            rest, kept = update(own, _to_device(kept, 2), rest, 0)
+            rest, kept, fine = update(own, _to_device(kept, 2), rest, 0)
             parts.append((rest, _moved(kept, 2, home)))
         elif jax.tree.leaves(own):
-            parts.append(_in_loop(update, own, kept, rest, home, in_place))
-    return jax.tree.map(_given, *parts, is_leaf=_is_whole)
+            *part, fine = _in_loop(update, own, kept, rest, home, in_place)
+            parts.append((*part,))
+        else:
+            continue
+        accepted &= fine
+    return *jax.tree.map(_given, *parts, is_leaf=_is_whole), accepted
 
 
 def _in_loop(
     update: Update, grads: Any, moments: Any, params: Any, home: Any, in_place: bool
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, jax.Array]:
     """Update stacked layers one by one."""
     depth = len(jax.tree.leaves(params)[0])
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
         params, kept = carry
         own = _to_device(_at(kept if in_place else moments, i), 3)
-        new_params, new = update(_at(grads, i), own, _at(params, i), i)
+        new_params, new, fine = update(_at(grads, i), own, _at(params, i), i)
         params = _put(params, new_params, i)
         if in_place:
-            return (params, _put(kept, _moved(new, 3, home), i)), ()
+            return (params, _put(kept, _moved(new, 3, home), i)), ((), fine)
         new = jax.tree.map(lambda x: x[0] if x.ndim else x, new)
-        return (params, ()), _moved(new, 2, home)
+        return (params, ()), (_moved(new, 2, home), fine)
 
     start = params, moments if in_place else ()
-    (params, kept), stacked = jax.lax.scan(iterate, start, jnp.arange(depth))
-    return params, kept if in_place else stacked
+    (params, kept), (stacked, fine) = jax.lax.scan(iterate, start, jnp.arange(depth))
+    return params, kept if in_place else stacked, jnp.all(fine)
 
 
 def _only(stack: str | None, tree: Any) -> Any:

@@ -22,7 +22,7 @@ Eight bits are the code c of a level c**p, times a scale:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +85,16 @@ class Storage:
             if info is None:  # a count
                 return leaf
             bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
-            if self.dtype is MomentDtype.bfloat16:
-                return to_bfloat16(leaf, bits)
-            fields = (getattr(part, "name", None) for part in path)
-            return to_eight_bits(leaf, info, _SQUARES not in fields, bits)
+            match self.dtype:
+                case MomentDtype.float32:
+                    return leaf
+                case MomentDtype.bfloat16:
+                    return to_bfloat16(leaf, bits)
+                case MomentDtype.int8:
+                    fields = (getattr(part, "name", None) for part in path)
+                    return to_eight_bits(leaf, info, _SQUARES not in fields, bits)
+                case _:
+                    assert_never(self.dtype)
 
         return jax.tree_util.tree_map_with_path(pack, state)
 

@@ -6,9 +6,10 @@ dtype of weights and moments: what it leaves in bfloat16 or eight bits is rounde
 random, and no copy of it in float32 is kept. An average is always kept in float32.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from train.optimizer.by_layer import layer_by_layer
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
 from train.optimizer.schedule import factor
+
+# A norm takes the squares of weights. Moments may be rounded to bfloat16.
+_LARGEST_WEIGHT = math.sqrt(jnp.finfo(jnp.float32).max)
+_LARGEST_MOMENT = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class OptimizerState(NamedTuple):
@@ -66,41 +71,70 @@ class Optimizer:
         params: Any,
         step: Any,
         accepted: jax.Array | bool = True,
-    ) -> tuple[Any, OptimizerState]:
+    ) -> tuple[Any, OptimizerState, jax.Array]:
         """Return the parameters and the optimizer's state after one update.
 
-        One that is not accepted leaves all as it was.
+        The last result tells whether the update is accepted: it is not if it would
+        write a NaN or an overflow. An update that is not accepted leaves all as it was.
+        Where layers are updated one by one, each layer is checked by itself: others may
+        have moved before one is refused.
         """
         factor = self.factor(step)
 
-        def guarded(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
-
-        def update(grads: Any, before: Any, params: Any, layer: Any) -> tuple[Any, Any]:
+        def update(
+            grads: Any, before: Any, params: Any, layer: Any
+        ) -> tuple[Any, Any, jax.Array]:
             if self.config.clip_norm is not None:
                 scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
                 grads = jax.tree.map(lambda g: g * scale, grads)
             grads, weights = jax.tree.map(_as_float32, (grads, params))
-            moments = unpacked(before)
-            directions, moments = self.transform.update(grads, moments, weights)
-            weights = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
-            new = self.storage.rounded(weights, params, step, layer)
+            old_moments = unpacked(before)
+            directions, moments = self.transform.update(grads, old_moments, weights)
+            moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
+            # XLA computes the update once more rather than keep it until the sum is
+            # known: that reads the state twice, and takes no memory.
+            spoiled = _num_spoiled(moved, weights, _LARGEST_WEIGHT)
+            spoiled += _num_spoiled(moments, old_moments, _LARGEST_MOMENT)
+            fine = accepted & (spoiled == 0)
+            new = self.storage.rounded(moved, params, step, layer)
             moments = self.storage.packed(moments, step, layer)
-            return guarded(new, params), guarded(moments, before)
+            return *_chosen(fine, (new, moments), (params, before)), fine
 
         if self.by_layer:
             how = self.config.offload, self.in_place
             trees = grads, state.transform, params
-            params, moments = layer_by_layer(update, *trees, *how)
+            params, moments, accepted = layer_by_layer(update, *trees, *how)
         else:
-            params, moments = update(grads, state.transform, params, 0)
+            params, moments, accepted = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
         if decay is not None:
             moved = jax.tree.map(
                 lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
             )
-            average = guarded(moved, average)
-        return params, OptimizerState(moments, average)
+            average = _chosen(accepted, moved, average)
+        return params, OptimizerState(moments, average), accepted
+
+
+def _num_spoiled(new: Any, old: Any, most: float) -> jax.Array:
+    """Count the entries of a tree that exceed `most` or are NaN, and did not before.
+
+    Args:
+        new: what is to be written, before it is rounded.
+        old: what it replaces.
+        most: the largest absolute value of an entry.
+    """
+
+    def count(new: jax.Array, old: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return jnp.float32(0)
+        spoiled = (jnp.abs(old) <= most) & ~(jnp.abs(new) <= most)
+        return jnp.sum(spoiled, dtype=jnp.float32)
+
+    return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
+
+
+def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
 
 
 def averages(params: Any) -> Any:
@@ -147,8 +181,10 @@ def make_optimizer(
             direction = scale_by_adafactor(infos)
         case OptimizerName.lion:
             direction = optax.scale_by_lion(config.b1, config.b2)
-        case _:
+        case OptimizerName.adamw | OptimizerName.muon:  # what is no matrix to Muon
             direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+        case _:
+            assert_never(config.name)
     transform = optax.chain(
         direction,
         optax.add_decayed_weights(config.weight_decay, decayed),

@@ -40,7 +40,7 @@ def main(config: PlanConfig) -> int:
 
     named = config.target not in (None, CPU)
     target = parse_target(config.target) if named and config.target else None
-    config, devices, check_vocab = _prepare(config, target)
+    config, devices, num_tokens, check_vocab = _prepare(config, target)
     chip = target.chip if target else chip_of(devices[0].device_kind)
     limit = memory_limit(devices[0])
     budget = memory_budget(chip, config.margin, len(devices), limit)
@@ -62,7 +62,7 @@ def main(config: PlanConfig) -> int:
     if config.mesh.planned:
         limits = config.margin, compiles, config.search_minutes
         config = choose(config, devices, *limits).applied(config)
-    program = _lay_out(config, devices, check_vocab)
+    program = _lay_out(config, devices, num_tokens, check_vocab)
     if not config.json:
         describe(program)
         print_parameters(program)
@@ -85,10 +85,11 @@ def main(config: PlanConfig) -> int:
 
 def _prepare(
     config: PlanConfig, target: Target | None
-) -> "tuple[PlanConfig, list[Device], Callable[[], Any]]":
+) -> "tuple[PlanConfig, list[Device], int, Callable[[], Any]]":
     """Settle the config, and find the target's devices, or those that are here.
 
-    Last comes what checks that the model's vocabulary holds the tokenizer's.
+    The last two results are the number of the tokenizer's ids, and a function that
+    checks that the model's vocabulary holds them.
     """
     import jax
 
@@ -108,11 +109,14 @@ def _prepare(
     vocab = padded_vocab_size(encoding), encoding.n_vocab
     settled: Any = settle(config, vocab[0])
     devices = fake_devices(target) if target else jax.devices()
-    return settled, devices, partial(settle, config, *vocab)
+    return settled, devices, vocab[1], partial(settle, config, *vocab)
 
 
 def _lay_out(
-    config: PlanConfig, devices: "list[Device]", check_vocab: Callable[[], Any]
+    config: PlanConfig,
+    devices: "list[Device]",
+    num_tokens: int,
+    check_vocab: Callable[[], Any],
 ) -> "Program":
     """Lay the config out, or list all that does not fit devices, data and model."""
     from model.gpt import abstract_gpt, params_of
@@ -123,7 +127,8 @@ def _lay_out(
     if array is not None:
         params = params_of(abstract_gpt(config.model))
         checks.append(partial(find_array, params, array))
-    return check_all(partial(make_program, config, devices), *checks)[0]
+    lay_out = partial(make_program, config, devices, num_tokens=num_tokens)
+    return check_all(lay_out, *checks)[0]
 
 
 def _print(plan: "Plan", verdict: bool) -> None:

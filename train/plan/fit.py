@@ -94,7 +94,8 @@ def _shard(program: Program, across: bool = False) -> list[_Try]:
         typed += [f"mesh.dcn.data={dcn.data}", f"mesh.dcn.fsdp={dcn.fsdp}"]
     config = replace(config, mesh=replace(config.mesh, **sizes, dcn=dcn))
     try:
-        program = make_program(config, list(program.mesh.devices.flat))
+        devices = list(program.mesh.devices.flat)
+        program = make_program(config, devices, num_tokens=program.num_tokens)
     except ConfigError:  # so many do not divide the model's dims
         return []
     words = "shard the state over more devices instead of copying it"
@@ -136,6 +137,6 @@ def _make_smaller(changes: Sequence[Smaller], program: Program) -> list[_Try]:
         config = change.applied(program.config)
         if change.is_open(program.config) and not validate(config):
             with suppress(ConfigError):  # these devices cannot
-                changed = make_program(config, devices)
+                changed = make_program(config, devices, num_tokens=program.num_tokens)
                 found.append(_Try(f"have {change.words}", change.override, changed))
     return found

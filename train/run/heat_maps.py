@@ -5,6 +5,7 @@ where there are more steps, a column is the largest value of a few of them.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ _TITLES = {
     "flushed": "Share that eight bits flush to zero",
     "saturated": "Share at the largest value of eight bits",
 }
+_FIGURE = re.compile(r"numerics/(.+)/\d+")
 _MAX_COLUMNS = 120
 _RANGE = 1e6  # of values that have shades of their own
 
@@ -31,7 +33,9 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Each has a title, the steps of its columns, and the values of each layer, None
     where one was not finite; low and high are the ends of the shades.
     """
-    return [drawn for name in _TITLES for drawn in _heat_map(name, rows)]
+    found = (_FIGURE.fullmatch(key) for row in rows for key in row)
+    names = dict.fromkeys((*_TITLES, *(key[1] for key in found if key)))
+    return [drawn for name in names for drawn in _heat_map(name, rows)]
 
 
 def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -58,7 +62,7 @@ def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
             some = [value for value in values if value is not None]
             layers[layer].append(max(some) if len(some) == len(values) else None)
     yield {
-        "title": _TITLES[name],
+        "title": _TITLES.get(name, name),
         "steps": [group[-1] for group in groups],
         "layers": [layers[layer] for layer in sorted(layers)],
         "low": max(min(known), high / _RANGE),

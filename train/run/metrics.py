@@ -66,6 +66,16 @@ def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
     return newest_rows(run_dir, "metrics", is_metrics)
 
 
+def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
+    """Return the `tokens` of the metrics after a step.
+
+    Each step after the newest line that has them counts `per_step`.
+    """
+    rows = newest_rows(run_dir, "metrics")
+    newest = next((row for row in rows if "tokens" in row), {})
+    return newest.get("tokens", 0) + (step - newest.get("step", 0)) * per_step
+
+
 def read_events(run_dir: epath.Path | Path) -> list[Row]:
     """Return the lines of the events in order; none if there are none."""
     return list(iterate_rows(run_dir, "events", is_event))

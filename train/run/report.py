@@ -37,8 +37,16 @@ _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at 
     ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
     ("Load of experts", (("expert_load", "most loaded over mean"),), False),
 )
+# Metrics that a chart over steps would not explain; each other one has a chart.
+_NOT_CHARTED = {
+    *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
+    "overflow",
+    "eval/bits_per_byte",
+}
 _SET = re.compile("eval/[^/]+/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
+# One layer's figure, what sets have besides their loss, and the errors of tasks.
+_OF_OTHERS = re.compile(r"/\d+$|^eval/.+/|^tasks/")
 _MAX_POINTS = 1000
 
 
@@ -69,10 +77,13 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     tasks: dict[str, dict[str, str]] = {}
     for found in filter(None, (_TASK.fullmatch(key) for row in rows for key in row)):
         tasks.setdefault(f"Tasks: {found[2]}", {})[found[0]] = found[1]
-    of_tasks = ((metric, tuple(of.items()), False) for metric, of in tasks.items())
-    judged = (key for of in tasks.values() for key in of)
-    series = {key: series_of(rows, key) for key in (*_METRICS, *sets, *judged)}
-    charts = (chart(series, *each) for each in (*_CHARTS, of_sets, *of_tasks))
+    of_tasks = [(metric, tuple(of.items()), False) for metric, of in tasks.items()]
+    drawn = [*_CHARTS, of_sets, *of_tasks]
+    judged = [key for _, lines, _ in drawn for key, _ in lines]
+    others = _others(rows, {*judged, *_NOT_CHARTED})
+    series = {key: series_of(rows, key) for key in (*_METRICS, *judged, *others)}
+    drawn += [(key, ((key, key),), False) for key in others]
+    charts = (chart(series, *each) for each in drawn)
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, metrics.num_missing, goodput, num_steps),
@@ -83,6 +94,12 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
         "goodput": _goodput(goodput),
         "config": config,
     }
+
+
+def _others(rows: Sequence[Row], known: set[str]) -> list[str]:
+    """Return the metrics that are not known, one layer's and tasks' errors left out."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if key not in known and not _OF_OTHERS.search(key)]
 
 
 def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:

@@ -64,3 +64,35 @@ def test_a_stack_is_its_matrices_and_heads_are_outputs():
     undecayed = take_steps(ADAFACTOR, params, 2, infos=stacked, grads=grads)[-1][0]
     np.testing.assert_array_equal(found["vector"], undecayed["vector"])
     assert (found["matrix"] != undecayed["matrix"]).any()
+
+
+def test_padding_of_the_vocabulary_changes_no_step():
+    """The step is relative to the weights of tokens, of a table and of a head."""
+    padding = {"table": 6, "head": 6}
+    infos = {
+        "table": ParamInfo(("vocab", "embed"), Kind.table),
+        "head": ParamInfo(("embed", "vocab"), Kind.table, 1),
+    }
+    padded_infos = {
+        name: info._replace(padding=padding[name]) for name, info in infos.items()
+    }
+
+    def padded(tree):
+        table, head = (jnp.pad(tree[k], [(0, 6), (0, 6)]) for k in ("table", "head"))
+        return {"table": table[:, :8], "head": head[:8]}
+
+    shapes = {"table": (10, 8), "head": (8, 10)}
+    params, grads = draw(0, shapes), [draw(step, shapes) for step in (1, 2)]
+    expected = take_steps(ADAFACTOR, params, 2, infos=infos, grads=grads)[-1][0]
+    found = take_steps(
+        ADAFACTOR,
+        padded(params),
+        2,
+        infos=padded_infos,
+        grads=[padded(grad) for grad in grads],
+    )[-1][0]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        found,
+        padded(expected),
+    )

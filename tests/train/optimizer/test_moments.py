@@ -181,7 +181,7 @@ def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
         params = drawn(0)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):
-            params, state = update(drawn(step + 1), 1.0, state, params, step)
+            params, state, _ = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)
     staged = SimpleNamespace(shape={"pipeline": 2})
     stages = make_optimizer(config, LEVEL, 3, infos, mesh=staged, platform="gpu")

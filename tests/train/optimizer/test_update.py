@@ -40,7 +40,7 @@ def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=Non
     for step in range(num_steps):
         gradient = grads[step] if grads else draw(step + 1)
         norm = optax.tree.norm(gradient)
-        params, state = update(gradient, norm, state, params, step)
+        params, state, _ = update(gradient, norm, state, params, step)
         found.append((params, state))
     return found
 
@@ -130,6 +130,16 @@ def test_muon_is_for_matrices_only():
         assert same == (name != "matrix"), name
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_a_schedule_ends_at_its_final_fraction_exactly(name, final):
+    """As the step computes it: compiled, of a step that the compiler does not know."""
+    config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=final)
+    rate = jax.jit(factor(config, 1600))
+    assert float(rate(1599)) > final
+    assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(final)] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "extra", "points"),
     [
@@ -200,3 +210,26 @@ def test_the_average_follows_the_weights():
             average,
         )
     assert take_steps(ADAMW, params, 1)[0][1].average is None
+
+
+def same(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+@pytest.mark.parametrize("name", OptimizerName)
+def test_an_update_that_overflows_writes_nothing(name, average):
+    """Gradients are finite, and so is the first step; the second has a huge rate."""
+    config = replace(ADAMW, name=name, ema_decay=average)
+    steep = replace(config, learning_rate=3e38, muon_learning_rate=3e38)
+    optimizer, overflowing = (
+        make_optimizer(one, LEVEL, 2, INFOS) for one in (config, steep)
+    )
+    params = draw(0)
+    state, grads = optimizer.init(params), draw(1)
+    norm = optax.tree.norm(grads)
+    params, state, accepted = optimizer.update(grads, norm, state, params, 0)
+    assert accepted
+    *after, accepted = overflowing.update(grads, norm, state, params, 1)
+    assert not accepted
+    same(after, [params, state])

@@ -222,3 +222,15 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path):
     text = drawn(html).text
     assert "spikes cut, up to 10K" in text
     assert "\n0\n1\n2\n3\n0\n50\n100\n150\n" in text  # both axes
+
+
+def test_a_metric_that_the_report_does_not_know_has_a_chart(tmp_path):
+    rows = [
+        _row(step) | {"new": step, "new/0": step, "targets": 8.0, "numerics/new/0": 1.0}
+        for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = report_data(tmp_path)
+    known = ["Loss", "Gradient norm", "Learning rate", "Tokens per second"]
+    assert [chart["title"] for chart in data["charts"]] == [*known, "new"]
+    assert [picture["title"] for picture in data["heat_maps"]] == ["new"]

@@ -94,7 +94,8 @@ def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        return on_device.update(grads, jnp.float32(1), state, params, jnp.int32(0))
+        at = jnp.float32(1), state, params, jnp.int32(0)
+        return on_device.update(grads, *at)[:2]
 
     return jax.make_jaxpr(update)(params, state, params)
 
