@@ -98,9 +98,11 @@ def write_plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> 
     start_s = time.monotonic()
     starts, lengths = packing.pieces(tokens.offsets, length)
     row_offsets = np.arange(len(starts) + 1)
-    if {Packing.best_fit: True, Packing.none: False}[kind]:
+    if kind is Packing.best_fit:
         order, row_offsets = packing.pack(lengths, length)
         starts, lengths = starts[order], lengths[order]
+    else:
+        assert kind is Packing.none
     try:
         with written_whole(folder) as building:
             building.mkdir(parents=True)
