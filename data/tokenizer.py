@@ -69,9 +69,9 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
     actual = hashlib.sha256(content).hexdigest()
     if actual != str(sha256).lower():
         raise DataError(
-            f"tokenizer {path}: its SHA-256 is {actual}, but "
-            f"tokenizer_sha256={sha256}. The file is damaged or another one: "
-            f"fetch it again, or correct the hash"
+            f"tokenizer {path}: its SHA-256 is {actual}, but the config gives "
+            f"{sha256}. The file is damaged or another one: fetch it again, or correct "
+            f"the hash"
         )
     return parse_ranks(str(path), content)
 

@@ -53,7 +53,7 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         end = json.loads(settings.read_bytes()) if settings.exists() else {}
         digest = hashlib.sha256(content).hexdigest()
         if sha256 is not None and digest != sha256.lower():
-            raise ValueError(f"SHA-256 is {digest}, not tokenizer_sha256={sha256}")
+            raise ValueError(f"SHA-256 is {digest}, but the config gives {sha256}")
         end = end.get("eos_token")
         end = end.get("content") if isinstance(end, dict) else end
         return _encoding(f"{folder.name}:{digest[:12]}", content, end)

@@ -45,6 +45,7 @@ class Corpus:
     files: tuple[File, ...]
     validation: float  # the part that is held out
     left_out: tuple[File, ...] = ()  # files that are not text
+    key_prefix: str = ""  # of the config keys that messages name: "data." in training
 
     def identity(self) -> str:
         """Hash the division, and path, size and version of every file."""
@@ -94,7 +95,7 @@ class Corpus:
         if len(bad) == len(self.files):
             raise DataError(
                 f"{self.root}: none of its {len(bad)} files is text in UTF-8, so that "
-                f"on_error=skip leaves nothing. Name other files"
+                f"{self.key_prefix}on_error=skip leaves nothing. Name other files"
             )
         files = tuple(file for file in self.files if file not in bad)
         return replace(self, files=files, left_out=bad)
@@ -110,7 +111,8 @@ class Corpus:
             if low == high:
                 raise DataError(
                     f"{file.path}: no byte is left for {split}, and both splits need "
-                    f"text. Use a longer file or change validation={self.validation}"
+                    f"text. Use a longer file, or change "
+                    f"{self.key_prefix}validation={self.validation}"
                 )
         if file.compression:  # read from its start either way
             return [Unit(file, a, b, a, b, split, False) for a, b, split in parts]
@@ -134,13 +136,13 @@ def find_corpus(config: DataConfig) -> Corpus:
                 f"{root}: Python's standard library is not there as source code. Name "
                 f"text of your own with data=text data.path=..."
             )
-        return Corpus(str(root), tuple(files), config.validation)
+        return Corpus(str(root), tuple(files), config.validation, key_prefix="data.")
     path = config.path or ""
-    files = find_files([path], config.pattern)
-    return Corpus(path, tuple(files), config.validation)
+    files = find_files([path], config.pattern, key_prefix="data.")
+    return Corpus(path, tuple(files), config.validation, key_prefix="data.")
 
 
-def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
+def find_files(inputs: Sequence[str], pattern: str, key_prefix: str = "") -> list[File]:
     """Find files, in the order of their names.
 
     Of several inputs, a name begins with the last part of its input's, and where that
@@ -150,6 +152,7 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
         inputs: files, folders and globs; local, or URLs that fsspec knows.
         pattern: which files of a folder. Hidden ones do not count; and where some hold
             records (.jsonl, .parquet, .arrow), only those do.
+        key_prefix: as in `Corpus`.
 
     Raises:
         DataError: one of the inputs is missing, holds nothing or cannot be reached.
@@ -170,8 +173,8 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
             ) from error
         if not files:
             raise DataError(
-                f"{given}: 0 files match pattern={pattern} (hidden ones do not count). "
-                f"Add files, widen the pattern, or name a single file"
+                f"{given}: 0 files match {key_prefix}pattern={pattern} (hidden ones do "
+                f"not count). Add files, widen the pattern, or name a single file"
             )
         prefix = PurePosixPath(given.rstrip("/")).name
         if len(inputs) > 1 and [file.name for file in files] != [prefix]:

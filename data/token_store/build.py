@@ -163,7 +163,8 @@ def _segments(
             if bad and not skip_bad:  # an earlier attempt did
                 file, place, reason = bad[0]
                 raise DataError(
-                    f"{file}, {place}: {reason}. Repair it, or set on_error=skip"
+                    f"{file}, {place}: {reason}. Repair it, or set "
+                    f"{corpus.key_prefix}on_error=skip"
                 )
             num_bad += len(bad)
             documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
@@ -172,9 +173,9 @@ def _segments(
         if not documents[split]:
             raise DataError(
                 f"{corpus.root}: of {documents.total()} documents none falls to "
-                f"{split} with validation={corpus.validation} ({num_bad} bad records "
-                f"were skipped). Give more text or another part; validation=0 holds "
-                f"nothing out"
+                f"{split} with {corpus.key_prefix}validation={corpus.validation} "
+                f"({num_bad} bad records were skipped). Give more text or another part"
+                + ("" if corpus.key_prefix else "; validation=0 holds nothing out")
             )
 
 

@@ -159,7 +159,9 @@ def test_what_is_missing_is_named(config, folder, tmp_path):
             find_corpus(dataclasses.replace(config, **changes))
 
     refuse("nowhere: there is no such file", path=str(tmp_path / "nowhere"))
-    refuse(r"0 files match pattern=\*\.md", pattern="*.md")
+    refuse(r"0 files match data\.pattern=\*\.md", pattern="*.md")
+    with pytest.raises(DataError, match=r"0 files match pattern=\*\.md"):
+        find_files([str(folder)], "*.md")  # the key of data.prepare
     refuse("cannot be searched", pattern="/etc/*")
     corpus = find_corpus(config)
     (folder / "02.txt").unlink()
@@ -167,7 +169,7 @@ def test_what_is_missing_is_named(config, folder, tmp_path):
         [documents(corpus, split) for split in SPLITS]
     (tmp_path / "short.txt").write_text("a")
     short = find_corpus(dataclasses.replace(config, path=str(tmp_path / "short.txt")))
-    with pytest.raises(DataError, match="no byte is left for validation"):
+    with pytest.raises(DataError, match=r"no byte is left for .* data\.validation=0"):
         short.units()
 
 
