@@ -65,7 +65,7 @@ def _figures(rows: Sequence[Row]) -> list[str]:
     last = {key: finite(value) for row in rows for key, value in row.items()}
     scored = finite_points(series_of(rows, "eval/loss"))
     step, best = min(scored, key=lambda point: point[1], default=(None, None))
-    bits = dict(series_of(rows, "eval/bits_per_byte")).get(step)
+    bits = dict(series_of(rows, "eval/bits_per_byte")).get(step or 0)
     return [
         f"{last.get('step') or 0:,.0f}",
         format_count(last.get("tokens") or 0),
