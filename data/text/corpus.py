@@ -85,8 +85,11 @@ class Corpus:
             DataError: no file is left.
         """
 
+        def progress(_: int) -> None:
+            beat()
+
         def is_bad(file: File) -> bool:
-            records = read(Unit(file), Reading(), lambda _: beat())
+            records = read(Unit(file), Reading(), progress)
             return any(isinstance(record, Bad) for record in records)
 
         texts = [file for file in self.files if file.format is Format.text]
