@@ -86,8 +86,7 @@ class Corpus:
             DataError: no file is left.
         """
 
-        def progress(num_bytes: int) -> None:
-            del num_bytes
+        def progress(_: int) -> None:
             beat()
 
         def is_bad(file: File) -> bool:
@@ -95,14 +94,14 @@ class Corpus:
             return any(isinstance(record, Bad) for record in records)
 
         texts = [file for file in self.files if file.format is Format.text]
-        bad = tuple(file for file in texts if is_bad(file))
+        bad = {file: None for file in texts if is_bad(file)}  # a set in order
         if len(bad) == len(self.files):
             raise DataError(
                 f"{self.root}: none of its {len(bad)} files is text in UTF-8, so that "
                 f"{self.key_prefix}on_error=skip leaves nothing. Name other files"
             )
         files = tuple(file for file in self.files if file not in bad)
-        return replace(self, files=files, left_out=bad)
+        return replace(self, files=files, left_out=(*bad,))
 
     def _single_text(self) -> list[Unit]:
         (file,) = self.files

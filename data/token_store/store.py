@@ -39,7 +39,7 @@ class Store:
     storage: Storage
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
-    # The checksums of chunks, by the names of their files; stores of before have none.
+    # The checksums of chunks, by the names of their files. Older stores have none.
     checksums: Mapping[str, np.ndarray]
     _splits: dict[str, TokenArray] = field(
         default_factory=dict, repr=False, compare=False

@@ -104,12 +104,13 @@ def checksum_file(split: str, array: str) -> str:
     return f"{split}/{array}.crc32c"
 
 
-def chunk_checksums(values: np.ndarray) -> list[int]:
+def chunk_checksums(values: np.ndarray) -> np.ndarray:
     """Return the CRC-32C of each chunk of values that begin where a chunk does."""
     size = CHUNK_LENGTH * values.itemsize
     starts = range(0, len(values), CHUNK_LENGTH)
     chunks = (values[at : at + CHUNK_LENGTH].tobytes() for at in starts)
-    return [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
+    checksums = [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
+    return np.array(checksums, "<u4")
 
 
 class _SplitWriter:
@@ -151,10 +152,7 @@ class _SplitWriter:
         return {"documents": self._documents, "tokens": self._tokens}
 
     def checksums(self) -> dict[str, bytes]:
-        return {
-            name: np.array(array.checksums, "<u4").tobytes()
-            for name, array in self._arrays.items()
-        }
+        return {name: bytes(a.checksums) for name, a in self._arrays.items()}
 
     def digests(self) -> dict[str, str]:
         return {name: a.digest.hexdigest() for name, a in self._arrays.items()}
@@ -185,7 +183,7 @@ class _ArrayWriter:
             create=True,
         ).result()
         self.digest = hashlib.sha256()
-        self.checksums: list[int] = []
+        self.checksums = bytearray()
         self._dtype = dtype
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
@@ -209,7 +207,7 @@ class _ArrayWriter:
             return
         values = np.concatenate(self._waiting)
         start = self._array.shape[0]
-        self.checksums += chunk_checksums(values[:count])
+        self.checksums += chunk_checksums(values[:count]).tobytes()
         if self._pending is not None:
             self._pending.result()  # one shard on its way at a time
         self._array = self._array.resize(exclusive_max=[start + count]).result()

@@ -261,6 +261,7 @@ def without_effect(config: Config) -> list[str]:
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
+        (source is Source.python, "data.on_error", f"data.source is {source}"),
         (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
