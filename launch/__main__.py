@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from launch.config import Action, kind_in, kind_of, schema_of
-from launch.job import environment_mistakes
+from launch.job import environment_mistakes, secret_mistakes
 from launch.submissions import Submission, submitted
 from launch.submit import BACKENDS, render, resume, run_directory, submit
 from launch.subprocesses import run_module
@@ -61,6 +61,9 @@ def mistakes(config: Any) -> list[Mistake]:
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
         wrong += environment_mistakes(variables, backend.SECRETS_REMEDY)
+        typed = parse_flags(sys.argv[1:]).overrides
+        typed = [word for word in typed if not word.startswith("cluster.environment")]
+        wrong += secret_mistakes(typed, backend.SECRETS_REMEDY)
         directory = run_dir(of_training(config))
         try:
             directory = run_directory(config)

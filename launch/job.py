@@ -15,6 +15,7 @@ from typing import Any
 from launch.config import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
+from train.masking import holds_secret, is_secret_name
 from train.run.storage import is_remote
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the submission
@@ -155,7 +156,6 @@ def exports(environment: Mapping[str, str]) -> list[str]:
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
@@ -168,10 +168,18 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
         key = f"cluster.environment.{name}"
         if not VARIABLE.fullmatch(name):
             mistakes.append(Mistake(key, value, VARIABLE_RULE))
-        elif _SECRET.search(name) and not name.endswith("_FILE"):
+        elif is_secret_name(name) or holds_secret(value):
             rule = f"looks like a secret, and would be written into files; {remedy}"
             mistakes.append(Mistake(key, "(not shown)", rule))
     return mistakes
+
+
+def secret_mistakes(overrides: Sequence[str], remedy: str) -> list[Mistake]:
+    """List the overrides that hold a secret: they end up in files, word for word."""
+    rule = "holds a password or a key, and would be written into files; leave it out "
+    rule += f"of the command line, or name a variable as ${{oc.env:NAME}}, and {remedy}"
+    keys = [word.partition("=")[0] for word in overrides if holds_secret(word)]
+    return [Mistake(key, "(not shown)", rule) for key in keys]
 
 
 def control_character_mistakes(words: Sequence[str]) -> list[Mistake]:

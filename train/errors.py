@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import DataError
+from train.masking import mask, masked
 
 FINISHED = 0
 CRASHED = 1  # for no reason that is known here: it may help to start again
@@ -68,9 +69,10 @@ class ConfigError(Exception):
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
         for key, value, rule in self.mistakes:
-            lines += ["", f"  {key} = {as_typed(value)}" if value != "" else f"  {key}"]
+            (shown,) = masked({key.rpartition(".")[2]: value}).values()
+            lines += ["", f"  {key} = {as_typed(shown)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
-        return "\n".join(lines)
+        return mask("\n".join(lines))
 
 
 def as_typed(value: object) -> str:

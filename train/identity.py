@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from train.config import Config
 from train.errors import as_typed
+from train.masking import masked
 
 
 class ChangeKind(StrEnum):
@@ -62,8 +63,14 @@ class Difference(NamedTuple):
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """List the keys whose values differ, in the order of the dataclasses."""
-    before, after = flatten(old), flatten(new)
+    """List the keys whose values differ, in the order of the dataclasses.
+
+    Secrets are masked first: another password makes no other run.
+    """
+    before, after = (
+        {key: masked(value) for key, value in flatten(config).items()}
+        for config in (old, new)
+    )
     found = []
     for key in dict.fromkeys((*before, *after)):
         if before.get(key) != after.get(key):

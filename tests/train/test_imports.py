@@ -12,7 +12,8 @@ from tests.fleet import REPOSITORY
 # line are commands.
 LAYERS = """
     model | data
-    train.errors train.units train.watching train.config train.console train.identity
+    train.masking train.errors train.units train.watching train.config train.console \
+train.identity
     train.mesh_sizes
     train.cli
     train.mesh
@@ -45,7 +46,7 @@ COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The words of the command line: keys, exit codes, names of machines.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
 LAUNCH_MAY += ("train.identity", "train.run.storage", "train.run.liveness")
-LAUNCH_MAY += ("train.run.records",)
+LAUNCH_MAY += ("train.run.records", "train.masking")
 # Beside the standard library and what LAYERS allows.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -30,6 +30,7 @@ from train.cli.rules import without_effect
 from train.cli.schema import read_yaml, to_yaml
 from train.config import Config
 from train.errors import STOPPED, ConfigError, Exit, exit_code
+from train.masking import mask
 
 __all__ = ["check_command_line", "compose", "read_yaml", "run_command", "to_yaml"]
 
@@ -84,7 +85,7 @@ def run_command(
                 log.warning(warning)
             code = main(config)
     except (ConfigError, DataError, Exit) as error:
-        print(error, end="\n" * bool(str(error)), file=sys.stderr)
+        print(mask(str(error)), end="\n" * bool(str(error)), file=sys.stderr)
         code = exit_code(error)
     except KeyboardInterrupt:
         code = STOPPED
@@ -94,13 +95,20 @@ def run_command(
     sys.exit(code or 0)
 
 
+class _Formatter(logging.Formatter):
+    """Writes records without the secrets in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, and its traceback if it has one."""
+        return mask(super().format(record))
+
+
 def configure_logging() -> None:
     """Send logs to stderr: ours from INFO on, other libraries' from WARNING on."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

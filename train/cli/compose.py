@@ -26,6 +26,7 @@ from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
+from train.masking import remember
 
 MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
 
@@ -158,6 +159,7 @@ class _Check:
                 else:
                     typed.append(key)
         tree.pop("hydra", None)
+        remember(str(OmegaConf.to_container(tree)))
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True)
         except OmegaConfBaseException as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-_MAX_NODES = 100_000  # values that a file may stand for once its aliases are expanded
+_MAX_REPEATED = 1_000  # values that a file may add by aliases
 
 
 def parse_yaml(text: str) -> Any:
@@ -22,7 +22,9 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             raise ValueError("is empty")
-        _count(node, {})
+        counts = dict[int, int]()
+        if _count(node, counts) > len(counts) + _MAX_REPEATED:
+            raise ValueError(f"adds more than {_MAX_REPEATED:,} values by its aliases")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML ({' '.join(str(error).split())})") from None
@@ -48,7 +50,5 @@ def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     elif isinstance(node, yaml.MappingNode):
         children = [child for pair in node.value for child in pair]
     total = 1 + sum(_count(child, counts) for child in children)
-    if total > _MAX_NODES:
-        raise ValueError(f"stands for more than {_MAX_NODES:,} values by its aliases")
     counts[id(node)] = total
     return total

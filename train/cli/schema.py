@@ -20,6 +20,7 @@ from train.cli.plain_yaml import parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import leaves
+from train.masking import masked
 
 Schema = TypeVar("Schema")
 
@@ -127,8 +128,8 @@ def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
 
 
 def to_yaml(config: Any) -> str:
-    """Return a config as YAML, every key with its value."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    """Return a config as YAML, every key with its value, secrets masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
 
 
 def read_yaml(

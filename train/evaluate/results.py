@@ -12,6 +12,7 @@ from model.choices import Position
 from train.config import Config, Schedule
 from train.console import printable
 from train.evaluate.validation import Score, as_metrics
+from train.masking import mask
 from train.program import Program
 from train.run.evaluations import scored
 from train.run.goodput import account
@@ -92,7 +93,7 @@ def print_results(
     print(f"goodput     {goodput}")
     print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
-    print(f"to go on    {_changed(command, more)}", flush=True)
+    print(f"to go on    {mask(_changed(command, more))}", flush=True)
 
 
 def validation_line(

@@ -20,6 +20,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
+from train.masking import masked
 from train.run.continuation import Continuation, compare_with_run
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
@@ -102,7 +103,7 @@ class RunDir:
             self.config.tracker,
             self.path,
             run_name(self.config),
-            asdict(self.config),
+            masked(asdict(self.config)),
             step=step,
             start=self.events.start,
             write=self.write,

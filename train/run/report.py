@@ -15,6 +15,7 @@ from etils import epath
 
 from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
+from train.masking import mask
 from train.run.evaluations import scores
 from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.heat_maps import heat_maps
@@ -92,7 +93,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
         "heat_maps": heat_maps(rows),
         "restarts": _restarts(events),
         "goodput": _goodput(goodput),
-        "config": config,
+        "config": mask(config),
     }
 
 
