@@ -65,13 +65,12 @@ def _figures(rows: Sequence[Row]) -> list[str]:
     last = {key: finite(value) for row in rows for key, value in row.items()}
     scored = finite_points(series_of(rows, "eval/loss"))
     step, best = min(scored, key=lambda point: point[1], default=(None, None))
-    bits = dict(series_of(rows, "eval/bits_per_byte")).get(step or 0)
+    bits = dict(series_of(rows, "eval/bits_per_byte"))
     return [
         f"{last.get('step') or 0:,.0f}",
         format_count(last.get("tokens") or 0),
         *map(_shown, (last.get("loss"), last.get("eval/loss"), best)),
-        "-" if step is None else f"{step:,.0f}",
-        _shown(bits),
+        *(("-", "-") if step is None else (f"{step:,.0f}", _shown(bits.get(step)))),
     ]
 
 

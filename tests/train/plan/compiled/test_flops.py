@@ -151,3 +151,20 @@ def test_cudnn_may_have_heads_before_positions(queries, keys, mask, part):
     assert done.whole_attention == 2 * 2 * (2 * 4 * 64 * 32) * 8
     assert done.attention == part * done.whole_attention
     assert done.unknown == ()
+
+
+def test_products_of_rows_grouped_by_expert_count_apart():
+    """Of the rows in use, and not with the dense product next to them."""
+    text = in_one(
+        "  %x = bf16[96,64] parameter(0)\n"
+        "  %w = bf16[4,64,32] parameter(1)\n"
+        "  %d = bf16[64,8] parameter(2)\n"
+        "  %y = f32[96,8] dot(%x, %d), "
+        "lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  ROOT %g = bf16[96,32] custom-call(%x, %w), "
+        'custom_call_target="tpu_custom_call", '
+        'metadata={op_name="jit(step)/expected.64.96/(grouped_rows)"}'
+    )
+    done = count_flops(read(text))
+    assert done.grouped == 2 * 64 * 64 * 32
+    assert done.products == done.grouped + 2 * 96 * 64 * 8
