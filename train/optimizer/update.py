@@ -79,17 +79,22 @@ class Optimizer:
         def update(
             grads: Any, before: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            if self.config.clip_norm is not None:
-                scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
-                grads = jax.tree.map(lambda g: g * scale, grads)
-            grads, weights = jax.tree.map(_as_float32, (grads, params))
-            old_moments = unpacked(before)
-            directions, moments = self.transform.update(grads, old_moments, weights)
-            moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
-            # XLA computes the update once more rather than keep it until the sum is
-            # known: that reads the state twice, and takes no memory.
-            spoiled = _num_spoiled(moved, weights, jnp.square)
-            spoiled += _num_spoiled(moments, old_moments, _rounded_up)
+            given = grads, before, params
+            moved, moments = self._moved(*given, norm, factor)
+
+            def num_spoiled(grads: Any, before: Any, params: Any) -> jax.Array:
+                new = moved, moments
+                if self.config.name is not OptimizerName.muon:
+                    new = self._moved(grads, before, params, norm, factor)
+                count = _num_spoiled(new[0], _float32_tree(params), jnp.square)
+                return count + _num_spoiled(new[1], unpacked(before), _rounded_up)
+
+            # A branch, so that what is written compiles to the bits that it has without
+            # the check. It computes the update again, which takes time for one more
+            # read of the state but no memory; not of Muon, whose products are many.
+            spoiled = jax.lax.cond(
+                accepted, num_spoiled, lambda *_: jnp.float32(0), *given
+            )
             fine = accepted & (spoiled == 0)
             new = self.storage.rounded(moved, params, step, layer)
             moments = self.storage.packed(moments, step, layer)
@@ -108,6 +113,23 @@ class Optimizer:
             )
             average = _chosen(accepted, moved, average)
         return params, OptimizerState(moments, average), accepted
+
+    def _moved(
+        self, grads: Any, before: Any, params: Any, norm: jax.Array, factor: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return float32 weights and moments after an update."""
+        if self.config.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        grads, weights = _float32_tree(grads), _float32_tree(params)
+        moments = unpacked(before)
+        directions, moments = self.transform.update(grads, moments, weights)
+        moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
+        return moved, moments
+
+
+def _float32_tree(tree: Any) -> Any:
+    return jax.tree.map(_as_float32, tree)
 
 
 def _rounded_up(x: jax.Array) -> jax.Array:
