@@ -114,13 +114,13 @@ class Router(nnx.Module):
         """Count each expert's tokens, and add up the losses that balance them."""
         config, E = self.config, self.config.num_experts
 
-        def counted(x_BTE: jax.Array) -> jax.Array:
+        def counted(x: jax.Array) -> jax.Array:
             if segment_ids_BT is None:
-                return x_BTE
-            return jnp.where(segment_ids_BT[..., None] > 0, x_BTE, 0)
+                return x
+            is_text = jnp.expand_dims(segment_ids_BT > 0, range(2, x.ndim))
+            return jnp.where(is_text, x, jnp.zeros((), x.dtype))
 
-        load_BTE = counted(jnp.sum(chosen_BTkE, axis=2, dtype=jnp.float32))
-        load_E = jnp.sum(load_BTE, axis=(0, 1))
+        load_E = jnp.sum(counted(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
         load_E = jax.lax.psum(load_E, wide(how.rules.by_hand))
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:

@@ -6,7 +6,6 @@ dtype of weights and moments: what it leaves in bfloat16 or eight bits is rounde
 random, and no copy of it in float32 is kept. An average is always kept in float32.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
@@ -24,10 +23,6 @@ from train.optimizer.by_layer import layer_by_layer
 from train.optimizer.moments import Storage, unpacked
 from train.optimizer.muon import muon
 from train.optimizer.schedule import factor
-
-# A norm takes the squares of weights. Moments may be rounded to bfloat16.
-_LARGEST_WEIGHT = math.sqrt(jnp.finfo(jnp.float32).max)
-_LARGEST_MOMENT = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class OptimizerState(NamedTuple):
@@ -84,17 +79,22 @@ class Optimizer:
         def update(
             grads: Any, before: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            if self.config.clip_norm is not None:
-                scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
-                grads = jax.tree.map(lambda g: g * scale, grads)
-            grads, weights = jax.tree.map(_as_float32, (grads, params))
-            old_moments = unpacked(before)
-            directions, moments = self.transform.update(grads, old_moments, weights)
-            moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
-            # XLA computes the update once more rather than keep it until the sum is
-            # known: that reads the state twice, and takes no memory.
-            spoiled = _num_spoiled(moved, weights, _LARGEST_WEIGHT)
-            spoiled += _num_spoiled(moments, old_moments, _LARGEST_MOMENT)
+            given = grads, before, params
+            moved, moments = self._moved(*given, norm, factor)
+
+            def num_spoiled(grads: Any, before: Any, params: Any) -> jax.Array:
+                new = moved, moments
+                if self.config.name is not OptimizerName.muon:
+                    new = self._moved(grads, before, params, norm, factor)
+                count = _num_spoiled(new[0], _float32_tree(params), jnp.square)
+                return count + _num_spoiled(new[1], unpacked(before), _rounded_up)
+
+            # A branch, so that what is written compiles to the bits that it has without
+            # the check. It computes the update again, which takes time for one more
+            # read of the state but no memory; not of Muon, whose products are many.
+            spoiled = jax.lax.cond(
+                accepted, num_spoiled, lambda *_: jnp.float32(0), *given
+            )
             fine = accepted & (spoiled == 0)
             new = self.storage.rounded(moved, params, step, layer)
             moments = self.storage.packed(moments, step, layer)
@@ -114,20 +114,43 @@ class Optimizer:
             average = _chosen(accepted, moved, average)
         return params, OptimizerState(moments, average), accepted
 
+    def _moved(
+        self, grads: Any, before: Any, params: Any, norm: jax.Array, factor: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return float32 weights and moments after an update."""
+        if self.config.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        grads, weights = _float32_tree(grads), _float32_tree(params)
+        moments = unpacked(before)
+        directions, moments = self.transform.update(grads, moments, weights)
+        moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
+        return moved, moments
 
-def _num_spoiled(new: Any, old: Any, most: float) -> jax.Array:
-    """Count the entries of a tree that exceed `most` or are NaN, and did not before.
+
+def _float32_tree(tree: Any) -> Any:
+    return jax.tree.map(_as_float32, tree)
+
+
+def _rounded_up(x: jax.Array) -> jax.Array:
+    return 1.01 * x  # more than what rounding to bfloat16 adds
+
+
+def _num_spoiled(
+    new: Any, old: Any, use: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Count the entries of a tree that are of no use any more.
 
     Args:
         new: what is to be written, before it is rounded.
         old: what it replaces.
-        most: the largest absolute value of an entry.
+        use: what must be finite of an entry: of a weight its square, for norms.
     """
 
     def count(new: jax.Array, old: jax.Array) -> jax.Array:
         if not jnp.issubdtype(new.dtype, jnp.floating):
             return jnp.float32(0)
-        spoiled = (jnp.abs(old) <= most) & ~(jnp.abs(new) <= most)
+        spoiled = jnp.isfinite(use(old)) & ~jnp.isfinite(use(new))
         return jnp.sum(spoiled, dtype=jnp.float32)
 
     return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
