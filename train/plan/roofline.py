@@ -230,14 +230,14 @@ def _links(
             for total, rate in zip(totals, rates, strict=True)
         ]
         seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
-        sent = sum(t.sent for t in totals)
+        total_sent = sum(t.sent for t in totals)
         sending = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
         waits = ACTIVATION_AXES & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
-            bandwidth=sent / sending if sending else rates[0],
-            sent=sent,
+            bandwidth=total_sent / sending if sending else rates[0],
+            sent=total_sent,
             seconds=seconds,
             hidden=hidden,
             waited_for=seconds - hidden if waits else 0.0,

@@ -78,6 +78,7 @@ def compile_on():
                 WEIGHT, jnp.bfloat16, sharding=NamedSharding(mesh, before)
             )
             text = jax.jit(mapped).lower(given).compile().as_text()
+            assert text is not None
             found += ledger(read(text), mesh)
         return found
 

@@ -54,9 +54,11 @@ def phases(
 
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
     """Return the steps of a scatter along one axis; other exchanges take one."""
-    sizes = {(axis.axis,): axis.scatter for axis in steps}.get(exchange.axes, ())
-    if exchange.kind != "reduce-scatter" or exchange.members:
-        sizes = ()
+    sizes: tuple[int, ...] = ()
+    if exchange.kind == "reduce-scatter" and not exchange.members:
+        scatters = {axis.axis: axis.scatter for axis in steps}
+        if len(exchange.axes) == 1:
+            sizes = scatters.get(exchange.axes[0], ())
     for groups in nested(sizes):
         members = tuple(groups[0]) if groups else exchange.members
         exchange = exchange._replace(members=members)

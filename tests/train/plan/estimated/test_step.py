@@ -1,7 +1,7 @@
 """The whole estimate, without a compiler."""
 
 import json
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -92,7 +92,7 @@ def test_what_is_cut_across_slices_is_sent_in_their_network_and_then_between(lai
     rows = ("data.sequence_length=2048", "data.batch_size=64", "train.remat=full")
     mesh = ("mesh=fsdp", "mesh.dcn.fsdp=2")
     found = estimate_step(laid_out("v5e-16x2", *shape, *rows, *mesh)).sent
-    sent = Counter[tuple[str, str]]()
+    sent = defaultdict[tuple[str, str], float](float)
     for row in found:
         sent[row.network, row.kind] += row.sent / 2**20
     # Of small vectors, which XLA sends as it likes.
