@@ -105,8 +105,7 @@ class RuntimeConfig:
     sparse_cores: bool = True
     # A folder; null: $JAX_COMPILATION_CACHE_DIR, or ~/.cache/longhaul/xla.
     compilation_cache: str | None = None
-    # For drills only: the run injects the fault that LONGHAUL_DRILL names.
-    allow_fault_injection: bool = False
+    allow_fault_injection: bool = False  # for drills: LONGHAUL_DRILL names the fault
 
 
 @dataclass(frozen=True)
