@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
 Count = Annotated[int, Ge(1), Le(INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(INT32_MAX)]
+RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops further bits
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX drops further bits, and numpy a sign
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)

@@ -54,9 +54,9 @@ class Packed:
         counts = self._row_offsets[numbers + 1] - first
         row = np.repeat(np.arange(len(numbers)), counts)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        piece = np.repeat(first, counts) + nth
-        starts = self._starts[piece]
-        lengths = self.lengths[piece].astype(np.int64)
+        numbers_of_pieces = np.repeat(first, counts) + nth
+        starts = self._starts[numbers_of_pieces]
+        lengths = self.lengths[numbers_of_pieces].astype(np.int64)
         tokens = self._tokens.gather(starts, lengths + 1)
         batch = padding(len(numbers), self.length)
         filled = np.bincount(row, lengths, len(numbers))

@@ -4,9 +4,11 @@ A pattern is tried on a sample in a process of its own: its engine may exhaust t
 stack or the memory, or never end.
 """
 
+import contextlib
 import functools
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,8 +19,10 @@ from data.tokenizer_json import SAMPLE
 
 MAX_ID = 2**24 - 1  # a model's table has a row for each id
 MAX_TOKEN_BYTES = 1024  # finding the merges of a token takes the square of its length
-DEADLINE_S = 120.0  # a usual pattern takes a second, nearly all of it to start Python
-_MEMORY_BYTES = 2**34
+# A usual pattern takes a second, nearly all of it to start Python. The deadline is
+# longer than the limit of CPU time, because a slow disk may delay the imports.
+DEADLINE_S = 1200.0
+_CPU_S, _MEMORY_BYTES = 120, 2**34
 _RUN = 3000  # characters
 _RUNS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "猫", "é", "aA", "a ", "a1", " \n")
 
@@ -81,21 +85,38 @@ def check_pattern(pattern: str) -> None:
             capture_output=True,
             timeout=DEADLINE_S,
             env=environment,
+            start_new_session=True,  # a notice to the process group is not for it
         )
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"its pattern backtracks without end: it does not cut a sample within "
-            f"{DEADLINE_S:g} seconds"
-        ) from None
+        raise _endless(DEADLINE_S) from None
+    if done.returncode == -signal.SIGXCPU:
+        raise _endless(_CPU_S)
     if done.returncode:
         reason = done.stdout.decode().strip() or f"exit code {done.returncode}"
         raise ValueError(f"its pattern fails on a sample of text ({reason})")
 
 
+def _endless(seconds: float) -> ValueError:
+    return ValueError(
+        f"its pattern backtracks without end: it does not cut a sample within "
+        f"{seconds:g} seconds"
+    )
+
+
+def _limit(kind: int, most: int) -> None:
+    """Lower a limit of this process. A lower one that the system has set stays."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    with contextlib.suppress(ValueError, OSError):  # not every system has every limit
+        resource.setrlimit(kind, (most, hard))
+
+
 def _try_pattern() -> int:
     """Encode samples with the pattern on stdin; print why that fails."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    _limit(resource.RLIMIT_CPU, _CPU_S)
+    _limit(resource.RLIMIT_CORE, 0)
     try:
         encoding = FolderEncoding(
             "sample",

@@ -168,7 +168,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
         key = f"cluster.environment.{name}"
         if not VARIABLE.fullmatch(name):
             mistakes.append(Mistake(key, value, VARIABLE_RULE))
-        elif is_secret_name(name) or holds_secret(value):
+        elif (is_secret_name(name) and not value.isdecimal()) or holds_secret(value):
             rule = f"looks like a secret, and would be written into files; {remedy}"
             mistakes.append(Mistake(key, "(not shown)", rule))
     return mistakes

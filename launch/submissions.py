@@ -21,6 +21,7 @@ from typing import Any
 
 from etils import epath
 
+from data.errors import DataError
 from launch.job import ARCHIVE, local_folder
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.run.records import damaged, read_record
@@ -139,7 +140,7 @@ def _within_reach(run_dir: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exit:
+    except (Exit, ConfigError, DataError):
         raise
     except Exception as error:  # of whatever library speaks to the store
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from data.config import DataConfig, Seed
+from data.config import DataConfig, RunSeed
 from model.choices import ContextAttention, Dtype, ExpertExchange
 from model.config import Intermediate, ModelConfig, OffloadName
 from train.watching import (
@@ -278,7 +278,7 @@ class LayoutConfig:
 class Config:
     """Everything `python -m train` can be told."""
 
-    seed: Seed = 0  # of weights, order of the data, and sampling
+    seed: RunSeed = 0  # of weights, order of the data, and sampling
     # A folder that transformers or train.export wrote, or another run's: its weights
     # are those of step 0.
     init_from: str | None = None

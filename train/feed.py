@@ -49,11 +49,12 @@ def place(batch: Batch, like: Batch) -> Batch:
 
 
 class Feed:
-    """Device batches in their order; counts the time that the host's were waited for.
+    """Device batches in their order.
 
-    A step is dispatched, not awaited, so the transfer of the batch after it overlaps
-    the computation. No batch waits for the one after it: a source that stalls costs no
-    step that could be taken.
+    `seconds_waited` is the time spent waiting for the host's batches. A step is
+    dispatched, not awaited, so the transfer of the batch after it overlaps the
+    computation. No batch waits for the one after it: a source that stalls costs no step
+    that could be taken.
     """
 
     def __init__(

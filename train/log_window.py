@@ -139,16 +139,15 @@ class LogWindow:
         self._warn(seconds, waited, progress)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
-        values: dict[str, float] = {"tokens": tokens}
         if write:
-            values = _as_line(last) | {
+            values = {
                 "tokens": tokens,
                 "flops": tokens * flops_per_token,
                 "tokens_per_second": speed,
                 "step_seconds": seconds / len(steps),
                 "mfu": math.nan if mfu is None else mfu,
             }
-        self._run.log(step, values)
+            self._run.log(step, _as_line(last) | values)
         self._open()
         return seconds
 

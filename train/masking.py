@@ -13,12 +13,13 @@ from typing import Any
 MASK = "***"
 _WORD = re.compile(
     r"""(\w*(token|secret|password|passwd|passphrase|credential|apikey|accesskey)s?
-        |keys?|pass|pwd|auth|authorization)""",
+        |keys?|pass|dbpass|pwd|pat|auth|authorization)""",
     re.IGNORECASE | re.VERBOSE,
 )
 _NAMES_A_PLACE = re.compile(r"_(file|path|dir|url|uri|host)$", re.IGNORECASE)
 _FOLDERS = ("PWD", "OLDPWD")  # of every shell
 _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)""")
+_URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
 _MIN_LENGTH = 6  # of what is masked within a text; shorter, it may be any word
@@ -46,7 +47,7 @@ def mask(text: str) -> str:
             text = text.replace(secret, source)
     if "://" not in text:
         return text
-    text = _URL_PASSWORD.sub(rf"\1{MASK}", text)
+    text = _URL_TOKEN.sub(MASK, _URL_PASSWORD.sub(rf"\1{MASK}", text))
     return _URL_QUERY.sub(
         lambda found: (
             f"{found[1]}={MASK}"

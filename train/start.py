@@ -26,6 +26,7 @@ from train.evaluate.results import print_results, results
 from train.evaluate.validation import as_metrics
 from train.identity import run_dir
 from train.loop import Trainer
+from train.masking import mask
 from train.preflight import Prepared
 from train.program import Program, make_program, settle
 from train.run.checkpoint import Checkpoints
@@ -174,7 +175,7 @@ def _train(trainer: Trainer) -> int:
     with trainer.phase("compile", "prepare"):
         state = state or _first_state(trainer)
         run.start_at(step, sources)
-    print(f"run         {run.path}, from step {step:,}", flush=True)
+    print(mask(f"run         {run.path}, from step {step:,}"), flush=True)
     code, state = trainer.train(state)
     if code:
         return code
@@ -200,7 +201,7 @@ def _first_state(trainer: Trainer) -> TrainState:
         return program.init()
     from train.pretrained.begin import hold_to_first, start_from  # few runs need it
 
-    print(f"weights     {path}", flush=True)
+    print(mask(f"weights     {path}"), flush=True)
     hold_to_first(path, trainer.run.path, trainer.cluster)
     return start_from(path, program)
 

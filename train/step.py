@@ -90,7 +90,10 @@ def make_train_step(
             "targets": num_targets.astype(jnp.float32),
         }
         if load is not None:
-            metrics["expert_load"] = jnp.max(load, axis=1) / jnp.mean(load, axis=1)
+            metrics["expert_load"] = jnp.max(load, axis=1) / jnp.maximum(
+                jnp.mean(load, axis=1),
+                1e-9,  # a batch may be all padding
+            )
         return TrainState(state.step + 1, params, opt, recent), metrics | of_layers
 
     if watched:  # the compiled program bears this name: profiles tell it apart

@@ -163,11 +163,10 @@ class _Encoder:
 
         for record in read(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
+                field = "" if is_text else ", or read another field (text_field=...)"
                 raise DataError(
                     f"{_complaint(record)}. Repair it, or leave it out with "
-                    f"on_error=skip (data.on_error=skip of python -m train). "
-                    f"python -m data.prepare can also read another field "
-                    f"(text_field=...)"
+                    f"on_error=skip (in training: data.on_error=skip){field}"
                 )
             _add_to(self._num_tokens, segment.add(record, unit, whole))
             if is_text and isinstance(record, Record) and record.text:

@@ -12,6 +12,7 @@ tokens, which documents start there, its checksum, and one byte, whether it was 
 import functools
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -214,15 +215,16 @@ class TokenArray:
             return [array[start:stop] for start, stop in spans]
         # All reads are under way before the first one is awaited.
         wider = [self._widened(name, start, stop) for start, stop in spans]
-        reads = [array[start:stop].read() for start, stop in wider]
+        reads = deque(array[start:stop].read() for start, stop in wider)
         values = []
-        for (start, stop), (first, _), read in zip(spans, wider, reads, strict=True):
+        for (start, stop), (first, _) in zip(spans, wider, strict=True):
             try:
-                value = read.result()
+                value = reads.popleft().result()
                 self._compare(name, first, value)
             except (ValueError, OSError) as error:
                 raise self._damaged(name, start, stop, str(error)) from error
-            values.append(value[start - first : stop - first])
+            part = value[start - first : stop - first]
+            values.append(part if part.size == value.size else part.copy())
         return values
 
     def _widened(self, name: str, start: int, stop: int) -> tuple[int, int]:

@@ -24,7 +24,14 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
     "name",
     [
         *("MYTOKENS", "API_KEY_2", "DB_PASS", "WANDB_API_KEY", "DB_PWD", "apiKey"),
-        *("AWS_SECRET_ACCESS_KEY", "MYSQL_PASSWORD", "GOOGLE_CREDENTIALS", "HF_TOKEN"),
+        *(
+            "GITHUB_PAT",
+            "DBPASS",
+            "AWS_SECRET_ACCESS_KEY",
+            "MYSQL_PASSWORD",
+            "GOOGLE_CREDENTIALS",
+            "HF_TOKEN",
+        ),
     ],
 )
 def test_a_secret_is_known_by_a_word_in_its_name(name):
@@ -51,6 +58,7 @@ def test_other_names_are_no_secrets(name):
 
 def test_passwords_in_urls_are_masked_and_nothing_else():
     assert mask(f"{URL}, postgres://a:b@c@d/e") == f"{MASKED}, postgres://a:***@d/e"
+    assert mask("https://ghp_abcdefgh@github.com/x") == "https://***@github.com/x"
     signed = "https://h/x?a=b&X-Amz-Signature=0ab1&token=c#d"
     assert mask(signed) == "https://h/x?a=b&X-Amz-Signature=***&token=***#d"
     for text in ("gs://bucket/a@b", "s3://bucket:1/x", "a:b@c", "http://host:80/a"):

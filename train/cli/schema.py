@@ -180,7 +180,11 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
     """
     if path.exists() and not path.is_file():
         raise ValueError("is not a file")
-    return _read_table(path.read_text())
+    text = path.read_text()
+    table = _read_table(text)
+    if not text.endswith("\n"):  # what is left of YAML is often YAML too
+        raise ValueError("is torn: its last line has no end")
+    return table
 
 
 def _read_table(text: str) -> dict[str, Any]:
@@ -192,8 +196,6 @@ def _read_table(text: str) -> dict[str, Any]:
     table = parse_yaml(text)  # so that OmegaConf expands no aliases without end
     if not isinstance(table, dict):
         raise ValueError("must hold key: value lines")
-    if not text.endswith("\n"):  # what is left of YAML is often YAML too
-        raise ValueError("is torn: its last line has no end")
     plain: Any = OmegaConf.to_container(OmegaConf.create(text))
     return plain
 

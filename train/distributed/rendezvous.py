@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 10.0  # that an earlier start, about to end, may hold the port
+_TAKEN_S = 120.0  # that an earlier start may hold the port, longer than a heartbeat
 _GRACE_S = 5.0  # for process 0 to tell the others that time is up
 _OTHER_FILES = 512  # that process 0 may open
 _HEARD = {"heard": True}

@@ -6,6 +6,7 @@ from typing import Any
 
 from etils import epath
 
+from data.errors import DataError
 from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
@@ -26,6 +27,7 @@ from train.sample.prompts import continue_prompts
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one
+_PRINTED = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
 
 
@@ -67,7 +69,16 @@ def results(
 def print_results(
     values: dict[str, Any], command: str, config: Config, run_dir: epath.Path
 ) -> None:
-    """Print results, goodput, and how to go on, at a rate that is not 0."""
+    """Print results, goodput, and how to go on, at a rate that is not 0.
+
+    Raises:
+        DataError: if the results lack what is to be printed.
+    """
+    if missing := [key for key in _PRINTED if key not in values]:
+        raise DataError(
+            f"{run_dir}/results.json: does not hold {', '.join(missing)}. Delete it, "
+            f"and the next start of the run scores its last checkpoint again"
+        )
     step, schedule = values["step"], config.schedule
     more = [f"train.num_steps={2 * step}"]
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:

@@ -89,12 +89,14 @@ class Optimizer:
                 count = _num_spoiled(new[0], _float32_tree(params), jnp.square)
                 return count + _num_spoiled(new[1], unpacked(before), _rounded_up)
 
-            # A branch, so that what is written compiles to the bits that it has without
-            # the check. It computes the update again, which takes time for one more
-            # read of the state but no memory; not of Muon, whose products are many.
-            spoiled = jax.lax.cond(
-                accepted, num_spoiled, lambda *_: jnp.float32(0), *given
-            )
+            spoiled = jnp.float32(0)
+            if may_overflow(self.config):
+                # A branch, so that what is written compiles to the bits that it has
+                # without the check. It computes the update again, which reads the state
+                # once more; not of Muon, whose products are many.
+                spoiled = jax.lax.cond(
+                    accepted, num_spoiled, lambda *_: jnp.float32(0), *given
+                )
             fine = accepted & (spoiled == 0)
             new = self.storage.rounded(moved, params, step, layer)
             moments = self.storage.packed(moments, step, layer)
@@ -158,6 +160,28 @@ def _num_spoiled(
 
 def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
+
+
+def may_overflow(config: OptimizerConfig) -> bool:
+    """Return whether an update by finite gradients may exceed the range of float32.
+
+    The check of an update reads the whole state once more. It is left out if no entry
+    of an update can exceed 1e12: then 10 million steps stay below 1e19, whose square
+    overflows. The mean of clipped gradients is at most clip_norm, so that Adam's
+    direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square is.
+    Lion's direction is at most 1, and that of Muon below the root of a dim.
+    """
+    if config.name is OptimizerName.lion:
+        reach = 1.0
+    elif config.name is OptimizerName.adafactor or config.clip_norm is None:
+        return True
+    else:
+        reach = config.clip_norm / ((1 - config.b1) * config.epsilon)
+    most = config.learning_rate * (reach + config.weight_decay)
+    if config.name is OptimizerName.muon:
+        decay = config.muon_weight_decay
+        most = max(most, config.muon_learning_rate * (1e6 + decay))
+    return most > 1e12
 
 
 def averages(params: Any) -> Any:

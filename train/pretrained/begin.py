@@ -53,15 +53,15 @@ def start_from(path: str, program: Program) -> TrainState:
     read = read_run_weights if is_run(path) else read_folder
     check_weights(path, program)
     state = read(path, program)
+    if program.state.optimizer.average is not None:
+        average = averages(state.params)
+        state = state._replace(optimizer=state.optimizer._replace(average=average))
     if names := make_finite_check(program.state, program.mesh)(state):
         raise DataError(
             f"init_from={path}: {few(names)}: there are values that are not finite, "
             f"which training would spread. Take other weights"
         )
-    if program.state.optimizer.average is None:
-        return state
-    average = averages(state.params)
-    return state._replace(optimizer=state.optimizer._replace(average=average))
+    return state
 
 
 def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.sources import Sources
+from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
 from train.config import Config, Schedule
@@ -118,17 +119,11 @@ def _refusals(
 
     `run.allow_change` is advised only if the saved parameters fit the new model.
     """
-    before, after = (
-        {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(c.model)))}
-        for c in (earlier, config)
-    )
-    fits = before.keys() == after.keys() and all(
-        fits_padded(shape, after[name]) for name, shape in before.items()
-    )
-    mistakes = []
+    mistakes, of_model = [], {c.key for c in changes if c.key.startswith("model.")}
+    fits = not of_model or _parameters_fit(earlier.model, config.model)
     for change in changes:
         rule = f"differs from the run in {path}, which has {change.old}; take it back"
-        if fits or not change.key.startswith("model."):
+        if fits or change.key not in of_model:
             rule += ", start another run.name, or add "
             rule += f"run.allow_change=[{change.key}]"
         else:
@@ -136,6 +131,17 @@ def _refusals(
             rule += "do not fit this model"
         mistakes.append(Mistake(change.key, change.new, rule))
     return mistakes
+
+
+def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
+    """Return whether the parameters of one model have the shapes of another's."""
+    before, after = (
+        {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
+        for model in (saved, wanted)
+    )
+    return before.keys() == after.keys() and all(
+        fits_padded(shape, after[name]) for name, shape in before.items()
+    )
 
 
 def _schedule_steps(config: Config, before: int, newest: int) -> int:

@@ -151,16 +151,22 @@ def check_descriptions(checkpoints: epath.Path) -> None:
 def newest_description(
     checkpoints: epath.Path, run_id: str | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return the newest step that belongs where it lies, and its description.
+    """Return the newest step of the run, and the newest description of one.
 
-    0 and {} if there is no such step.
+    A folder without a description counts only if it is sealed: on an object store, a
+    save that was killed leaves such a folder. 0 and {} if there is no step.
     """
+    newest = 0
     for step in reversed(saved_steps(checkpoints)):
-        described = description(checkpoints / str(step))
+        folder = checkpoints / str(step)
+        described = description(folder)
         if described is None or _contradiction(step, described, run_id):
             continue
-        return step, described
-    return 0, {}
+        if described:
+            return newest or step, described
+        if is_sealed(folder):
+            newest = newest or step
+    return newest, {}
 
 
 def size(step: epath.Path) -> int:

@@ -95,8 +95,9 @@ class RunDir:
             first_line = self.config.log.interval_steps
             if step >= first_line and next(newest_metrics(self.path), None) is None:
                 log.warning(
-                    "%s: there is no line of the %d steps so far: the file was emptied "
-                    "or deleted. Training goes on; its curves begin here",
+                    "%s: there is no line of the %d steps so far. Unless they were "
+                    "logged less often, the file was emptied or deleted. Training goes "
+                    "on; its curves begin here",
                     *(self.path / "metrics.jsonl", step),
                 )
         self.tracker = open_tracker(

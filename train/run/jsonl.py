@@ -137,6 +137,12 @@ def open_lines(
             # The appender of a store writes the newest part again, whole.
             lines = list(kept_lines(path, keep, is_row)) if remote else []
             break
+        if found.damaged:
+            log.warning(
+                "%s: %d lines are damaged, and no other line of it is needed. The file "
+                "as it was is kept as %s",
+                *(path, found.damaged, _keep_copy(path)),
+            )
         path.unlink()
         del parts[number]
     number = max(parts, default=int(remote))
@@ -160,10 +166,13 @@ def _drop_the_rest(
     if not found.damaged:
         write_whole(path, rest)
         return
+    copy = None
     try:
         copy = _keep_copy(path)
         write_whole(path, rest)
     except OSError as error:
+        if copy is not None:  # a second name of the file, which will be appended to
+            copy.unlink(missing_ok=True)
         log.warning(
             "%s: %d lines are damaged. They stay where they are, since the file cannot "
             "be written again (%s); all readers skip them",

@@ -71,9 +71,11 @@ def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
 
     Each step after the newest line that has them counts `per_step`.
     """
-    rows = newest_rows(run_dir, "metrics")
-    newest = next((row for row in rows if "tokens" in row), {})
-    return newest.get("tokens", 0) + (step - newest.get("step", 0)) * per_step
+    for row in newest_metrics(run_dir):
+        tokens = row.get("tokens")
+        if isinstance(tokens, int | float) and row["step"] <= step:
+            return int(tokens) + (step - row["step"]) * per_step
+    return step * per_step
 
 
 def read_events(run_dir: epath.Path | Path) -> list[Row]:

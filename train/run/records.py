@@ -1,7 +1,8 @@
 """Read the small files of a run: each is a table of names and values.
 
-Nothing else in the program parses them, so that every one of them is refused in the
-same way if it is empty, torn, no JSON or YAML, or a folder.
+Nothing else in the program parses them (but config.yaml: train/cli/schema.py), so that
+every one of them is refused in the same way if it is empty, torn, no JSON or YAML, or a
+folder.
 """
 
 import json
@@ -14,6 +15,7 @@ from etils import epath
 from data.errors import DataError
 from data.machine import is_remote
 from train.cli.plain_yaml import parse_yaml
+from train.errors import ConfigError, Mistake
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +89,14 @@ def check_layout(run_dir: epath.Path) -> None:
     if is_remote(run_dir):  # an object store has no folders
         return
     for name in (*_FILES, *_FOLDERS):
-        path = Path(run_dir / name)
-        kind, right = "file", path.is_file()
-        if name in _FOLDERS:
-            kind, right = "folder", path.is_dir()
-        if path.exists() and not right:
+        path, kind = Path(run_dir / name), "folder" if name in _FOLDERS else "file"
+        try:
+            is_wrong = path.exists()
+            is_wrong &= not (path.is_dir() if kind == "folder" else path.is_file())
+        except PermissionError as error:
+            rule = f"cannot be read: {error.strerror}. Name a folder that you may read"
+            raise ConfigError([Mistake("run.dir", str(run_dir), rule)]) from None
+        if is_wrong:
             remedy = "Move it away, or put back what a copy of the run has there."
             raise damaged(epath.Path(path), f"must be a {kind}, and is not", remedy)
 

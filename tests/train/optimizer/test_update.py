@@ -11,7 +11,7 @@ import pytest
 from model.params import Kind, ParamInfo
 from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
 from train.optimizer.schedule import factor
-from train.optimizer.update import make_optimizer
+from train.optimizer.update import make_optimizer, may_overflow
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
@@ -233,3 +233,16 @@ def test_an_update_that_overflows_writes_nothing(name, average):
     *after, accepted = overflowing.update(grads, norm, state, params, 1)
     assert not accepted
     same(after, [params, state])
+
+
+def test_only_updates_that_may_overflow_are_checked():
+    """The check reads the state once more. The bound of the others is in its place."""
+    usual = {name: replace(ADAMW, name=name, clip_norm=1.0) for name in OptimizerName}
+    checked = {name for name, config in usual.items() if may_overflow(config)}
+    assert checked == {OptimizerName.adafactor}
+    for name, config in usual.items():
+        if name is not OptimizerName.lion:
+            assert may_overflow(replace(config, clip_norm=None))
+        assert may_overflow(replace(config, learning_rate=1e30))
+        assert may_overflow(replace(config, weight_decay=1e30))
+    assert may_overflow(replace(usual[OptimizerName.muon], muon_learning_rate=1e30))

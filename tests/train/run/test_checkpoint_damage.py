@@ -270,7 +270,7 @@ def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
 @pytest.fixture
 def asked(folder) -> CheckpointsConfig:
     """Ask for the checkpoints of a run."""
-    (folder.parent / "config.yaml").write_text("")
+    (folder.parent / "config.yaml").write_text("seed: 0\n")
     return CheckpointsConfig(RunConfig(dir=str(folder.parent)))
 
 

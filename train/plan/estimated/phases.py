@@ -53,12 +53,13 @@ def phases(
 
 
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
-    """Return the steps of a scatter along one axis; other exchanges take one."""
+    """Return the steps of a gather or scatter along one axis; others take one."""
     sizes: tuple[int, ...] = ()
-    if exchange.kind == "reduce-scatter" and not exchange.members:
-        scatters = {axis.axis: axis.scatter for axis in steps}
-        if len(exchange.axes) == 1:
-            sizes = scatters.get(exchange.axes[0], ())
+    if not exchange.members and len(exchange.axes) == 1:
+        for axis in steps:
+            if axis.axis == exchange.axes[0]:
+                of_kind = {"reduce-scatter": axis.scatter, "all-gather": axis.gather}
+                sizes = of_kind.get(exchange.kind, ())
     for groups in nested(sizes):
         members = tuple(groups[0]) if groups else exchange.members
         exchange = exchange._replace(members=members)

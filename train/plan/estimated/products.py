@@ -111,8 +111,8 @@ def kernel_flops(equation: Any, operands: list[Array], scope: str) -> KernelFlop
     floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
     traced, local = max(floats, key=lambda pair: pair[0].size)
     flops = cells * _flops_inside(params["jaxpr"]) * local.size / traced.size
-    (_, queries), (_, keys), *_ = floats
-    square = queries.dims[-2].size == keys.dims[-2].size
+    lengths = [of.dims[-2].size for _, of in floats[:2] if len(of.dims) > 1]
+    square = len({*lengths}) == 1
     masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
     if not masks:
         return KernelFlops(flops, 1.0, square)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from data.machine import cache_folder
 from train.config import MESH_AXES, Config
-from train.errors import DOES_NOT_FIT, Exit
+from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, covered, flatten, of_training
@@ -91,7 +91,13 @@ def search(
         beat()
         layout = queue.pop(0).layout
         program = make_program(layout.applied(config), devices)
-        compiled.append(as_candidate(layout, compile_and_read(program, budget)))
+        try:
+            compiled.append(as_candidate(layout, compile_and_read(program, budget)))
+        except (ConfigError, Exit):
+            raise
+        except Exception as error:  # a bug of the plan, which others may not share
+            weighed.errors[layout] = error
+            continue
         if len(compiled) >= compiles and any(one.fits for one in compiled):
             break
     result = SearchResult(
@@ -102,8 +108,9 @@ def search(
         seconds=time.monotonic() - start,
         failed=weighed.failed,
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
+    if not result.failed:  # what failed may succeed another time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
     return result
 
 

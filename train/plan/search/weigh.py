@@ -12,7 +12,7 @@ from rich.progress import track
 
 from train.cli.rules import validate
 from train.config import Config
-from train.errors import ConfigError, Mistake, as_typed
+from train.errors import ConfigError, Exit, Mistake, as_typed
 from train.hardware.interconnect import num_slices
 from train.mesh import Device
 from train.plan.budget import MemoryBudget
@@ -63,9 +63,9 @@ def weigh_all(
 ) -> Weighed:
     """Weigh layouts by shapes. An error in the estimate of one ends that one alone.
 
-    First each mesh without recomputation. Of those that are much slower so than
-    another that fits only what needs the least memory is weighed besides. `beat` is
-    called for each mesh, twice if it is possible.
+    First each mesh is weighed without recomputation, then its other variants. If a mesh
+    is much slower than another that fits, only its variant of least memory is weighed.
+    `beat` is called for each mesh, twice if it is possible.
     """
     weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     errors = dict[Layout, Exception]()
@@ -86,6 +86,9 @@ def weigh_all(
             weighed[layout] = found
         return weighed[layout]
 
+    def first_weighed(program: Program, variants: list[Layout]) -> Candidate | None:
+        return next((one for v in variants if (one := weigh(program, v))), None)
+
     for mesh in _shown(meshes, "weighing meshes", beat):
         try:
             program, own = _lay_out(config, devices, mesh)
@@ -95,7 +98,7 @@ def weigh_all(
             continue
         if mesh is given:
             weigh(program, mesh)
-        elif own and (first := weigh(program, own[0])):
+        elif first := first_weighed(program, own):
             possible.append((first, program, own))
     if not weighed and errors:
         raise next(iter(errors.values()))
@@ -105,8 +108,9 @@ def weigh_all(
     for first, program, own in _shown(possible, "weighing layouts", beat):
         fitting = (one.step_s for one in weighed.values() if one.fits)
         slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
-        for layout in own[-1:] if slow else own[1:]:
-            weigh(program, layout)
+        for layout in own[-1:] if slow else own:
+            if layout not in errors:
+                weigh(program, layout)
     excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
     return Weighed(weighed, excluded, errors)
 
@@ -117,7 +121,7 @@ def _weigh(
     """Estimate a layout. An error is returned, except that a config is wrong."""
     try:
         return as_candidate(layout, estimate(program, budget))
-    except ConfigError:
+    except (ConfigError, Exit):
         raise
     except Exception as error:  # a bug of the estimate, which others may not share
         return error
