@@ -173,3 +173,14 @@ def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypa
     log.close()
     assert store.names() == ["log.jsonl", "log/1.jsonl"]
     assert numbers(RUN) == [0, 1, 2, 3]
+
+
+def test_a_part_that_is_damaged_as_a_whole_is_kept_under_another_name(store, caplog):
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"{RUN}/log/1.jsonl", b'{"n": 1}\n')
+    memory.pipe(f"{RUN}/log/2.jsonl", b"\0\0\0\n\0\0\n")
+    open_lines(RUN, "log").close()
+    assert "log/2.jsonl.damaged-1" in store.names()
+    (warning,) = warnings(caplog)
+    assert "2 lines are damaged" in warning
+    assert numbers(RUN) == [1]

@@ -132,3 +132,11 @@ def test_copies_of_a_run_go_on_and_other_runs_are_others(two_starts, tmp_path):
     )
     new = [compare_with_run(copy / name, FIRST, SOURCES).run_id for name in "ab"]
     assert new[0] != new[1]
+
+
+def test_a_save_that_was_killed_hides_no_checkpoint(run):
+    """On an object store it leaves a folder without a description."""
+    (run / "checkpoints" / "999").mkdir()
+    with pytest.raises(ConfigError) as error:
+        compare_with_run(run, replace(SECOND, seed=1), SOURCES)
+    assert [mistake.key for mistake in error.value.mistakes] == ["seed"]
