@@ -72,10 +72,16 @@ def product(
 
 def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
     """Round a left operand as `product` does where it is quantized."""
-    if dtype is ComputeDtype.float8:
-        return to_float8(a, FORWARD, float8_scale(a, FORWARD))
-    left, _, result = re.split(",|->", spec)
-    return to_int8(a, contracted(left, result))
+    match dtype:
+        case ComputeDtype.float8:
+            return to_float8(a, FORWARD, float8_scale(a, FORWARD))
+        case ComputeDtype.int8:
+            left, _, result = re.split(",|->", spec)
+            return to_int8(a, contracted(left, result))
+        case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
+            raise AssertionError(f"{dtype} has no eight bits")
+        case _:
+            assert_never(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))

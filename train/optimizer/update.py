@@ -166,22 +166,26 @@ def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether an update by finite gradients may exceed the range of float32.
 
     The check of an update reads the whole state once more. It is left out if no entry
-    of an update can exceed 1e12: then 10 million steps stay below 1e19, whose square
-    overflows. The mean of clipped gradients is at most clip_norm, so that Adam's
-    direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square is.
-    Lion's direction is at most 1, and that of Muon below the root of a dim.
+    moves by more than 1e12, and decay shrinks weights: then 10 million steps stay below
+    1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
+    that Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean
+    square is. Lion's direction is at most 1, and that of Muon below the root of a dim.
     """
-    if config.name is OptimizerName.lion:
-        reach = 1.0
-    elif config.name is OptimizerName.adafactor or config.clip_norm is None:
-        return True
-    else:
-        reach = config.clip_norm / ((1 - config.b1) * config.epsilon)
-    most = config.learning_rate * (reach + config.weight_decay)
-    if config.name is OptimizerName.muon:
-        decay = config.muon_weight_decay
-        most = max(most, config.muon_learning_rate * (1e6 + decay))
-    return most > 1e12
+    groups = [(config.learning_rate, config.weight_decay)]
+    match config.name:
+        case OptimizerName.lion:
+            reach = 1.0
+        case OptimizerName.adafactor:
+            return True
+        case OptimizerName.adamw | OptimizerName.muon:
+            if config.clip_norm is None:
+                return True
+            reach = max(1e6, config.clip_norm / ((1 - config.b1) * config.epsilon))
+            if config.name is OptimizerName.muon:
+                groups.append((config.muon_learning_rate, config.muon_weight_decay))
+        case _:
+            assert_never(config.name)
+    return any(rate * reach > 1e12 or rate * decay > 1 for rate, decay in groups)
 
 
 def averages(params: Any) -> Any:
