@@ -125,6 +125,7 @@ TPU_ROWS = (
         (*LLAMA3_8B, "mesh=fsdp", *_OFFLOADED, "data.batch_size=24", "target=v6e-8"),
         tokens=7138.89,
         differs=f"larger attention blocks; {OWN_FLAGS}",
+        use="settled on",
     ),
     Row(
         "MaxText Mixtral 8x7B, v5p-128",

@@ -1,11 +1,12 @@
 """What programs get of the rates that vendors state: few constants, each with a source.
 
 TPUs: means of published measurements, settled before any prediction was compared with
-a published run. What more slices cost, and the rate of experts' products, were settled
-on published runs, and others judge them. GPUs: published measurements of kernels and of
-NCCL; products and memory, which whole steps do not get as single kernels do, were
-settled on one half of the published runs (benchmarks/published_gpu_rows.py), the other
-half judges them. Nothing here was measured by this project on an accelerator.
+a published run. What more slices cost, the rate of experts' products and that of v6e's
+products were settled on published runs, and others judge them. GPUs: published
+measurements of kernels and of NCCL; products and memory, which whole steps do not get
+as single kernels do, were settled on one half of the published runs
+(benchmarks/published_gpu_rows.py), the other half judges them. Nothing here was
+measured by this project on an accelerator.
 """
 
 import math
@@ -94,6 +95,11 @@ TPU = Achievable(
     unhidden=0.14,
     spread=0.014,
 )
+
+# The products of v6e: settled on Llama 3.1 8B on v6e-8 (AI-Hypercomputer/tpu-recipes at
+# c8cfe2f, training/trillium), since whole steps do not get there what a single product
+# does; Mixtral 8x7B on v6e-256 judges it.
+TPU_V6E = replace(TPU, products=0.65)
 
 # Sources, GPU:
 # half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,

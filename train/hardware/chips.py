@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from train.hardware.achievable import AMPERE, BLACKWELL, HOPPER, TPU, Achievable
+from train.hardware.achievable import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    TPU,
+    TPU_V6E,
+    Achievable,
+)
 
 GB = 10**9
 MIB = 2**20
@@ -128,6 +135,7 @@ CHIPS = {
         matrix_unit=256,
         core_memory=128 * MIB,
         sparse_cores=True,
+        achievable=TPU_V6E,
     ),
     "tpu7x": Chip(
         "TPU7x",

@@ -153,7 +153,7 @@ def newest_description(
 ) -> tuple[int, dict[str, Any]]:
     """Return the newest step of the run, and the newest description of one.
 
-    A folder without a description counts only if it is sealed: on an object store, a
+    On an object store, a folder without a description counts only if it is sealed: a
     save that was killed leaves such a folder. 0 and {} if there is no step.
     """
     newest = 0
@@ -164,7 +164,7 @@ def newest_description(
             continue
         if described:
             return newest or step, described
-        if is_sealed(folder):
+        if not is_remote(folder) or is_sealed(folder):
             newest = newest or step
     return newest, {}
 

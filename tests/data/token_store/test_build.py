@@ -136,9 +136,7 @@ def test_what_is_skipped_is_counted_and_listed(config, records, tmp_path):
     lines[3:3] = ["{broken\n", '{"text": null}\n', '{"no": 1}\n']
     (records / "a.jsonl").write_text("".join(lines))
     (records / "sub/c.jsonl.gz").write_bytes(gzip.compress(b"x" * 99)[:-4])
-    refuse(
-        config, r"a\.jsonl, line 4 \(byte \d+\): no JSON.*on_error=skip.*data\.prepare"
-    )
+    refuse(config, r"a\.jsonl, line 4 \(byte \d+\): no JSON.*on_error=skip.*text_field")
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 4
     skipped = (tmp_path / "store/skipped.jsonl").read_text().splitlines()

@@ -80,7 +80,7 @@ def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
     result = run(*(f"{key}={huge}" for key in keys), f"profile.steps=[1,{huge}]")
     assert result.returncode == 78
     assert result.stderr.startswith("5 mistakes")
-    assert "lie in [0, 4294967296)" in entry(result, f"seed = {huge}")
+    assert "lie in [-2147483648, 4294967296)" in entry(result, f"seed = {huge}")
     assert "lie in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
 
 
