@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
+from data.config import DataConfig
 from model.axes import AxisRules
 from model.choices import Position
 from model.execution import Execution
@@ -229,8 +230,8 @@ def make_program(
         devices: default: all there are.
         schedule_steps: the schedule's length, if not train.num_steps: a run that goes
             on beyond its first end keeps its schedule, at the last value.
-        num_tokens: The number of ids that the tokenizer has; larger ones have no
-            probability. None: the model's whole vocabulary has.
+        num_tokens: the number of ids that the tokenizer has. Larger ids have no
+            probability. With None, all ids of the model's vocabulary have one.
 
     Raises:
         ConfigError: if it does not fit on them, with all that does not.
@@ -239,7 +240,6 @@ def make_program(
     sizes = least_sizes(config.mesh, len(devices))
     rules = axis_rules(config.mesh)
     data, train = config.data, config.train
-    length = data.sequence_length
     shards, sharing = shards_of(rules, sizes)
     rules = replace(rules, rows_travel=rows_travel(config, shards * sharing))
     model = abstract_gpt(config.model)
@@ -274,8 +274,6 @@ def make_program(
     state = abstract_state(config.model, optimizer, train)
     offload = config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, config.mesh.params, offload)
-    placed = batch_sharding(mesh, rules)
-    rows = jax.ShapeDtypeStruct((data.batch_size, length), jnp.int32, sharding=placed)
     return Program(
         config=config,
         mesh=mesh,
@@ -286,6 +284,14 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=Batch(rows, rows, rows if data.document_mask else None, rows),
+        batch=_abstract_batch(config.data, batch_sharding(mesh, rules)),
         num_tokens=num_tokens,
     )
+
+
+def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:
+    """Return the shapes, dtypes and sharding of a global batch."""
+    shape = data.batch_size, data.sequence_length
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    segment_ids = rows if data.document_mask else None
+    return Batch(rows, rows, segment_ids=segment_ids, positions=rows)

@@ -136,3 +136,49 @@ def _by_hand(info: ParamInfo, rules: AxisRules) -> list:
     spec = dict(rules.params)
     dims = [mesh_axes(spec[axis]) for axis in named]
     return [tuple(a for a in axes if a in rules.by_hand) or None for axes in dims]
+
+
+def split(rows: Any, parts: int) -> Any:
+    """Cut arrays [B, ...] into microbatches [parts, B/parts, ...].
+
+    Each microbatch is spread over all devices.
+    Every parts-th row goes to the same microbatch, so that no row changes its device.
+    """
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1),
+        rows,
+    )
+
+
+def sum_over_microbatches(
+    value_and_grad: Callable[..., Any],
+    params: Any,
+    parts: Any,
+    load_shape: tuple[int, int] | None,
+) -> tuple[Any, tuple[jax.Array, jax.Array | None, Noted | None]]:
+    """Sum float32 gradients, losses and loads over microbatches, by one scan.
+
+    Args:
+        value_and_grad: (params, rows) -> (gradients, (loss, load, figures of layers)).
+        params: tree of parameters.
+        parts: rows of each microbatch, along a leading dim.
+        load_shape: of the experts' load, [layers, experts]; None without experts.
+
+    Returns:
+        As `value_and_grad`; of the layers' figures the largest values and mean shares.
+    """
+
+    def add(total, part: Any):
+        grads, (loss, load, noted) = value_and_grad(params, part)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.tree.map(jnp.add, total, ((loss, load), grads)), noted
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    no_load = None if load_shape is None else jnp.zeros(load_shape, jnp.float32)
+    start = (jnp.zeros((), jnp.float32), no_load), zeros
+    with jax.named_scope("microbatches"):
+        ((loss, load), grads), noted = jax.lax.scan(add, start, parts)
+    if noted is not None:
+        mean = partial(jnp.mean, axis=0)
+        noted = noted.reduced(partial(jnp.max, axis=0), mean)
+    return grads, (loss, load, noted)

@@ -1,7 +1,6 @@
 """One update: gradients over microbatches, the optimizer, and the guard around both."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,15 @@ from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
 from train.numerics import numerics
 from train.optimizer.update import Optimizer
-from train.rows import REPLICATED, by_rows, of_all_rows, over_copies, over_rows
+from train.rows import (
+    REPLICATED,
+    by_rows,
+    of_all_rows,
+    over_copies,
+    over_rows,
+    split,
+    sum_over_microbatches,
+)
 from train.spikes import is_spike, remember
 from train.state import TrainState
 
@@ -120,7 +127,6 @@ def make_gradients(
     step: those of a layer's matrices in its backward pass, beside the products of the
     next one, or where there are several microbatches behind all of them.
     """
-    microbatches = config.accumulation_steps
 
     def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
         batch, _ = rows
@@ -148,25 +154,13 @@ def make_gradients(
             return loss, (nats / num_targets, load, taps and taps.of_stacks())
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
-        if microbatches == 1:
+        if config.accumulation_steps == 1:
             grads, (loss, load, noted) = value_and_grad(params, rows)
         else:
-
-            def add(total, part: tuple[Batch, jax.Array | None]):
-                grads, (*measured, noted) = value_and_grad(params, part)
-                grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-                return jax.tree.map(jnp.add, total, ((*measured,), grads)), noted
-
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-            no_load = jnp.zeros(shape, jnp.float32) if shape[0] else None
-            start = (jnp.zeros((), jnp.float32), no_load), zeros
-            with jax.named_scope("microbatches"):
-                ((loss, load), grads), noted = jax.lax.scan(
-                    add, start, split(rows, microbatches)
-                )
-            if noted is not None:
-                mean = partial(jnp.mean, axis=0)
-                noted = noted.reduced(partial(jnp.max, axis=0), mean)
+            parts = split(rows, config.accumulation_steps)
+            grads, (loss, load, noted) = sum_over_microbatches(
+                value_and_grad, params, parts, load_shape=shape if shape[0] else None
+            )
         result = over_rows(loss, how), over_copies(grads, infos, how), load, found
         return result if noted is None else (*result, of_all_rows(noted, how))
 
@@ -230,18 +224,6 @@ def balanced(
     moved = jnp.where(accepted, moved, bias_LE)
     layers = layers | {"mlp": mlp | {"router": router | {"balance": moved}}}
     return params | {"layers": layers}
-
-
-def split(rows: Any, parts: int) -> Any:
-    """Cut arrays [B, ...] into microbatches [parts, B/parts, ...].
-
-    Each microbatch is spread over all devices.
-    Every parts-th row goes to the same microbatch, so that no row changes its device.
-    """
-    return jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1),
-        rows,
-    )
 
 
 def make_eval_step(

@@ -13,6 +13,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -132,32 +133,41 @@ def attention(
         # every query that shares it, and shard the copies like the queries.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
-
-    def attend(window: int | None) -> Callable[..., Array]:
-        if shares_rows:
-            attend_local = across.attend(
-                context, kernel, rules.sequence, window=window, soft_cap=soft_cap
-            )
-        else:
-            assert kernel is not xla
-            attend_local = partial(kernel.attend, window=window, soft_cap=soft_cap)
-        return _on_shards(attend_local, rules, kv_axis)
-
+    options = {"rules": rules, "context": context, "soft_cap": soft_cap}
+    attend = partial(_attend_on_shards, kernel, kv_axis=kv_axis, **options)
     if window is None or local is None:
-        run = attend(window)
+        run = attend(window=window)
     else:
         # The mask of a kernel is fixed when it is compiled. Therefore local layers take
         # one branch, and the others take another one.
-        in_window = in_branch(attend(window), local.times, local.of)
-        everywhere = in_branch(attend(None), local.of - local.times, local.of)
+        in_window = in_branch(attend(window=window), local.times, local.of)
+        others = local.of - local.times
+        everywhere = in_branch(attend(window=None), others, local.of)
         run = partial(jax.lax.cond, local.flag, in_window, everywhere)
     return run(q, k, v, segment_ids_BT, sinks_N).astype(q_BTNH.dtype)
 
 
-def _on_shards(
-    attend: Callable[..., Array], rules: AxisRules, kv_axis: str
+def _attend_on_shards(
+    kernel: ModuleType,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+    rules: AxisRules,
+    context: ContextAttention,
+    kv_axis: str,
 ) -> Callable[..., Array]:
-    """Run a kernel on each shard by itself, because XLA cannot partition it."""
+    """Return a kernel that runs on each shard by itself: XLA cannot partition it.
+
+    The arguments are those of `attention`; `kv_axis` is the logical axis of the heads
+    of keys and values.
+    """
+    if rules.sequence:
+        attend = across.attend(
+            context, kernel, rules.sequence, window=window, soft_cap=soft_cap
+        )
+    else:
+        assert kernel is not xla
+        attend = partial(kernel.attend, window=window, soft_cap=soft_cap)
     if not rules.activations:
         return attend
     q_spec = rules.spec("batch", None, "heads", None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data.batches import Batch, Order
-from train.step import split
+from train.rows import split
 
 POISON = 383  # an id of the padding: its embedding changes nothing else
 
