@@ -32,6 +32,16 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
+def check_whole(text: str) -> None:
+    """Check that the last line of a file has an end: a part of YAML is often YAML too.
+
+    Raises:
+        ValueError: if the file is torn.
+    """
+    if not text.endswith("\n"):
+        raise ValueError("is torn: its last line has no end")
+
+
 def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return how many values a node stands for.
 

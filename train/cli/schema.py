@@ -16,7 +16,7 @@ from etils import epath
 from omegaconf import OmegaConf
 
 from train.cli.hints import inside, kind_of, type_of, unknown_key, value_rule
-from train.cli.plain_yaml import parse_yaml
+from train.cli.plain_yaml import check_whole, parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import leaves
@@ -182,8 +182,7 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
         raise ValueError("is not a file")
     text = path.read_text()
     table = _read_table(text)
-    if not text.endswith("\n"):  # what is left of YAML is often YAML too
-        raise ValueError("is torn: its last line has no end")
+    check_whole(text)
     return table
 
 

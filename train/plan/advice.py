@@ -31,13 +31,13 @@ _SEEN = {
 
 
 @dataclass(frozen=True)
-class Change:
-    """One of several changes, on top of those before it.
+class SuggestedChange:
+    """A change to make a step fit, on top of the changes before it.
 
-    override: what to type for it.
-    change: what it does.
-    needed_bytes: what a device needs then, as far as it is estimated.
-    fits: whether a device has that.
+    override: what to type.
+    change: what it does, in words.
+    needed_bytes: the estimated memory that a device then needs.
+    fits: whether a device has that much.
     """
 
     override: str
@@ -48,18 +48,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """For people.
+    """What limits a step, and what to change, in words.
 
     bottleneck: what the step waits for most, or has no room for.
     change: what to do about it.
-    override: to type; "" if no single key helps.
-    changes: of what does not fit, each change and what is needed after it.
+    override: what to type; "" if no single key helps.
+    changes: if the step does not fit, the changes that make it smaller.
     """
 
     bottleneck: str
     change: str
     override: str = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SuggestedChange, ...] = ()
 
 
 def advise(

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from train.cli.rules import validate
 from train.errors import ConfigError
-from train.plan.advice import Advice, Change
+from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
-from train.plan.precision import SMALLER
-from train.plan.precision import Change as Smaller
+from train.plan.precision import SMALLER, Change
 from train.plan.recomputing import keeping_less, typed
 from train.program import Program, make_program
 from train.units import format_bytes
@@ -55,7 +54,7 @@ def make_fit(
     # They cost precision, or are slow: where nothing else does it.
     keys = itertools.groupby(SMALLER, lambda change: change.key)
     kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
-    made = list[Change]()
+    made = list[SuggestedChange]()
     for kind in kinds:
         sizes = [
             (beyond + estimate_memory(change.program).needed.bytes, change)
@@ -68,7 +67,7 @@ def make_fit(
             continue
         program, needed = change.program, size
         fits = needed <= budget.available
-        made.append(Change(change.override, change.words, needed, fits))
+        made.append(SuggestedChange(change.override, change.words, needed, fits))
         if fits:
             override = " ".join(one.override for one in made)
             return Advice(what, "with this it fits, estimated", override, tuple(made))
@@ -130,7 +129,7 @@ def _cut_batch(program: Program) -> list[_Try]:
     return found
 
 
-def _make_smaller(changes: Sequence[Smaller], program: Program) -> list[_Try]:
+def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Try]:
     """Keep something in fewer bits or in host memory, where it is not and can be."""
     devices, found = list(program.mesh.devices.flat), list[_Try]()
     for change in changes:

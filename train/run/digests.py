@@ -104,19 +104,19 @@ def objection(
 
 
 def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
-    """Return why a step does not belong where it lies; None if it does.
+    """Return why a step does not belong into its folder; None if it does.
 
     Args:
         step: a folder whose name is a number.
-        run_id: the identity of the run; None: it is not known, and not compared.
+        run_id: the identity of the run. With None it is not compared.
     """
     return _contradiction(int(step.name), description(step) or {}, run_id)
 
 
 def description(step: epath.Path) -> dict[str, Any] | None:
-    """Return what was saved beside the arrays of a step; {} if there is nothing.
+    """Return the description that was saved with a step; {} if there is none.
 
-    None if it is not what was written.
+    Returns None if the description is damaged.
     """
     try:
         if is_sealed(step):
@@ -135,7 +135,7 @@ def check_descriptions(checkpoints: epath.Path) -> None:
     """Check that Orbax, which reads every description at once, can open all of them.
 
     Raises:
-        DataError: one is a pipe or a device, so that to open it may block for ever.
+        DataError: if one is a pipe or a device, which may block for ever when opened.
     """
     for step in [] if is_remote(checkpoints) else saved_steps(checkpoints):
         path = checkpoints / str(step) / _DESCRIPTION

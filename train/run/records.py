@@ -14,7 +14,7 @@ from etils import epath
 
 from data.errors import DataError
 from data.machine import is_remote
-from train.cli.plain_yaml import parse_yaml
+from train.cli.plain_yaml import check_whole, parse_yaml
 from train.errors import ConfigError, Mistake
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
         remedy: a sentence that says what to do if the file is damaged.
 
     Raises:
-        DataError: the file is damaged; the message names it, the damage and the remedy.
+        DataError: if the file is damaged. The message names it, the damage and the
+            remedy.
     """
     try:
         content = _content(file)
@@ -49,8 +50,7 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
             raise ValueError("is empty")
         if file.suffix == ".yaml":
             table = parse_yaml(text)
-            if not text.endswith("\n"):  # what is left of YAML is often YAML too
-                raise ValueError("is torn: its last line has no end")
+            check_whole(text)
         else:
             table = json.loads(text)
         if not isinstance(table, dict):
@@ -84,9 +84,10 @@ def check_layout(run_dir: epath.Path) -> None:
     """Check that the files of a run are files, and its folders folders.
 
     Raises:
-        DataError: naming the first that is not.
+        DataError: naming the first one that is not.
+        ConfigError: if the directory cannot be searched.
     """
-    if is_remote(run_dir):  # an object store has no folders
+    if is_remote(run_dir):  # An object store has no folders.
         return
     for name in (*_FILES, *_FOLDERS):
         path, kind = Path(run_dir / name), "folder" if name in _FOLDERS else "file"
@@ -105,8 +106,8 @@ def _content(file: epath.Path) -> bytes:
     """Return the bytes of a file.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: something that is no file has its name, or it may not be read.
+        FileNotFoundError: if there is no such file.
+        DataError: if something else has its name, or the file may not be read.
     """
     if not is_remote(file) and file.exists() and not Path(file).is_file():
         raise damaged(file, "is not a file", "Move it away.")
