@@ -60,6 +60,11 @@ os.environ["XLA_FLAGS"] = flags
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow tests of promises first: they often wait, while others compute."""
+    items.sort(key=lambda item: item.get_closest_marker("promise") is None)
+
+
 @pytest.fixture(autouse=True)
 def none_left() -> Iterator[None]:
     """End what a test that failed left running: it would go on beside all others."""

@@ -1,6 +1,6 @@
 """What settings of nanoGPT, MaxText and torchtitan are called in Longhaul.
 
-`docs/switching.md` explains the same names in a table.
+`docs/guides/switching.md` explains the same names in a table.
 """
 
 from collections.abc import Collection
