@@ -118,13 +118,13 @@ def texts_of(
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
-    left = max_bytes
+    remaining_bytes = max_bytes
     for unit in (unit for first in range(stride) for unit in units[first::stride]):
         for record in read(unit, reading):
             if isinstance(record, Bad):
                 continue
-            text = record.text[:left]
+            text = record.text[:remaining_bytes]
             yield text.decode("utf-8", "replace")
-            left -= len(text)
-            if not left:
+            remaining_bytes -= len(text)
+            if not remaining_bytes:
                 return

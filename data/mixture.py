@@ -78,8 +78,8 @@ class Mixture:
         cycle, position = np.divmod(offset, self._period[phase])
         entry = self._entry[phase] + position
         source = self._source[entry]
-        before = self._before[phase, source] + cycle * self._gain[phase, source]
-        return source, before + self._rank[entry]
+        first = self._before[phase, source] + cycle * self._gain[phase, source]
+        return source, first + self._rank[entry]
 
     def counts(self, num_rows: int) -> np.ndarray:
         """Count the rows from each source among the first rows: int64 [names]."""

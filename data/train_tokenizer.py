@@ -86,8 +86,8 @@ def main(config: TrainTokenizerConfig) -> int:
         _log.warning("the text is too short for any of it to be held out")
     settings = [f"data.tokenizer={output}", f"data.tokenizer_sha256={sha256}"]
     print(shlex.join(settings))
-    own = [setting.removeprefix("data.") for setting in settings]
-    _log.info("for data.prepare: %s", shlex.join(own))
+    prepare_settings = [setting.removeprefix("data.") for setting in settings]
+    _log.info("for data.prepare: %s", shlex.join(prepare_settings))
     return 0
 
 

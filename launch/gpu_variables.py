@@ -60,8 +60,8 @@ SITE_LINES = """
 def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return each variable's value and reason, without those of the environment."""
     return {
-        name: both
-        for name, both in SETTINGS.items()
+        name: values
+        for name, values in SETTINGS.items()
         if name not in environment and _SAME.get(name) not in environment
     }
 
@@ -88,22 +88,22 @@ def machine_of(
 
 def mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     """List what is wrong with the keys of a node's GPUs."""
-    wrong, gpus = [], cluster.gpus_per_node
+    errors, gpus = [], cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):
         rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
         rule += "one GPU each: with any other number some would be idle"
         value = cluster.processes_per_node
-        wrong.append(Mistake("cluster.processes_per_node", value, rule))
+        errors.append(Mistake("cluster.processes_per_node", value, rule))
     if cluster.gpu is None:
-        return wrong
+        return errors
     if gpus is None:
         rule = "needs cluster.gpus_per_node=<number>"
-        wrong.append(Mistake("cluster.gpu", cluster.gpu, rule))
+        errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     try:
         cuda = parse_target(f"{cluster.gpu}-8").platform == "cuda"
     except ConfigError:
         cuda = False
     if not cuda:
         rule = "must be a100, h100, h200, b200, or null: then the plan knows no memory"
-        wrong.append(Mistake("cluster.gpu", cluster.gpu, rule))
-    return wrong
+        errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
+    return errors

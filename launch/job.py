@@ -77,8 +77,8 @@ class Job:
         if code is not Code.archive:
             return words
         # An object store holds no program that could be run from there.
-        there = is_remote(self.folder)
-        unpack = ["-m", "launch.unpack"] if there else [f"{self.folder}/{UNPACK}"]
+        in_store = is_remote(self.folder)
+        unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
@@ -145,8 +145,8 @@ def shell(words: Sequence[str]) -> str:
 
 def options(values: Mapping[str, Any]) -> list[str]:
     """Return long options: null and false leave one out, true has no value."""
-    given = {k: v for k, v in values.items() if v is not None and v is not False}
-    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in given.items()]
+    set_values = {k: v for k, v in values.items() if v is not None and v is not False}
+    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in set_values.items()]
 
 
 def exports(environment: Mapping[str, str]) -> list[str]:

@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--backoff", type=float, default=0)
     parser.add_argument("--look", type=float, default=_LOOK_S)
-    own = list(arguments)
-    split = own.index("--")
-    options = parser.parse_args(own[:split])
+    command = list(arguments)
+    split = command.index("--")
+    options = parser.parse_args(command[:split])
     rank = int(os.environ.get("NODE_RANK", "0"))
     if asked_to_stop(options.folder):
         return STOPPED
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda number, _: processes.send_signal(number))
     for local in range(options.processes):
         env = {**os.environ, **torchrun_variables(local, options.processes, rank)}
-        processes.add(own[split + 1 :], env=env)
+        processes.add(command[split + 1 :], env=env)
     if options.folder is not None and rank == 0:
         looking = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()

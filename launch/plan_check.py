@@ -79,16 +79,16 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
         log.warning("%s; goes on all the same (force=true)", why)
         return Checked(job, f"With force=true this goes on, although {why}.")
     if code != FINISHED:
-        wrong = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
-        log.warning(wrong)
-        return Checked(job, wrong)
+        reason = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
+        log.warning(reason)
+        return Checked(job, reason)
     if machine.target is None:
         why = "The plan was made for devices of an unknown kind: the memory of a "
         why += "device, and the memory and cores of a host were not checked."
         return Checked(job, why)
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
-    staged, held = plan["host_save"]["bytes"], plan["host_held_bytes"]
-    return Checked(replace(job, staged_bytes=staged, held_bytes=held))
+    staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
+    return Checked(replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes))
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

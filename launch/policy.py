@@ -55,9 +55,9 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
     crashes = [c for c in codes if c not in (None, FINISHED, *AGAIN)]
     if crashes:
         return Verdict.crashed, crashes[0] or 0
-    rest = [code for code in codes if code]
-    if rest or None in codes:
-        return Verdict.again, rest[0] if rest else ABORTED
+    failures = [code for code in codes if code]
+    if failures or None in codes:
+        return Verdict.again, failures[0] if failures else ABORTED
     return Verdict.done, FINISHED
 
 

@@ -98,11 +98,11 @@ def newest(run_dir: str) -> Submission | None:
     for number in sorted(_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
         with _within_reach(run_dir):
-            kept = read_record(record, _REMEDY)
-        if kept is not None:
+            record_values = read_record(record, _REMEDY)
+        if record_values is not None:
             try:
-                arguments = tuple(kept.pop("arguments"))
-                return Submission(run_dir, arguments=arguments, **kept)
+                arguments = tuple(record_values.pop("arguments"))
+                return Submission(run_dir, arguments=arguments, **record_values)
             except (KeyError, TypeError):
                 raise damaged(record, "is no submission", _REMEDY) from None
     return None
@@ -145,8 +145,8 @@ def _within_reach(run_dir: str) -> Iterator[None]:
     except Exception as error:  # of whatever library speaks to the store
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         if is_remote(run_dir) and not isinstance(error, PermissionError):
-            wrong = f"{run_dir}: cannot be read or written ({why}). Check path, "
-            raise Exit(CRASHED, f"{wrong}network and permissions") from error
+            message = f"{run_dir}: cannot be read or written ({why}). Check path, "
+            raise Exit(CRASHED, f"{message}network and permissions") from error
         rule = f"cannot be read or written: {why}. Name a folder that you may write"
         raise ConfigError([Mistake("run.dir", run_dir, rule)]) from error
 

@@ -117,8 +117,8 @@ def resume(
         force=force or config.force,
         run=dataclasses.replace(config.run, dir=submission.run_dir),
     )
-    if wrong := mistakes(config):
-        raise ConfigError(wrong)
+    if errors := mistakes(config):
+        raise ConfigError(errors)
     return submit(config, submission.arguments, submission.workdir)
 
 
@@ -135,8 +135,8 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
     Raises:
         ConfigError: a word that cannot travel.
     """
-    if wrong := control_character_mistakes(arguments):
-        raise ConfigError(wrong)
+    if errors := control_character_mistakes(arguments):
+        raise ConfigError(errors)
     directory = run_directory(config)
     return Job(
         name=job_name(run_name(of_training(config)), directory),

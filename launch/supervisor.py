@@ -47,8 +47,10 @@ class Wait:
             handled: so many signals end no pause any more.
         """
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and self.count <= handled:
-            time.sleep(min(left, 0.1))
+        while (
+            remaining_s := deadline - time.monotonic()
+        ) > 0 and self.count <= handled:
+            time.sleep(min(remaining_s, 0.1))
         return self.asked is not None
 
     @property
@@ -93,7 +95,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Go on to the end; return the exit code that says what it was."""
-        before = {number: signal.signal(number, self._stop) for number in SIGNALS}
+        previous_handlers = {
+            number: signal.signal(number, self._stop) for number in SIGNALS
+        }
         try:
             while (code := self._once()) is None:
                 pass
@@ -101,7 +105,7 @@ class Supervisor:
         finally:
             # Who presses Ctrl-C twice would else leave machines that cost money.
             self.over()
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def _once(self) -> int | None:
@@ -161,8 +165,8 @@ class Supervisor:
 
 def run_step(job: Job) -> int | None:
     """Return the newest step of the run; None if it cannot be asked."""
-    asked = run_module("train.status", job.status_arguments, capture_output=True)
-    return json.loads(asked.stdout)["step"] if asked.returncode == 0 else None
+    status = run_module("train.status", job.status_arguments, capture_output=True)
+    return json.loads(status.stdout)["step"] if status.returncode == 0 else None
 
 
 def describe_attempts(diary: Path) -> list[str]:

@@ -33,26 +33,28 @@ class Bad(NamedTuple):
 
 
 def document(
-    file: File, place: str, text: object, name: object, reading: Reading
+    file: File, location: str, text: object, name: object, reading: Reading
 ) -> Record | Bad:
     """Make a document of a record's text and id, if they can be used."""
     if not isinstance(text, str | bytes):
         kind = "null" if text is None else type(text).__name__
-        return Bad(file, place, f"{reading.text_field!r} is no text but {kind}")
+        return Bad(file, location, f"{reading.text_field!r} is no text but {kind}")
     try:
         encoded = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:
-        return Bad(file, place, f"{reading.text_field!r} holds half a surrogate pair")
+        return Bad(
+            file, location, f"{reading.text_field!r} holds half a surrogate pair"
+        )
     if not_utf8(encoded) is not None:
-        return Bad(file, place, "not UTF-8")
+        return Bad(file, location, "not UTF-8")
     if len(encoded) > reading.max_record_bytes:
-        return Bad(file, place, too_long(len(encoded), reading.max_record_bytes))
+        return Bad(file, location, too_long(len(encoded), reading.max_record_bytes))
     if isinstance(name, dict | list):
         return Bad(
-            file, place, f"{reading.id_field!r} is no id but {type(name).__name__}"
+            file, location, f"{reading.id_field!r} is no id but {type(name).__name__}"
         )
-    own = f"{file.name}:{place}" if name is None else str(name)
-    return Record(own.encode(errors="replace").decode(), encoded)
+    document_name = f"{file.name}:{location}" if name is None else str(name)
+    return Record(document_name.encode(errors="replace").decode(), encoded)
 
 
 def not_utf8(text: bytes) -> int | None:

@@ -147,8 +147,8 @@ def settings_of(
 ) -> EncodingSettings:
     """Return what decides the tokens of a text."""
     sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
-    given = config.tokenizer, sha256, reading, config.validation
-    return EncodingSettings(*given, skip_bad)
+    values = config.tokenizer, sha256, reading, config.validation
+    return EncodingSettings(*values, skip_bad)
 
 
 def _segments(
@@ -161,9 +161,9 @@ def _segments(
         for segment in read_part(path):
             bad = segment.notes["bad"]
             if bad and not skip_bad:  # an earlier attempt did
-                file, place, reason = bad[0]
+                file, location, reason = bad[0]
                 raise DataError(
-                    f"{file}, {place}: {reason}. Repair it, or set "
+                    f"{file}, {location}: {reason}. Repair it, or set "
                     f"{corpus.key_prefix}on_error=skip"
                 )
             num_bad += len(bad)
@@ -209,12 +209,12 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_folder(path: Path, place: Path, key: str) -> None:
-    """Make a folder; a DataError says what is wrong with `place`, which `key` names."""
+def make_folder(path: Path, parent: Path, key: str) -> None:
+    """Make a folder, or raise a DataError that names `key` and `parent`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{place}: nothing can be kept there ({error}). Name a folder that can be "
+            f"{parent}: nothing can be kept there ({error}). Name a folder that can be "
             f"written with {key}"
         ) from error

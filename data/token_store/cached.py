@@ -64,8 +64,8 @@ def cached_store(
             parts = building / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
             storage = Storage(building)
-            given = storage, corpus, settings, encoding, parts, usable_cores()
-            build_store(*given, beat)
+            arguments = storage, corpus, settings, encoding, parts, usable_cores()
+            build_store(*arguments, beat)
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     store = open_store(path, encoding)
@@ -85,8 +85,10 @@ def _warn_of_skipped(store: Store) -> None:
             ", ".join([*left_out][:5]) + ", ..." * (len(left_out) > 5),
         )
     if count := manifest["skipped_records"]:
-        place = f"{store.path}/{SKIPPED}"
-        _log.warning("data.on_error=skip left out %d bad records: %s", count, place)
+        skipped_file = f"{store.path}/{SKIPPED}"
+        _log.warning(
+            "data.on_error=skip left out %d bad records: %s", count, skipped_file
+        )
 
 
 def cache_dir(config: DataConfig) -> Path:

@@ -193,8 +193,8 @@ class TokenArray:
     def _whole(self, name: str) -> np.ndarray:
         """Read an array whole, and compare its hash with the manifest's."""
         values = self.array(name)
-        found = hashlib.sha256(values.data).hexdigest()
-        if self._digests.get(name, found) != found:
+        digest = hashlib.sha256(values.data).hexdigest()
+        if self._digests.get(name, digest) != digest:
             reason = "its values are not those of the manifest"
             raise self._damaged(name, 0, len(values), reason)
         return values
@@ -241,8 +241,8 @@ class TokenArray:
         compared = self._compared.get(name)
         if compared is None or all(compared[begin:end]):
             return
-        for chunk, found in enumerate(chunk_checksums(values), begin):
-            if found != self._checksums[name][chunk]:
+        for chunk, checksum in enumerate(chunk_checksums(values), begin):
+            if checksum != self._checksums[name][chunk]:
                 raise ValueError(f"chunk {chunk} is one of another store")
             compared[chunk] = True
 
@@ -264,16 +264,16 @@ class TokenArray:
 
     def _damaged(self, name: str, start: int, stop: int, error: str) -> DataError:
         array = f"{self._storage}/{self._split}/{name}"
-        place = f"{array}: is missing or damaged"
+        message = f"{array}: is missing or damaged"
         if stop > start:
             shards = range(start // SHARD_LENGTH, (stop - 1) // SHARD_LENGTH + 1)
             files = ", ".join(f"c/{shard}" for shard in shards)
             chunks = f"{start // CHUNK_LENGTH} to {(stop - 1) // CHUNK_LENGTH}"
-            place = (
+            message = (
                 f"{array}/{files}: values {start} to {stop - 1} (chunks {chunks}) are "
                 f"missing or damaged"
             )
         return DataError(
-            f"{place} ({error}). Delete {self._storage} and build it again, or bring "
+            f"{message} ({error}). Delete {self._storage} and build it again, or bring "
             f"back that file from a copy"
         )

@@ -108,7 +108,7 @@ def chunk_checksums(values: np.ndarray) -> np.ndarray:
     """Return the CRC-32C of each chunk of values that begin where a chunk does."""
     size = CHUNK_LENGTH * values.itemsize
     starts = range(0, len(values), CHUNK_LENGTH)
-    chunks = (values[at : at + CHUNK_LENGTH].tobytes() for at in starts)
+    chunks = (values[start : start + CHUNK_LENGTH].tobytes() for start in starts)
     checksums = [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
     return np.array(checksums, "<u4")
 
@@ -132,8 +132,8 @@ class _SplitWriter:
         if len(ends):
             starts = np.concatenate([[self._begins], ends[:-1]])
             blocks = np.arange(self._indexed, starts[-1] // CHUNK_LENGTH + 1)
-            before = np.searchsorted(starts, blocks * CHUNK_LENGTH)
-            self._arrays["index"].append(self._documents + before)
+            num_documents = np.searchsorted(starts, blocks * CHUNK_LENGTH)
+            self._arrays["index"].append(self._documents + num_documents)
             self._begins, self._indexed = ends[-1], self._indexed + len(blocks)
         self._arrays["tokens"].append(part.tokens)
         self._arrays["offsets"].append(ends)

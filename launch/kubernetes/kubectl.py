@@ -66,8 +66,10 @@ def status(submission: Submission) -> list[str]:
     lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
-        most = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        lines.append(f"restarted {restarts} times, {counted} of at most {most} counted")
+        max_restarts = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
+        lines.append(
+            f"restarted {restarts} times, {counted} of at most {max_restarts} counted"
+        )
     queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
@@ -84,17 +86,17 @@ def status(submission: Submission) -> list[str]:
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 has said; follow it through restarts, to the end."""
-    pod, seen = "", ""
+    pod, since = "", ""
     while True:
         over = not (follow and alive(submission))
         now = _first_pod(submission)
         if now:
             more = ["--follow"] * (not over)
-            more += [f"--since-time={seen}"] if now == pod else []
+            more += [f"--since-time={since}"] if now == pod else []
             more += ["--container", CONTAINER]
             done = _run(submission, "logs", now, *more, show=True)
             if done.returncode == 0:
-                pod, seen = now, datetime.now(UTC).isoformat(timespec="seconds")
+                pod, since = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
             if not now:
                 print("no pod is there yet, or any more", file=sys.stderr)
@@ -122,9 +124,9 @@ def _jobset(submission: Submission) -> dict[str, Any] | None:
     return json.loads(output) if output.strip() else None
 
 
-def _list(submission: Submission, kind: str, *which: str) -> list[dict[str, Any]]:
+def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
     """List objects; none where the cluster does not let us, or has no such kind."""
-    done = _run(submission, "get", kind, *which, "-ojson")
+    done = _run(submission, "get", kind, *arguments, "-ojson")
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
 
 

@@ -62,9 +62,11 @@ def words(
     verb: str, names: Sequence[str], cluster: TpuVmCluster, *more: str
 ) -> list[str]:
     """Return a command of `gcloud compute tpus queued-resources`."""
-    where = options({"zone": cluster.zone, "project": cluster.project, "quiet": True})
+    location = options(
+        {"zone": cluster.zone, "project": cluster.project, "quiet": True}
+    )
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, *names, *where, *more]
+    return [*group, verb, *names, *location, *more]
 
 
 class GcloudError(Exception):

@@ -165,7 +165,7 @@ class QueuedResource:
 
     def delete(self, tries: int = 3) -> None:
         """Delete it with its machines, and say loudly if that cannot be done."""
-        for left in reversed(range(tries)):
+        for tries_left in reversed(range(tries)):
             try:
                 if self.look().state is not None:
                     call(self._commands["delete"])
@@ -173,7 +173,7 @@ class QueuedResource:
                 return
             except GcloudError as error:
                 log.warning("%s", error)
-                time.sleep(_PAUSE_S if left else 0)
+                time.sleep(_PAUSE_S if tries_left else 0)
         log.error(
             "%s COULD NOT BE DELETED, and may go on to cost money. By hand: %s",
             *(self.name, " ".join(self._commands["delete"])),
@@ -194,8 +194,8 @@ def describe_states(diary: Path) -> Sequence[str]:
 def _age(created: str) -> str:
     """Return the time since a moment as the API writes it; nanoseconds are too many."""
     try:
-        then = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
+        created_at = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
     except ValueError:
         return created
-    minutes = max(0, int((datetime.now(UTC) - then).total_seconds() / 60))
+    minutes = max(0, int((datetime.now(UTC) - created_at).total_seconds() / 60))
     return f"{minutes // 60} h {minutes % 60} min"

@@ -85,8 +85,8 @@ def detach_process(log: Path) -> bool:
     os.setsid()
     if os.fork():
         os._exit(0)
-    with log.open("ab") as file, Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with log.open("ab") as file, Path(os.devnull).open("rb") as null_device:
+        os.dup2(null_device.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     return True
@@ -97,8 +97,8 @@ def submitted_hosts(submission: Submission) -> Any:
     kinds = {"ssh": SshHosts, "tpu_vm": TpuHosts}
     if submission.kind not in kinds:
         return None
-    kept = dict(submission.handle["cluster"])
-    cluster = KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
+    settings = dict(submission.handle["cluster"])
+    cluster = KINDS[submission.kind](**{**settings, "code": Code(settings["code"])})
     return kinds[submission.kind](submission, cluster)
 
 
@@ -111,10 +111,10 @@ def alive(submission: Submission) -> bool:
 def status(submission: Submission) -> list[str]:
     """Return whether it is being kept running from here, and how its attempts ended."""
     handle = submission.handle
-    where = f"process {handle.get('pid')} on {handle.get('host')}"
-    state = f"kept running by {where}"
+    supervisor = f"process {handle.get('pid')} on {handle.get('host')}"
+    state = f"kept running by {supervisor}"
     if not alive(submission):
-        state = f"not kept running: {where} is over, or not of this machine; "
+        state = f"not kept running: {supervisor} is over, or not of this machine; "
         state += "action=resume goes on"
     return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
 

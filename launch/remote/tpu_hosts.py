@@ -29,11 +29,11 @@ _PROCESS = (0, 1)  # on each: number 0, and one of them
 
 
 def ssh_command(
-    name: str, cluster: TpuVmCluster, line: str, where: tuple[str, ...] = _ALL
+    name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
     more = (*_alive("ssh"), *cluster.ssh_options, f"--command={line}")
-    return words("ssh", [name], cluster, *where, *more)
+    return words("ssh", [name], cluster, *workers, *more)
 
 
 def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
@@ -116,9 +116,9 @@ class TpuHosts(Hosts):
         return self._run_line(line, _FIRST)
 
     def _run_line(
-        self, line: str, where: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
+        self, line: str, workers: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
     ) -> bytes:
-        command = ssh_command(self._name, self._cluster, line, where)
+        command = ssh_command(self._name, self._cluster, line, workers)
         code, out, err = run_captured(command, timeout_s)
         if code:
             log.debug("%s", err)

@@ -39,13 +39,13 @@ _ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    own = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
+    errors = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
     for key in ("cluster.options", "cluster.srun_options"):
         options = cluster.options if key == "cluster.options" else cluster.srun_options
         for name, value in options.items():
             if rule := _rule_of_option(str(name), value):
-                own.append(Mistake(f"{key}.{name}", value, rule))
-    return own
+                errors.append(Mistake(f"{key}.{name}", value, rule))
+    return errors
 
 
 def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
@@ -74,8 +74,8 @@ def _rule_of_option(name: str, value: Any) -> str | None:
         return "is for the launcher to say"
     if not isinstance(value, bool | int | float | str | None):
         return "must be text, a number, true, false or null"
-    wrong = isinstance(value, str) and not re.fullmatch(_VALUE, value)
-    return _VALUE_RULE if wrong else None
+    malformed = isinstance(value, str) and not re.fullmatch(_VALUE, value)
+    return _VALUE_RULE if malformed else None
 
 
 def _code(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:

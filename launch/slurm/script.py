@@ -59,7 +59,7 @@ def folder_of(job: Job) -> str:
 
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
-    own = {
+    defaults = {
         "job-name": job.name,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.processes_per_node,
@@ -74,7 +74,7 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "requeue": True,
         "open-mode": "append",
     }
-    return [f"#SBATCH {word}" for word in options({**own, **cluster.options})]
+    return [f"#SBATCH {word}" for word in options({**defaults, **cluster.options})]
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
@@ -160,10 +160,10 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
-    seen = [workdir, folder_of(job)]
-    seen += [] if is_remote(job.run_dir) else [job.run_dir]
-    seen += [job.root] if cluster.code is Code.shared else []
-    paths = [Path(path) for path in dict.fromkeys(seen)]
+    host_paths = [workdir, folder_of(job)]
+    host_paths += [] if is_remote(job.run_dir) else [job.run_dir]
+    host_paths += [job.root] if cluster.code is Code.shared else []
+    paths = [Path(path) for path in dict.fromkeys(host_paths)]
     outer = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outer]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
@@ -201,5 +201,5 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     return [
         *(f"{name}={shlex.quote(word)}" for name, word in words.items()),
         *(f"{name}={number}" for name, number in numbers.items()),
-        *(f"{name}=({' '.join(map(str, each))})" for name, each in lists.items()),
+        *(f"{name}=({' '.join(map(str, codes))})" for name, codes in lists.items()),
     ]

@@ -197,14 +197,16 @@ class Preemption:
         if request == _END:
             return False
         with self._told:
-            where = cluster.gather(f"{key}/passed", str(self._passed))
+            passed_steps = cluster.gather(f"{key}/passed", str(self._passed))
             if request.startswith("{"):  # a crash; and all are still here
                 if cluster.is_leader:
                     code = self.judge_crash(Crash(**json.loads(request)))
                     cluster.set(f"{key}/code", str(code))
                 self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
             if cluster.is_leader:
-                cluster.set(f"{key}/step", str(_due_step([int(w) for w in where])))
+                cluster.set(
+                    f"{key}/step", str(_due_step([int(w) for w in passed_steps]))
+                )
             # Process 0 waits as long for the others.
             step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
             self._note(request, int(step))

@@ -88,10 +88,10 @@ class Watchdog:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Enter a phase for the length of the block, then the one before again."""
-        before = self._phase
+        previous_phase = self._phase
         self.phase(name)
         yield
-        self.phase(before)
+        self.phase(previous_phase)
 
     def beat(self, step: int | None = None) -> None:
         """Note progress: the time of the phase begins anew.

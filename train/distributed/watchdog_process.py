@@ -81,15 +81,15 @@ def main(trainer: Trainer) -> None:
 def watch(trainer: Trainer) -> Stall | None:
     """Wait until the trainer is gone (None), or its time is up."""
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
-    seen, silent, last = None, 0.0, time.monotonic()
+    last_beat, silent, last = None, 0.0, time.monotonic()
     while os.getppid() == trainer.pid:
         # A longer tick means that this process was stopped: with it, the machine.
         now = time.monotonic()
         silent, last = silent + min(now - last, 1.0), now
         # If half written, a sign of life all the same.
         _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
-        if beat != seen:
-            seen, silent = beat, 0.0
+        if beat != last_beat:
+            last_beat, silent = beat, 0.0
         elif silent > allowed:
             host = socket.gethostname()
             return Stall(trainer.process, host, PHASES[phase], step, silent, allowed)
@@ -169,9 +169,9 @@ def _keep_stacks(trainer: Trainer) -> str:
     if not stacks:
         return "none, the process did not react"
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    place = f"{trainer.folder}/{now}-process{trainer.process}.txt"
-    _open(trainer.folder).pipe_file(place, stacks)
-    return place
+    path = f"{trainer.folder}/{now}-process{trainer.process}.txt"
+    _open(trainer.folder).pipe_file(path, stacks)
+    return path
 
 
 def _open(folder: str) -> Any:
@@ -190,9 +190,9 @@ def _stacks(trainer: Trainer) -> bytes:
 
 
 def _few(names: Sequence[object]) -> str:
-    rest = len(names) - _NAMED
+    num_omitted = len(names) - _NAMED
     text = ", ".join(map(str, names[:_NAMED]))
-    return f"{text} and {rest} more" if rest > 0 else text
+    return f"{text} and {num_omitted} more" if num_omitted > 0 else text
 
 
 if __name__ == "__main__":

@@ -91,8 +91,10 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
     for task in loaded["tasks"].values():
         # As the harness' own command: a task that says 0 keeps it.
-        own = task.config.num_fewshot
-        if own is None or (asked.num_fewshot is not None and own != 0):
+        task_fewshot = task.config.num_fewshot
+        if task_fewshot is None or (
+            asked.num_fewshot is not None and task_fewshot != 0
+        ):
             task.set_config("num_fewshot", asked.num_fewshot or 0)
     return dict(loaded)
 
@@ -152,8 +154,8 @@ class Tasks:
     def _count(self, task: Any) -> int:
         from lm_eval.evaluator_utils import get_sample_size
 
-        there = len(task.eval_docs)
-        return min(there, get_sample_size(task, self._limit) or there)
+        available = len(task.eval_docs)
+        return min(available, get_sample_size(task, self._limit) or available)
 
     def scores(
         self, params: Any, beat: Callable[[], None] = lambda: None
@@ -193,14 +195,16 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
             mistakes.append(Mistake(key, name, rule))
         if task.OUTPUT_TYPE != "generate_until":
             continue
-        asked = generation(task.config.generation_kwargs or {})
-        if asked.num_tokens >= length:
-            rule = f"asks for texts of {asked.num_tokens} tokens, but must leave room "
+        settings = generation(task.config.generation_kwargs or {})
+        if settings.num_tokens >= length:
+            rule = (
+                f"asks for texts of {settings.num_tokens} tokens, but must leave room "
+            )
             rule += f"for a prompt within data.sequence_length={length}; lower its "
             rule += "generation_kwargs.max_gen_toks"
             mistakes.append(Mistake(key, name, rule))
-        if asked.unknown:
-            rule = f"asks for {', '.join(asked.unknown)} of its texts, which only "
+        if settings.unknown:
+            rule = f"asks for {', '.join(settings.unknown)} of its texts, which only "
             rule += "know until, max_gen_toks, do_sample, temperature, top_k and top_p"
             mistakes.append(Mistake(key, name, rule))
     return mistakes

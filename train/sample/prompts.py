@@ -87,9 +87,11 @@ def continue_rows(
     lengths = np.array([len(row) for row in rows], np.int32)
     learned = config.model.position is Position.learned
     if learned and (room := config.model.max_sequence_length) is not None:
-        most = room - int(lengths.max())
-        if num_tokens > most:
-            rule = f"must be at most {most}: the model has {room} learned positions"
+        max_columns = room - int(lengths.max())
+        if num_tokens > max_columns:
+            rule = (
+                f"must be at most {max_columns}: the model has {room} learned positions"
+            )
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
