@@ -27,8 +27,8 @@ class Attention:
 
     def part(self, head_dim: int, length: float) -> float:
         """Return the part of the peak for a head dim and a length of rows."""
-        known = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
-        return self.parts[max(known)] * length / (length + self.half_length)
+        dims = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
+        return self.parts[max(dims)] * length / (length + self.half_length)
 
 
 @dataclass(frozen=True)

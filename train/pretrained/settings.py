@@ -54,23 +54,26 @@ ROPE_KEYS = {
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
     """Return how positions are rotated, for versions 5 and 4 of transformers."""
-    scaling, own = model.rope_scaling, dict[str, Any]()
+    scaling, scaling_settings = model.rope_scaling, dict[str, Any]()
     if scaling.kind is not Scaling.none:
-        own = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+        scaling_settings = {"rope_type": str(scaling.kind), "factor": scaling.factor}
     if scaling.kind in (Scaling.llama3, Scaling.yarn):
-        own["original_max_position_embeddings"] = scaling.original_length
+        scaling_settings["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind is Scaling.llama3:
-        own["low_freq_factor"] = scaling.slow_turns
-        own["high_freq_factor"] = scaling.most_turns
+        scaling_settings["low_freq_factor"] = scaling.slow_turns
+        scaling_settings["high_freq_factor"] = scaling.most_turns
     if scaling.kind is Scaling.yarn:
-        own |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.most_turns}
-        own["truncate"] = scaling.truncate
-        own["attention_factor"] = scaling.yarn_factor
-    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | own
+        scaling_settings |= {
+            "beta_slow": scaling.slow_turns,
+            "beta_fast": scaling.most_turns,
+        }
+        scaling_settings["truncate"] = scaling.truncate
+        scaling_settings["attention_factor"] = scaling.yarn_factor
+    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | scaling_settings
     return {
         "rope_parameters": usual,
         "rope_theta": model.rope_theta,
-        "rope_scaling": own or None,
+        "rope_scaling": scaling_settings or None,
     }
 
 
@@ -194,11 +197,11 @@ def gemma3(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma 3, its text model."""
     settings, theta = gemma2(model), model.rope_theta_local
     local = {"rope_type": "default", "rope_theta": theta}
-    both = {
+    by_layer_type = {
         "full_attention": settings["rope_parameters"],
         "sliding_attention": local,
     }
-    return settings | {"rope_parameters": both, "rope_local_base_freq": theta}
+    return settings | {"rope_parameters": by_layer_type, "rope_local_base_freq": theta}
 
 
 def gpt2(model: ModelConfig) -> dict[str, Any]:
@@ -223,13 +226,13 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     Source: transformers 5.23, modeling_rope_utils.py, for what older versions wrote.
     """
-    given = settings.get("rope_parameters") or {}
-    if "full_attention" in given:
-        return given
+    parameters = settings.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        return parameters
     kind = str(settings.get("model_type"))
     theta = settings.get("rope_theta") or _USUAL_THETA.get(kind, 10e3)
     usual = {"rope_type": "default", "rope_theta": theta}
-    usual = usual | (settings.get("rope_scaling") or {}) | given
+    usual = usual | (settings.get("rope_scaling") or {}) | parameters
     usual["rope_type"] = usual.pop("type", usual["rope_type"])
     if kind != "gemma3_text":
         return {"full_attention": usual}

@@ -37,7 +37,7 @@ def write_weights(
     """
     shapes = parts.shapes(params)
     files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
-    where = dict[str, str]()
+    file_of = dict[str, str]()
     for number, names in enumerate(files, 1):
         file = "model.safetensors"
         if len(files) > 1:
@@ -46,12 +46,12 @@ def write_weights(
         if jax.process_index() == 0:
             write_whole(folder / file, content)
         collections.deque(content, maxlen=0)  # the others take part
-        where |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(files) > 1 and jax.process_index() == 0:
         index = {"metadata": {"total_size": count * dtype.itemsize}}
         write_json(
-            folder / "model.safetensors.index.json", index | {"weight_map": where}
+            folder / "model.safetensors.index.json", index | {"weight_map": file_of}
         )
     return count
 
@@ -67,11 +67,11 @@ def _content(
     Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
     file whose metadata do not say "pt".
     """
-    known = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
+    dtype_name = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
         first, end = end, end + math.prod(shape) * dtype.itemsize
-        about = {"dtype": known, "shape": shape, "data_offsets": [first, end]}
+        about = {"dtype": dtype_name, "shape": shape, "data_offsets": [first, end]}
         header[name] = about
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

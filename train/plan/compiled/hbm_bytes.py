@@ -23,14 +23,14 @@ NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 def count_hbm_bytes(module: Module) -> HbmBytes:
     """Add up a program."""
-    products = others = 0
+    products = other_bytes = 0
     for executed in module.executed:
-        moved = executed.times * memory_bytes(executed.instruction)
-        if moved and multiplies(executed.instruction):
-            products += moved
+        num_bytes = executed.times * memory_bytes(executed.instruction)
+        if num_bytes and multiplies(executed.instruction):
+            products += num_bytes
         else:
-            others += moved
-    return HbmBytes(products, others)
+            other_bytes += num_bytes
+    return HbmBytes(products, other_bytes)
 
 
 def memory_bytes(instruction: Instruction) -> int:
@@ -111,12 +111,12 @@ def _is_bitcast(fusion: Instruction) -> bool:
 def _written_by_fusion(inside: Computation) -> int:
     root = inside.root
     total = 0
-    for made in root.operands if root.opcode == "tuple" else [root]:
-        size = _main_bytes(made)
-        while made.opcode == "bitcast":
-            (made,) = made.operands
-        if made.opcode in _NOT_WRITTEN:
+    for result in root.operands if root.opcode == "tuple" else [root]:
+        size = _main_bytes(result)
+        while result.opcode == "bitcast":
+            (result,) = result.operands
+        if result.opcode in _NOT_WRITTEN:
             continue
-        in_place = made.opcode == "dynamic-update-slice" and size
-        total += made.operands[1].num_bytes if in_place else size
+        in_place = result.opcode == "dynamic-update-slice" and size
+        total += result.operands[1].num_bytes if in_place else size
     return total

@@ -104,25 +104,30 @@ def _kernels(module: Module) -> dict[str, int]:
 
 def _kernel_name(call: Instruction) -> str:
     """Return the target; of Pallas' kernels, which share one, their own name."""
-    own = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
-    return own if call.target == "tpu_custom_call" else call.target
+    base_name = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
+    return base_name if call.target == "tpu_custom_call" else call.target
 
 
 def _copies(module: Module, lines: SourceLines) -> list[Copied]:
-    total, found = count_hbm_bytes(module).total, list[Copied]()
+    total, copies = count_hbm_bytes(module).total, list[Copied]()
     for executed in module.executed:
-        own = executed.instruction
-        if not _only_moves(own):
+        instruction = executed.instruction
+        if not _only_moves(instruction):
             continue
-        moved = executed.times * memory_bytes(own)
-        if moved > _MUCH * total:
-            names = (made.op_name for made in producers(own))
+        num_bytes = executed.times * memory_bytes(instruction)
+        if num_bytes > _MUCH * total:
+            names = (producer.op_name for producer in producers(instruction))
             part = next(filter(None, map(part_of, names)), "")
-            words = f"{scope(executed, own)} {part}".strip(), lines.line_of(own)
-            what = ", ".join(filter(None, words))
-            share = moved / total
-            found.append(Copied(own.name, executed.times, moved, share, what))
-    return sorted(found, key=lambda one: -one.bytes)
+            words = (
+                f"{scope(executed, instruction)} {part}".strip(),
+                lines.line_of(instruction),
+            )
+            label = ", ".join(filter(None, words))
+            share = num_bytes / total
+            copies.append(
+                Copied(instruction.name, executed.times, num_bytes, share, label)
+            )
+    return sorted(copies, key=lambda one: -one.bytes)
 
 
 def _only_moves(instruction: Instruction) -> bool:
