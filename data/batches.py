@@ -182,7 +182,15 @@ class Order:
                 document, begin, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
                 key, first = tokens.document_id(document), start - begin
-                yield Excerpt(row, column, name, key, document, first, text)
+                yield Excerpt(
+                    row,
+                    column,
+                    source=name,
+                    document=key,
+                    number=document,
+                    first=first,
+                    text=text,
+                )
 
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)

@@ -66,7 +66,9 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     job = _checked(config, _job(config, arguments, workdir), backend).job
     _refuse_twice(directory)
     number, typed = next_number(directory), tuple(arguments)
-    submission = Submission(directory, number, kind, job.name, typed, workdir)
+    submission = Submission(
+        directory, number, kind=kind, name=job.name, arguments=typed, workdir=workdir
+    )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
     files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}

@@ -118,7 +118,10 @@ class Corpus:
                     f"{self.key_prefix}validation={self.validation}"
                 )
         if file.compression:  # read from its start either way
-            return [Unit(file, a, b, a, b, split, False) for a, b, split in parts]
+            return [
+                Unit(file, a, stop=b, low=a, high=b, split=split, marks_end=False)
+                for a, b, split in parts
+            ]
         return [unit for a, b, split in parts for unit in cut(file, a, b, split, False)]
 
 

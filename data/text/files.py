@@ -95,7 +95,15 @@ def cut(
     """Cut bytes [low, high) of a plain file into units."""
     starts = range(low, max(high, low + 1), UNIT_BYTES)
     return [
-        Unit(file, start, min(start + UNIT_BYTES, high), low, high, split, marks_end)
+        Unit(
+            file,
+            start,
+            stop=min(start + UNIT_BYTES, high),
+            low=low,
+            high=high,
+            split=split,
+            marks_end=marks_end,
+        )
         for start in starts
     ]
 

@@ -75,7 +75,14 @@ def prepare_store(config: PrepareConfig) -> Store:
             storage.write(_MARK, b"")
             for name in names - {_MARK}:
                 storage.write(name, None)
-            build_store(storage, corpus, settings, encoding, work, workers)
+            build_store(
+                storage,
+                corpus,
+                settings=settings,
+                encoding=encoding,
+                parts=work,
+                workers=workers,
+            )
         storage.write(_MARK, None)
         store = open_store(storage.location, encoding)
         if is_there and store.manifest["made_of"] != made_of(corpus, settings):
@@ -112,7 +119,14 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        encode_tasks(tasks, parts, settings, encoding, workers, show)
+        encode_tasks(
+            tasks,
+            parts,
+            settings=settings,
+            encoding=encoding,
+            workers=workers,
+            report=show,
+        )
     source: dict[str, Any] = {"path": corpus.root, "validation": corpus.validation}
     if corpus.left_out:
         source["left_out"] = {file.path: file.size for file in corpus.left_out}

@@ -92,7 +92,14 @@ def watch(trainer: Trainer) -> Stall | None:
             last_beat, silent = beat, 0.0
         elif silent > allowed:
             host = socket.gethostname()
-            return Stall(trainer.process, host, PHASES[phase], step, silent, allowed)
+            return Stall(
+                trainer.process,
+                host,
+                phase=PHASES[phase],
+                step=step,
+                seconds=silent,
+                allowed=allowed,
+            )
         time.sleep(_TICK_S)
     return None
 

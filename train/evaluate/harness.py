@@ -171,10 +171,10 @@ class HarnessModel(TemplateLM):
             texts = continue_rows(
                 self._program,
                 self.params,
-                self._encoding,
-                rows,
-                generation.num_tokens,
-                generation.sampling,
+                encoding=self._encoding,
+                rows=rows,
+                num_tokens=generation.num_tokens,
+                sampling=generation.sampling,
                 seed=first,
                 stop=[*generation.stop, END_OF_TEXT],
             )

@@ -50,7 +50,12 @@ def layer_by_layer(
             parts.append((layer_params, _moved(layer_moments, 2, home)))
         elif jax.tree.leaves(layer_grads):
             *part, fine = _in_loop(
-                update, layer_grads, layer_moments, layer_params, home, in_place
+                update,
+                layer_grads,
+                moments=layer_moments,
+                params=layer_params,
+                home=home,
+                in_place=in_place,
             )
             parts.append((*part,))
         else:

@@ -142,7 +142,7 @@ def _in_rounds(
         x = jnp.concatenate(
             [_padded(part.astype(dtype), rounds) for part in local_runs]
         )
-        y = _exchanged(function, x, rounds, cut, copies, sizes)
+        y = _exchanged(function, x, rounds=rounds, cut=cut, copies=copies, sizes=sizes)
         for run in rounds.runs:
             part, y = y[: run.stop - run.start], y[run.stop - run.start :]
             rows, columns = parts[run.parameter].shape[1:]

@@ -196,7 +196,9 @@ class _Device:
     ) -> float:
         """Note what takes a lane as soon as it is free, and give its end."""
         start = max(self._now, self._free.get(lane, 0.0))
-        self._spans.append(Span(lane, kind, start, seconds, label, detail))
+        self._spans.append(
+            Span(lane, kind, start_s=start, seconds=seconds, label=label, detail=detail)
+        )
         self._free[lane] = start + seconds
         return start + seconds
 
@@ -229,7 +231,9 @@ class _Device:
         work = f"{format_flops(flops)}, " if flops else ""
         detail = f"{instruction.name}: {work}{format_bytes(hbm_bytes)}"
         label = "attention" if attention else _label(instruction)
-        return _Cost(kind, seconds, label, detail, sent, copied)
+        return _Cost(
+            kind, seconds, label=label, detail=detail, collectives=sent, copied=copied
+        )
 
 
 def _sent_label(sent: Collective) -> str:

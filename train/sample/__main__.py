@@ -107,10 +107,10 @@ def main(sample_config: SampleConfig) -> int:
             return continue_prompts(
                 program,
                 params,
-                sources,
-                prompts,
-                sample_config.num_tokens,
-                sampling,
+                sources=sources,
+                prompts=prompts,
+                num_tokens=sample_config.num_tokens,
+                sampling=sampling,
                 seed=seed,
                 stop=sample_config.ends,
             )

@@ -69,7 +69,15 @@ def generate(
     """
     execution = execution._replace(rules=ANYWHERE)
     room = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
-    cache = _read(model, params, prompt_BP, lengths_B, room, execution, cache_sharding)
+    cache = _read(
+        model,
+        params,
+        prompt_BP=prompt_BP,
+        lengths_B=lengths_B,
+        room=room,
+        execution=execution,
+        cache_sharding=cache_sharding,
+    )
     token_B = prompt_BP[:, -1]
     for step in range(0, room, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
@@ -77,14 +85,14 @@ def generate(
         cache, drawn_BC = _draw(
             model,
             params,
-            cache,
-            token_B,
-            key,
-            np.int32(step),
-            vocab_size,
-            sampling,
-            execution,
-            cache_sharding,
+            cache=cache,
+            token_B=token_B,
+            key=key,
+            step=np.int32(step),
+            vocab_size=vocab_size,
+            sampling=sampling,
+            execution=execution,
+            cache_sharding=cache_sharding,
         )
         drawn_BC = jax.device_get(drawn_BC)
         token_B = drawn_BC[:, -1]

@@ -55,7 +55,14 @@ def continue_prompts(
     rows = [encode(encoding, prompt.encode()) for prompt in prompts]
     rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
     return continue_rows(
-        program, params, encoding, rows, num_tokens, sampling, seed=seed, stop=stop
+        program,
+        params,
+        encoding=encoding,
+        rows=rows,
+        num_tokens=num_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
     )
 
 
@@ -100,14 +107,14 @@ def continue_rows(
     for drawn_BC in generate(
         program.model,
         params,
-        prompt_BP,
-        lengths,
-        jax.random.key(seed),
-        num_tokens,
-        encoding.n_vocab,
-        sampling,
-        program.how._replace(trained_length=config.data.sequence_length),
-        _cache_sharding(program, len(rows)),
+        prompt_BP=prompt_BP,
+        lengths_B=lengths,
+        key=jax.random.key(seed),
+        num_tokens=num_tokens,
+        vocab_size=encoding.n_vocab,
+        sampling=sampling,
+        execution=program.how._replace(trained_length=config.data.sequence_length),
+        cache_sharding=_cache_sharding(program, len(rows)),
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
         decoded = [decode(encoding, row) for row in drawn_BT]

@@ -104,7 +104,15 @@ def totals(
         share = hidden / sent if sent else 0.0
         rows.append(
             CollectiveTotal(
-                axes, network, kind, count, payload, sent, share, use, links
+                axes,
+                network,
+                kind=kind,
+                count=count,
+                payload=payload,
+                sent=sent,
+                overlapped=share,
+                serves=use,
+                links=links,
             )
         )
     return sorted(rows, key=lambda row: -row.sent)
@@ -124,7 +132,9 @@ def _collective(
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
     dims = _dims_at_once(executed, inner)
     group, span = group_of(inner, mesh, dims), _span(executed, inner)
-    return _made(executed, inner, kind, group, serves(executed, inner), span)
+    return _made(
+        executed, inner, kind=kind, group=group, uses=serves(executed, inner), span=span
+    )
 
 
 def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
@@ -271,4 +281,4 @@ def _transfer(executed: Executed, mesh: Mesh) -> Collective:
     sent = send.operands[0].num_bytes
     shares = [(use, sent) for use, _ in serves(executed, send)[:1]]
     group = slices_group(send, mesh)
-    return _made(executed, send, kind, group, shares, (start, end))
+    return _made(executed, send, kind=kind, group=group, uses=shares, span=(start, end))

@@ -45,7 +45,14 @@ def count_flops(module: Module) -> Flops:
                 if not flops and not product_flops(inner) and is_kernel(inner):
                     unknown.add(inner.target)
     names = tuple(sorted(unknown))
-    return Flops(products, attention, total, names, eight_bits, grouped)
+    return Flops(
+        products,
+        attention,
+        whole_attention=total,
+        unknown=names,
+        eight_bits=eight_bits,
+        grouped=grouped,
+    )
 
 
 def multiplies(instruction: Instruction) -> bool:

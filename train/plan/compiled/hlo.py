@@ -226,7 +226,14 @@ def _instruction(name: str, text: str, computation: Computation) -> Instruction 
     close = _closing(text, opcode.end() - 1)
     arrays = tuple(_array(*groups) for groups in _ARRAY.findall(text[:end]))
     arguments, attributes = text[opcode.end() : close], text[close + 1 :]
-    return Instruction(name, opcode[1], arrays, arguments, attributes, computation)
+    return Instruction(
+        name,
+        opcode[1],
+        arrays=arrays,
+        arguments=arguments,
+        attributes=attributes,
+        within=computation,
+    )
 
 
 def _closing(text: str, start: int) -> int:

@@ -163,8 +163,8 @@ def print_result(result: SearchResult, config: Config) -> None:
 def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
     """Return a sentence for each reason why layouts could not be estimated."""
     return [
-        f"{group.layouts} layout{'s' * (group.layouts != 1)} could not be estimated. This "
-        f"is a bug of train.plan. The first is {group.first.overrides(config)}: "
+        f"{group.layouts} layout{'s' * (group.layouts != 1)} could not be estimated. "
+        f"This is a bug of train.plan. The first is {group.first.overrides(config)}: "
         f"{name}: {group.why}"
         for name, group in failed.items()
     ]
