@@ -17,8 +17,8 @@ from model.execution import CallContext, Execution
 from model.experts.experts import Experts
 from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
-from model.parts import part
 from model.rope import Rotations
+from model.scopes import part_scope
 
 
 class Block(nnx.Module):
@@ -67,7 +67,7 @@ class Block(nnx.Module):
         constrain = execution.placement.constrain
         call.note("residual", x_BTD)
         a_BTD = _through(self.attention_norm, x_BTD)
-        with part("attention"):
+        with part_scope("attention"):
             a_BTD, cache = self.attention(
                 a_BTD,
                 by,
@@ -82,7 +82,7 @@ class Block(nnx.Module):
         a_BTD = drop(a_BTD, self.dropout, "attention_output", call)
         x_BTD = constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         h_BTD, routing = _through(self.mlp_norm, x_BTD), None
-        with part("mlp"):
+        with part_scope("mlp"):
             if isinstance(self.mlp, Experts):
                 h_BTD, routing = self.mlp(h_BTD, segment_ids_BT, execution, call)
             else:

@@ -14,7 +14,7 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gather import WeightPlacement
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 
 
 class Table(nnx.Module):
@@ -51,7 +51,7 @@ class Table(nnx.Module):
         self, ids: Int[Array, "*dims"], placement: WeightPlacement
     ) -> Float[Array, "*dims D"]:
         """Gather the table as its placement says, and return the rows of int32 ids."""
-        with part("embedding"):
+        with part_scope("embedding"):
             table = placement.gather(self.weight[...])
             return jnp.take(table, ids, axis=0, mode="clip")
 

@@ -22,9 +22,9 @@ from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
-from model.parts import part
-from model.remat import named
+from model.remat import saveable
 from model.rope import Rotations, rotate
+from model.scopes import part_scope
 
 
 class Normalize(nnx.Module):
@@ -51,7 +51,7 @@ class Normalize(nnx.Module):
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Normalize x over its last dims; the dtype stays."""
-        with part("norm"):
+        with part_scope("norm"):
             y = x.astype(jnp.float32)
             if self.centred:
                 y = y - jnp.mean(y, axis=self.over, keepdims=True)
@@ -132,9 +132,9 @@ class SelfAttention(nnx.Module):
 
         A local layer sees as far as the window, the others all.
         """
-        q_BTNH = named(self.query(x_BTD, execution, call), "query")
-        k_BTKH = named(self.key(x_BTD, execution, call), "key")
-        v_BTKH = named(self.value(x_BTD, execution, call), "value")
+        q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
+        k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
+        v_BTKH = saveable(self.value(x_BTD, execution, call), "value")
         placement, numerics = execution.placement, execution.numerics
         q_BTNH = placement.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
@@ -169,7 +169,7 @@ class SelfAttention(nnx.Module):
             o_BTNH = cached_attention(
                 q_BTNH, cache, numerics.compute_dtype, call.trained_length, **seen
             )
-        a_BTD = named(self.output(o_BTNH, execution, call), "attention_output")
+        a_BTD = saveable(self.output(o_BTNH, execution, call), "attention_output")
         return a_BTD, cache
 
 
@@ -228,10 +228,10 @@ class MLP(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], execution: Execution, call: CallContext
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
-        h_BTF = named(self.up(x_BTD, execution, call), "mlp_up")
+        h_BTF = saveable(self.up(x_BTD, execution, call), "mlp_up")
         gate_BTF = None
         if self.gate is not None:
-            gate_BTF = named(self.gate(x_BTD, execution, call), "mlp_gate")
+            gate_BTF = saveable(self.gate(x_BTD, execution, call), "mlp_gate")
         h_BTF = activate(self.config, h_BTF, gate_BTF)
         h_BTF = execution.placement.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, execution, call)

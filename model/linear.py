@@ -27,7 +27,7 @@ from model.eight_bits.quantization import Quantization, Quantized, transposed
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gather import UNSHARDED, WeightPlacement
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 from model.taps import count_rounding
 
 
@@ -239,7 +239,7 @@ class Linear(nnx.Module):
         """Apply to x [..., input dims]; the result has x's dtype."""
         numerics = execution.numerics
         quantization = None if call.high_precision else numerics.quantization
-        with part(self.name):
+        with part_scope(self.name):
             call = call.fold_in(zlib.crc32(self.name.encode()))
             if call.taps is not None and quantization is not None:
                 x_rounded = x.astype(numerics.compute_dtype)

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float
 
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
-from model.parts import part
 from model.remat import rematerialized_stage
+from model.scopes import part_scope
 from model.taps import Noted, Taps
 
 Run = Callable[
@@ -75,7 +75,7 @@ def run_pipeline(
         gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
         return gathered.reshape(M, stream.shape[1], *ids_BT.shape[1:])
 
-    with part("pipeline"):
+    with part_scope("pipeline"):
         keys = None if call.keys_BT is None else jax.random.key_data(call.keys_BT)
         rows_keys = jax.tree.map(gather_microbatches, (rows, keys))
         params = interleave_layers(params, axis, R) if R > 1 else params
@@ -98,7 +98,7 @@ def run_pipeline(
         y, routing, noted = run_stage(params, x, microbatch, repeat)
         if waits:
             waiting = _put(waiting, arrived, t % waits)
-        with part("pipeline"):
+        with part_scope("pipeline"):
             arrived = jax.lax.ppermute(y, axis, onwards)
             moved = jax.lax.ppermute(first, axis, back)
         stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)

@@ -19,9 +19,9 @@ from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.router import Routing
-from model.parts import in_branch
 from model.remat import layer_input, rematerialized
 from model.rope import Rotations
+from model.scopes import in_branch
 from model.taps import Taps
 
 

@@ -18,9 +18,9 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.gather import WeightPlacement
 from model.gpt import GPT, project
-from model.parts import part
 from model.placement import ONE_DEVICE
 from model.row_max import row_max
+from model.scopes import part_scope
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
@@ -56,7 +56,7 @@ def loss_sum(
     x_BTD, tiled, routing = _features(
         model, batch, execution, z_loss, chunk, num_tokens, call
     )
-    with jax.named_scope("loss"), part("head"):
+    with jax.named_scope("loss"), part_scope("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
         )
@@ -87,7 +87,7 @@ def row_sums(
         model, batch, execution, 0.0, chunk, num_tokens, NO_CONTEXT
     )
     tiled = tiled._replace(by_row=True)
-    with jax.named_scope("loss"), part("head"):
+    with jax.named_scope("loss"), part_scope("head"):
         sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
         return sums
 

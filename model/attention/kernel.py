@@ -24,8 +24,8 @@ from model.attention import across, masks, xla
 from model.attention.across import KERNELS
 from model.attention.masks import Local
 from model.choices import Attention, ContextAttention
-from model.parts import in_branch
 from model.placement import ONE_DEVICE, Placement
+from model.scopes import in_branch
 
 _PLATFORM_KERNELS = {
     "tpu": Attention.splash,

@@ -34,7 +34,7 @@ from model.experts.local_experts import (
     with_bias,
 )
 from model.experts.rows import from_rows, pieces, to_rows, travel
-from model.parts import in_branch
+from model.scopes import in_branch
 
 # Rows that a device has room for, over those that it gets if all get as many.
 ROOM = 1.5

@@ -27,7 +27,7 @@ from model.experts.router import Choice, Router, Routing
 from model.layers import MLP, stds
 from model.linear import gather_weight
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 
 
 class Experts(nnx.Module):
@@ -70,11 +70,11 @@ class Experts(nnx.Module):
         call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Apply position by position; segment 0 is padding, which balances nothing."""
-        with part("router"):
+        with part_scope("router"):
             choice, routing = self.router(x_BTD, segment_ids_BT, execution)
         y_BTD = self._routed(x_BTD, choice, execution, call)
         if self.shared is not None:
-            with part("shared"):
+            with part_scope("shared"):
                 y_BTD = y_BTD + self.shared(x_BTD, execution, call)
         return y_BTD, routing
 

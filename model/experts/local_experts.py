@@ -17,7 +17,7 @@ from model.experts.grouped import grouped_product
 from model.experts.rows import from_rows, to_rows
 from model.layers import activate
 from model.linear import product
-from model.parts import expected, part
+from model.scopes import expected, part_scope
 from model.taps import count_rounding
 
 # What is made, and what float8 loses of the rows' operands if somebody watches.
@@ -125,7 +125,7 @@ def mlps(
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        with part(name), expected(usual, x.shape[0]):
+        with part_scope(name), expected(usual, x.shape[0]):
             if watched:
                 rounded = x.astype(numerics.compute_dtype)
                 in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
@@ -175,5 +175,5 @@ def _shared_out(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax
 
     A product, since the gradient of rows that are copied would be a scatter.
     """
-    with part("bias"):
+    with part_scope("bias"):
         return product("me,ef->mf", shares, bias, execution.numerics.compute_dtype)
