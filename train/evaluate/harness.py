@@ -20,7 +20,7 @@ from tiktoken import Encoding
 from data.batches import Batch
 from data.encoding import END_OF_TEXT, encode
 from train.feed import local_rows, place
-from train.program import Program, shards_of
+from train.program import Program
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.step import make_score_step
@@ -61,7 +61,9 @@ class HarnessModel(TemplateLM):
         self._rows = config.data.batch_size // config.train.accumulation_steps
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
-            make_score_step(program.model, program.how, config.train, encoding.n_vocab),
+            make_score_step(
+                program.model, program.execution, config.train, encoding.n_vocab
+            ),
             in_shardings=(program.shardings.params, program.batch_shardings),
             out_shardings=program.replicated,
         )
@@ -150,8 +152,10 @@ class HarnessModel(TemplateLM):
             same_settings.setdefault(repr(arguments), []).append(number)
         texts = dict[int, str]()
         for numbers in same_settings.values():
-            contexts = {number: arguments[number][0] for number in numbers}
-            texts |= self._generate(contexts, generation(arguments[numbers[0]][1]))
+            contexts = {number: request_arguments[number][0] for number in numbers}
+            texts |= self._generate(
+                contexts, generation(request_arguments[numbers[0]][1])
+            )
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
@@ -219,7 +223,7 @@ def row_lengths(longest: int, program: Program) -> list[int]:
 
     As long as all devices that share a row hold whole blocks of it.
     """
-    _, shards = shards_of(program.how.rules, program.mesh.shape)
+    shards = program.batch_shards.sequence
     multiple = _BLOCK * (2 * shards if shards > 1 else 1)
     lengths = [longest]
     while lengths[-1] % (2 * multiple) == 0:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from model.linear import product
 from model.params import Kind, ParamInfo, is_info
-from model.parts import part
+from model.scopes import part_scope
 from train.config import OptimizerConfig
 from train.optimizer.whole import on_whole_matrices
 
@@ -60,7 +60,7 @@ def muon(
 
     def directions(updates: Any, params: Any) -> Any:
         arrays, tree = jax.tree.flatten(updates)
-        with part("muon"):
+        with part_scope("muon"):
             results = (together if mesh and mesh.size > 1 else alone)(arrays)
             return tree.unflatten(map(_scaled, results, matrices))
 

@@ -61,7 +61,7 @@ class Flops:
 
 
 def expected_part(scope: str) -> float:
-    """Return the part of an array's rows that is in use, by model/parts.py's scope."""
+    """Return the part of an array's rows that is in use, by model/scopes.py's scope."""
     numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
     return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 
@@ -69,7 +69,7 @@ def expected_part(scope: str) -> float:
 def computed_blocks(scope: str) -> tuple[int, int] | None:
     """Return how many blocks of scores a kernel computes, and of how many.
 
-    By model/parts.py's scope; None: none says so.
+    By model/scopes.py's scope; None: none says so.
     """
     numbers = re.findall(r"computed\.(\d+)\.(\d+)", scope)
     return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None

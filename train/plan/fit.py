@@ -110,7 +110,7 @@ def _recompute(program: Program) -> list[_Try]:
     """Keep less of each layer, down to nothing."""
     train, tries = program.config.train, list[_Try]()
     for way in keeping_less(train.remat, train.offload):
-        changed = program.trained(replace(train, remat=way))
+        changed = program.with_train_config(replace(train, remat=way))
         words, override = "recompute more of each layer", f"train.remat={typed(way)}"
         tries.append(_Try(words, override, changed))
     return tries
@@ -126,7 +126,7 @@ def _cut_batch(program: Program) -> list[_Try]:
     steps, passes = train.accumulation_steps, program.pipeline.own
     tries = list[_Try]()
     while rows % (passes * (steps := 2 * steps)) == 0:
-        changed = program.trained(replace(train, accumulation_steps=steps))
+        changed = program.with_train_config(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         words = "cut the batch into smaller microbatches"
         tries.append(_Try(words, override, changed))

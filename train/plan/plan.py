@@ -123,7 +123,7 @@ class Plan:
         speeds = dict[str, float]()
         for way in keeping_more(config.train.remat, config.train.offload):
             train = replace(config.train, remat=way)
-            other_memory = estimate(self.program.trained(train), self.budget)
+            other_memory = estimate(self.program.with_train_config(train), self.budget)
             if other_memory.fits:
                 speeds[f"train.remat={typed(way)}"] = _step_s(other_memory)
         if not speeds:
@@ -162,7 +162,7 @@ class Plan:
                 "iterations": program.pipeline.iterations,
                 "bubble": program.pipeline.bubble,
             },
-            "attention": program.how.attention,
+            "attention": program.execution.attention,
             "num_parameters": sum(leaf.size for leaf in params),
             "tokens_per_step": program.tokens_per_step,
             "model_flops_per_step": program.flops_per_step,

@@ -14,7 +14,7 @@ from data.sources import Sources
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
-from train.program import Program, shards_of
+from train.program import Program
 from train.sample.generate import Sampling, generate
 
 # A batch of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
@@ -113,7 +113,8 @@ def continue_rows(
         num_tokens=num_tokens,
         vocab_size=encoding.n_vocab,
         sampling=sampling,
-        execution=program.how._replace(trained_length=config.data.sequence_length),
+        execution=program.execution,
+        trained_length=config.data.sequence_length,
         cache_sharding=_cache_sharding(program, len(rows)),
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
@@ -137,9 +138,10 @@ def _columns(longest: int) -> int:
 
 def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
     """Return the sharding of keys and values, over rows and heads if they divide."""
-    config, rules, mesh = program.config, program.how.rules, program.mesh
+    config, mesh = program.config, program.mesh
+    rules = program.execution.placement.rules
     rows, heads = rules.spec("batch"), rules.spec("kv_heads")
-    divides = num_rows % shards_of(rules, mesh.shape)[0] == 0
+    divides = num_rows % program.batch_shards.rows == 0
     # XLA cannot partition the kernels of experts.
     if not divides or config.model.mlp is not Mlp.dense:
         rows = [None]

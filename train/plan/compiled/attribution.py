@@ -2,7 +2,7 @@
 
 Told by the names that the compiler keeps of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
-part of the model (model/parts.py) inside a scope of the step. An instruction that the
+part of the model (model/scopes.py) inside a scope of the step. An instruction that the
 compiler left without a name is for what its nearest neighbours are for.
 """
 

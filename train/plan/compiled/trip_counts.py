@@ -3,7 +3,7 @@
 Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says that it is taken (model/parts.py), at least once if ever; or
+often as a scope in it says (model/scopes.py), at least once if it is ever taken; or
 else always. GPUs run a first iteration outside of its loop: its branches all count.
 """
 

@@ -45,7 +45,7 @@ class LocalStep:
     @property
     def attention(self) -> Attention:
         """The kernel of attention."""
-        return self.program.how.attention
+        return self.program.execution.attention
 
     @property
     def loops(self) -> list[Operation]:

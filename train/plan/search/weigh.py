@@ -78,7 +78,7 @@ def weigh_all(
 
     def weigh(program: Program, layout: Layout) -> Candidate | None:
         if layout not in weighed:
-            program = program.trained(layout.applied(config).train)
+            program = program.with_train_config(layout.applied(config).train)
             candidate = _weigh(program, layout, budget)
             if isinstance(candidate, Exception):
                 errors[layout] = candidate
@@ -177,7 +177,7 @@ def weigh_changes(
         if program is None:
             continue
         with suppress(ConfigError):
-            candidate = _weigh(program.trained(wanted.train), layout, budget)
+            candidate = _weigh(program.with_train_config(wanted.train), layout, budget)
             if isinstance(candidate, Exception):
                 errors[layout] = candidate
             else:
