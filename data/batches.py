@@ -34,7 +34,7 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# If the split is local, one thread reads small batches faster than two that share the
+# For a local split, one thread reads small batches faster than two that share the
 # GIL. Large batches are mostly copied, and remote ones mostly waited for, both without
 # the GIL (docs/log.md).
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4

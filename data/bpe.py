@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_BYTES = 256
-# Of characters: `tokenizers` takes some 140 bytes for each of those it is handed.
+# In characters. `tokenizers` takes about 140 bytes of memory for each character.
 PIECE_LENGTH = 2**14
 HELD_OUT_EVERY = 20
 

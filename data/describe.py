@@ -1,4 +1,4 @@
-"""What is in a store, and in a batch, in words."""
+"""Describe in words what a store or a batch contains."""
 
 from collections.abc import Iterator
 

@@ -91,7 +91,7 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
     Returns:
         Pairs of a row's contents and the number of such rows.
     """
-    groups: dict[int, list[tuple[_Contents, int]]] = {}  # by free positions
+    groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
     rooms: list[int] = []  # the keys of groups, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])

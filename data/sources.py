@@ -24,7 +24,7 @@ class Sources:
     """Open stores with one tokenizer. A store that is alone bears `data.name`."""
 
     stores: Mapping[str, Store]
-    cache: Path  # of what is worked out from them
+    cache: Path  # the folder of cached results about these stores
     sets: Mapping[str, Store] = field(default_factory=dict)  # only to evaluate on
 
     @property

@@ -108,7 +108,7 @@ def _limit(kind: int, maximum: int) -> None:
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         maximum = min(maximum, hard)
-    with contextlib.suppress(ValueError, OSError):  # not every system has every limit
+    with contextlib.suppress(ValueError, OSError):  # some systems lack some limits
         resource.setrlimit(kind, (maximum, hard))
 
 

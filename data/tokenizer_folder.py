@@ -27,7 +27,7 @@ from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"
-# What reading a file that is not what it should be may raise.
+# The exceptions that reading a malformed file may raise.
 MALFORMED = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError),
     *(RecursionError, OverflowError),

@@ -30,7 +30,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
-    # What is only added gets the ids that follow the vocabulary, whatever it says.
+    # Added tokens get the ids that follow the vocabulary, whatever the file says.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
     special, last = dict(pairs), max(ranks.values())
     added = [rank for rank in special.values() if rank > last]

@@ -1,10 +1,9 @@
-"""What jobs on NVIDIA GPUs are started with: variables of XLA and NCCL, and why.
+"""The variables of XLA and NCCL for jobs on NVIDIA GPUs, and the reason for each.
 
-One table for all kinds of clusters; `cluster.environment` replaces any line of it.
-What XLA and NCCL do by themselves by now is left out, and so is what only a site can
-know: that is named, for the common cases, in `SITE_LINES`. Each flag is known to the
-XLA of jax 0.10 to 0.12 (an unknown one ends the program). How much they gain was not
-measured on GPUs here.
+There is one table for all kinds of clusters; `cluster.environment` replaces any line of
+it. Defaults of current XLA and NCCL are left out. Settings that depend on the site are
+named in `SITE_LINES` for the common cases. Each flag is known to the XLA of jax 0.10 to
+0.12 (an unknown flag ends the program). The gains have not been measured on GPUs here.
 
 Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
 docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
@@ -45,7 +44,8 @@ SETTINGS = {  # variable: value, reason
 }
 # jaxlib refuses both together.
 _SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-# What only a site knows, as comments in a job script: to be set in cluster.environment.
+# Settings that depend on the site, as comments of a job script. They belong in
+# cluster.environment.
 SITE_LINES = """
 # Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
 # of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
@@ -75,9 +75,10 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return what a plan for nodes of GPUs is made for.
+    """Return the machine to plan for: nodes of GPUs.
 
-    A target, if their kind was said and so many of a node have a name; else devices.
+    It is a named target if the kind is given and that number of GPUs has a name, and
+    otherwise a number of devices.
     """
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name

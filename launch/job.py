@@ -1,7 +1,7 @@
-"""What is to run, in the words that every kind of cluster is told it in.
+"""The job to run, in a form that every kind of cluster understands.
 
-Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and what
-holds a character that no quoting carries is refused (`control_character_mistakes`).
+Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and words
+with characters that cannot be quoted are refused (`control_character_mistakes`).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
 from train.run.storage import is_remote
 
-ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the submission
+ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def files(self) -> str:
-        """Where what is rendered lies: in the folder, unless it was put elsewhere."""
+        """The folder of the rendered files."""
         return self.rendered_to or self.folder
 
     def command(
@@ -103,11 +103,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What would be submitted.
+    """A rendered submission.
 
-    files: what lies in the submission's folder, by name.
-    command: what is typed then.
-    before: lines of shell that are typed before it by hand.
+    files: the contents of the files in the submission's folder, by name.
+    command: the command that submits.
+    before: lines of shell to type first, if one submits it oneself.
     """
 
     files: Mapping[str, str]

@@ -30,11 +30,11 @@ from train.run.liveness import Process
 log = logging.getLogger(__name__)
 
 SECRETS_REMEDY = "set it in the environment that you type this command in"
-_PROCESSES = "processes.json"  # that the last attempt started
+_PROCESSES = "processes.json"  # the processes of the last attempt
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
-    """Return none: what each key may be stands beside it."""
+    """Return no mistakes: the bounds of each key are checked already."""
     return []
 
 

@@ -1,14 +1,15 @@
-"""What runs on a node, where a cluster starts one program on each.
+"""The program of a node, for clusters that start one program on each node.
 
     python -m launch.node [--processes 8] [--folder DIR ...] -- command...
 
-Starts the command, or as many of it as share the node's GPUs, with torchrun's
-variables; passes signals on, and ends with the exit code that says most
-(launch/policy.py). With a folder it does what its cluster cannot:
+It starts the command, or several of them that share the node's GPUs, with torchrun's
+variables. It passes signals on, and ends with the most telling exit code
+(launch/policy.py). With a folder it also does what its cluster cannot do:
 
-- it asks the run to save and stop, for good, once the folder has a file `stop`;
-- it counts the node's crashes there. After one that is not the last it ends with
-  ABORTED, which such a cluster is told to start again; else with the crash's own code.
+- It asks the run to save and stop for good when the folder has a file `stop`.
+- It counts the node's crashes in the folder. After a crash that may be retried it ends
+  with ABORTED, after which the cluster starts it again; otherwise with the exit code of
+  the crash.
 """
 
 import argparse

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class Machine(NamedTuple):
-    """What a plan is to be made for; nothing: training says all of it by itself.
+    """The machine to plan for. Without fields it is the machine that training finds.
 
-    target: by its name (train/hardware/targets.py).
-    devices: how many, where no more is known.
-    variables: what the compiler is told there, such as XLA_FLAGS.
+    target: its name in train/hardware/targets.py.
+    devices: the number of devices, if nothing more is known.
+    variables: environment variables of the compiler, such as XLA_FLAGS.
     """
 
     target: str | None = None

@@ -1,4 +1,4 @@
-"""Of what ends a run with a notice: does that leave the time to save?"""
+"""Warn if a preemption notice leaves too little time to save."""
 
 import json
 import logging
@@ -13,8 +13,9 @@ log = logging.getLogger(__name__)
 def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
     """Warn if a save takes longer than the notice. The warning begins with `source`.
 
-    The longer of two counts: what the plan says, by an estimate, and what saves of the
-    run have held it up, which is less than they took where they go on behind training.
+    The duration is the longer of the plan's estimate and of the time for which earlier
+    saves stopped the run. The latter is a lower bound, because saves continue in the
+    background of training.
     """
     durations = [
         (save_s, f"took {save_s:.0f} s or more in this run") for save_s in _held(job)

@@ -43,7 +43,7 @@ SECRETS_REMEDY = (
     "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
 )
 _INSTALLS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
-_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
+_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes: also FAILED_SETUP, ...
 _LOOK_S = 10.0
 
 

@@ -1,10 +1,10 @@
-"""What was submitted, kept in the run's directory: `<run.dir>/launch/<n>/`.
+"""The records of submissions in the run's directory: `<run.dir>/launch/<n>/`.
 
     record.json           kind, time, command line, job, git commit
-    config.yaml           all keys, resolved, the cluster's too
-    uncommitted.patch     what git did not have yet, if anything
-    code.tar.gz unpack.py the code itself, where it travels as an archive
-    ...                   what was rendered
+    config.yaml           all resolved keys, including those of the cluster
+    uncommitted.patch     changes that git did not have yet, if there were any
+    code.tar.gz unpack.py the code, if it is sent as an archive
+    ...                   the rendered files
 
 No secret is written: the configuration holds names of secrets only.
 """
@@ -56,7 +56,7 @@ class Submission:
 
     @property
     def folder(self) -> epath.Path:
-        """Where it is kept."""
+        """The folder of this submission."""
         return epath.Path(self.run_dir) / _FOLDER / str(self.number)
 
     def with_handle(self, **handle: Any) -> "Submission":
@@ -74,15 +74,15 @@ class Submission:
 
 
 def next_number(run_dir: str) -> int:
-    """Return the number of the submission to come."""
-    # Also where there is no record: what was rendered may have been typed by hand.
+    """Return the number of the next submission."""
+    # Folders without a record count too: someone may have submitted rendered files.
     return max(_numbers(run_dir), default=0) + 1
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the folder that a submission by hand is rendered for.
+    """Return the folder that rendered files refer to, if one submits them oneself.
 
-    The next one that `submit` would use; no object store is asked for its number.
+    It is the next one that `submit` would use. An object store is not asked for it.
     """
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
@@ -142,7 +142,7 @@ def _within_reach(run_dir: str) -> Iterator[None]:
         yield
     except (Exit, ConfigError, DataError):
         raise
-    except Exception as error:  # of whatever library speaks to the store
+    except Exception as error:  # libraries of stores raise many kinds
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         if is_remote(run_dir) and not isinstance(error, PermissionError):
             message = f"{run_dir}: cannot be read or written ({why}). Check path, "

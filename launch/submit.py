@@ -152,7 +152,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
 
 
 def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
-    archived = getattr(cluster, "code", None) is Code.archive  # not all have the key
+    archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
     return {**rendered.files, **(archive_files(ROOT) if archived else {})}
 
 

@@ -1,8 +1,8 @@
-"""Keeps a run going from here: starts it, and again, until it is done or of no use.
+"""Keep a run going: start it again until it is finished or another start cannot help.
 
-For clusters that do not do so themselves. Preemptions and lost hosts do not count;
-crashes do, with a growing pause, up to a limit, and never three at the same step. A
-signal to stop goes on to the run, which saves, and ends this too.
+It serves clusters that do not do so themselves. Preemptions and lost hosts do not
+count. Crashes do, with growing pauses, up to a limit, and never three at the same step.
+A signal to stop is passed to the run, which saves, and then ends the supervisor.
 """
 
 import json
@@ -40,11 +40,11 @@ class Wait:
         self.count += 1
 
     def __call__(self, seconds: float, handled: int = 0) -> bool:
-        """Wait; return whether a signal came, now or before.
+        """Wait, and return whether a signal has arrived, now or earlier.
 
         Args:
-            seconds: at most.
-            handled: so many signals end no pause any more.
+            seconds: the longest wait.
+            handled: the number of earlier signals, which end no pause any more.
         """
         deadline = time.monotonic() + seconds
         while (
@@ -55,7 +55,7 @@ class Wait:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that a signal ended before it could start."""
+        """The exit code of a run that a signal ended before it could start."""
         return STOPPED if self.asked == signal.SIGINT else PREEMPTED
 
 

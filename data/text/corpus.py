@@ -41,7 +41,7 @@ _NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
 class Corpus:
     """Files in the order of their names, and how they are divided."""
 
-    root: str  # what was asked for
+    root: str  # the file, folder or pattern that the config names
     files: tuple[File, ...]
     validation: float  # the part that is held out
     left_out: tuple[File, ...] = ()  # files that are not text
@@ -200,9 +200,10 @@ def _folders_of(entry: str) -> list[str]:
 
 
 def _told_apart(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
-    """Put as many of their inputs' folders as it takes before names of several files.
+    """Make the names of files unique by prefixing as many folders as necessary.
 
-    Other names stay: ids, and so the stores that there are, follow from them.
+    Unique names stay as they are, because document ids, and with them the existing
+    stores, depend on them.
     """
     same_name = defaultdict[str, list[tuple[list[str], File]]](list)
     for folders, file in files_by_folder:
@@ -280,7 +281,7 @@ def _file_of(system: Any, info: dict[str, Any], name: str) -> File:
 
 
 def _library_files(root: Path) -> list[File]:
-    # Not a glob: that would go through all installed packages, at every start.
+    # A glob would walk through all installed packages, at every start.
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY

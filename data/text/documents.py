@@ -1,7 +1,7 @@
-"""From a unit of input to its documents, in bounded memory.
+"""Read the documents of a unit of input, in bounded memory.
 
-What cannot be used is a `Bad`, with its place and the reason, and does not hide what
-is good before and after it.
+A record that cannot be used becomes a `Bad`, with its position and the reason. Good
+records before and after it are still read.
 """
 
 import json
@@ -34,7 +34,7 @@ def _text(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad
     """Yield running text in pieces of about 4 MiB, cut at ends of lines."""
 
     def behind_line(offset: int) -> int:
-        # What lies behind `high` belongs to another split.
+        # Bytes from `high` on belong to another split.
         room = streams.CUT_WINDOW if unit.high is None else unit.high - offset
         return cut_point(stream.peek(min(streams.CUT_WINDOW, room)))
 

@@ -36,7 +36,7 @@ class Format(StrEnum):
 class File:
     """An input file. `version` changes when its content does."""
 
-    path: str  # as fsspec takes it
+    path: str  # in the form that fsspec accepts
     name: str  # relative to the input it was found in: the root of documents' ids
     size: int
     version: str

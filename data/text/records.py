@@ -1,4 +1,4 @@
-"""What records of input become: documents, or what could not be used and why."""
+"""Turn input records into documents, or into reasons why they cannot be used."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Reading:
 
     text_field: str = "text"
     id_field: str | None = None
-    keep_invalid_utf8: bool = False  # of text files: bytes are encoded one by one
+    keep_invalid_utf8: bool = False  # invalid bytes of text are encoded one by one
     max_record_bytes: int = 2**26
 
 
@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """What could not be used."""
+    """A record or file that cannot be used, and why."""
 
     file: File
     place: str  # "byte 123", "row 5"

@@ -152,7 +152,7 @@ class Stream:
 
     @property
     def damage(self) -> str | None:
-        """What is wrong behind the last byte that can be read, if it was reached."""
+        """The damage after the last readable byte, if reading has reached it."""
         return self._unpacked.damage if self._unpacked else None
 
     def seek(self, offset: int) -> int:
@@ -178,7 +178,7 @@ class Stream:
 
 
 def cut_point(window: bytes) -> int:
-    """Return how far into what follows a cut moves: behind a line, else a character."""
+    """Return by how many bytes a cut moves: to after a line, or else a character."""
     newline = window.find(b"\n")
     if newline >= 0:
         return newline + 1

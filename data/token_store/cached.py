@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 def cached_store(
     config: DataConfig, beat: Callable[[], object] = lambda: None
 ) -> Store:
-    """Open the store of a config, building it first where there is none yet.
+    """Open the store of a config, and build it first if it does not exist.
 
-    The folder's name holds a hash of what the store is made of, so that a changed
-    source makes another store. It is built beside its place and renamed into it: any
-    number of processes may prepare at once, and one that dies leaves no store.
+    The folder's name contains a hash of the inputs, so a changed source makes another
+    store. The store is built in a temporary folder, which is then renamed: any number
+    of processes may build it at once, and a process that dies leaves no store.
 
     Args:
-        config: of the data.
-        beat: called for each piece of text that was encoded.
+        config: the data section of the config.
+        beat: a function that is called for each encoded piece of text.
 
     Raises:
         DataError: the text or the tokenizer is missing, or the store is damaged.
@@ -54,7 +54,7 @@ def cached_store(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
     if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
+        shutil.rmtree(path, ignore_errors=True)  # without a manifest it is no store
         _log.info("preparing %s from %s", path, corpus.root)
         started = time.monotonic()
         _remove_abandoned(path)
@@ -99,7 +99,7 @@ def cache_dir(config: DataConfig) -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that died while they built this store left behind."""
+    """Remove the temporary folders of processes that died while building this store."""
     for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
         with contextlib.suppress(OSError):
             if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:

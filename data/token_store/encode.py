@@ -31,9 +31,9 @@ from data.token_store.storage import written_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of parts; and of how text becomes tokens
-# A task is at least this much of the input, and there are not many more than this
-# many: enough to keep all workers busy to the end, few enough for a folder.
+FORMAT = 1  # version of the parts, and of the way in which text becomes tokens
+# The least bytes of a task, and roughly the largest number of tasks: enough to keep
+# all workers busy to the end, and few enough files for one folder.
 _TASK_BYTES, _MOST_TASKS = 2**22, 2**16
 _SEGMENT_BYTES = 2**24
 
@@ -184,7 +184,7 @@ def _add_to(count: Synchronized, more: int) -> None:
         count.value += more
 
 
-_encoder: _Encoder | None = None  # of a worker process
+_encoder: _Encoder | None = None  # the one of this worker process
 
 
 def _start_worker(
@@ -200,7 +200,7 @@ def _start_worker(
 
     def end_with_parent() -> None:
         parent.join()
-        os._exit(1)  # nobody is left to read what it would give
+        os._exit(1)  # no process is left to read the result
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     _encoder = _Encoder(folder, settings, encoding, counts)

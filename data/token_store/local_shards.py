@@ -25,7 +25,7 @@ import tensorstore as ts
 
 _MAX_OPEN = 256  # shards of all arrays together: a process may often open 1,024 files
 _CHECKSUM_BYTES = 4
-_CRC_OF_CHECKED = 0x48674BC7  # of any bytes with their own CRC-32C at the end
+_CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
 _CHECKED = [
     {"configuration": {"endian": "little"}, "name": "bytes"},
     {"name": "crc32c"},
@@ -142,7 +142,7 @@ class LocalShards:
 
 
 class _Shard:
-    """An open file of chunks, closed when nobody holds it any more."""
+    """An open file of chunks. It is closed with its last reference."""
 
     def __init__(self, path: Path, num_chunks: int):
         self.path, self.file = path, os.open(path, os.O_RDONLY)

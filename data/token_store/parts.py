@@ -22,7 +22,7 @@ from data.text.records import Bad, Reading, Record
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """What decides the tokens of a text; fields by name are part of a store's hash."""
+    """All settings that decide the tokens of a text. A store's hash contains them."""
 
     tokenizer: str
     tokenizer_sha256: str | None

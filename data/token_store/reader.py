@@ -30,8 +30,8 @@ from data.token_store.writer import (
     chunk_checksums,
 )
 
-# Tokens of at most this size are read into memory once: rows then cost a copy. So are
-# the starts of at most so many documents.
+# Tokens up to this size are read into memory once, so that a row costs one copy. So are
+# the starts of documents up to the given number.
 MEMORY_LIMIT_BYTES = 2**30
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
@@ -56,16 +56,16 @@ class TokenArray:
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
-        """Open a split of so many documents and tokens, as its manifest says.
+        """Open a split of a token store.
 
         Args:
-            storage: of the store.
-            split: its name.
-            documents: how many there are.
-            tokens: how many there are.
-            digests: the SHA-256 of each array's values, if it is to be compared.
+            storage: the storage of the store.
+            split: the name of the split.
+            documents: the number of documents, from the manifest.
+            tokens: the number of tokens, from the manifest.
+            digests: the SHA-256 of the values of each array to compare.
             checksums: the CRC-32C of each chunk, if the store has them.
-            keep: whether what is small is read into memory.
+            keep: whether small arrays are read into memory.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums

@@ -47,7 +47,7 @@ class Store:
 
     @property
     def path(self) -> str:
-        """Where it lies: a path or a URL."""
+        """The path or URL of the store."""
         return self.storage.location
 
     @property

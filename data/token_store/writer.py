@@ -1,4 +1,4 @@
-"""Put parts together as a token store.
+"""Write the encoded parts as a token store.
 
     <store>/<split>/tokens      uint16 or uint32, one flat array
     <store>/<split>/offsets     int64, the start of each document, then the end
@@ -7,14 +7,14 @@
     <store>/<split>/id_offsets  int64, the start of each id, then the end
     <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
     <store>/tokenizer.tiktoken  the rank file, where the tokenizer has one
-    <store>/skipped.jsonl       what was left out: file, place, reason
+    <store>/skipped.jsonl       skipped records: file, position, reason
     <store>/manifest.json       written last: a folder without one is no store
 
-The arrays are zarr v3, sharded, each chunk with its CRC-32C; the manifest holds the
-SHA-256 of every array's values and of every small file, and has its own beside it. The
-checksums of chunks are small files too, so that a shard of another store is found when
-one of its chunks is read.
-The same segments give the same bytes. Memory use is that of a few shards.
+The arrays are sharded zarr v3, and each chunk has its CRC-32C. The manifest holds the
+SHA-256 of the values of every array and of every small file; its own is in a file next
+to it. The checksums of chunks are small files too, so a shard of another store is found
+when one of its chunks is read. The same segments give the same bytes. Memory use is
+that of a few shards.
 """
 
 import collections
@@ -51,8 +51,8 @@ def write_store(
 ) -> None:
     """Write segments into an empty folder, in their order.
 
-    `about` is what else the manifest says: tokenizer, source. `ranks` is the
-    tokenizer's rank file, to be kept with its tokens.
+    `about` holds further entries of the manifest: tokenizer and source. `ranks` is the
+    content of the tokenizer's rank file, which is stored with the tokens.
 
     Raises:
         DataError: the storage cannot be written.

@@ -1,7 +1,7 @@
-"""What `python -m launch` asks of Kubernetes, through kubectl, of a rendered JobSet.
+"""The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
-The verbs of launch/backend.py that both kinds of GKE share. A JobSet that is over stays
-there, with its pods and what they said, until it is submitted again.
+Both kinds of GKE share these functions of launch/backend.py. A finished JobSet stays in
+the cluster, with its pods and their output, until it is submitted again.
 """
 
 import json
@@ -25,8 +25,8 @@ from train.errors import CRASHED, FINISHED, Exit
 log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-_MARGIN_S = 120  # for what is left to do once the last pod has ended
-_SPOT_NOTICE_S = 15  # to user pods. Source: GKE, "Spot VMs", graceful termination
+_MARGIN_S = 120  # for the work after the end of the last pod
+_SPOT_NOTICE_S = 15  # for user pods. Source: GKE, "Spot VMs", graceful termination
 _OVER = ("Completed", "Failed")
 _PODS_OF = "jobset.sigs.k8s.io/jobset-name="
 _FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"

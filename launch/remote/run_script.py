@@ -25,9 +25,9 @@ RUN = "run.sh"
 
 
 class State(NamedTuple):
-    """What a process is doing: `running`, `ended` with a code, or `lost` without one.
+    """The state of a process: `running`, `ended` with a code, or `lost` without one.
 
-    `told`: it got the signal.
+    `told` says whether it received the signal.
     """
 
     word: str

@@ -53,7 +53,7 @@ def machine(cluster: SshCluster) -> Machine:
 
 def render(job: Job, cluster: SshCluster) -> Rendered:
     """Return run.sh, and how it is started on each host."""
-    remote_job = replace(job, folder=".")  # an archive comes to lie beside run.sh
+    remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     shared = job.workdir if cluster.code is Code.shared else None
     script = run_script(
         remote_job.command(cluster.python or sys.executable, cluster.code),

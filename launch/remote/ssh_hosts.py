@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", *KEEP_ALIVE)
 _HOPELESS = ("Permission denied", "Could not resolve", "Host key verification failed")
 _AT_ONCE = 32
-Answers = dict[str, tuple[int, bytes, str]]  # by host: exit code, output, errors
+Answers = dict[str, tuple[int, bytes, str]]  # host -> exit code, output, errors
 
 
 def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
@@ -37,7 +37,7 @@ def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
 def put_line(name: str, file: str) -> str:
     """Return the line of shell that puts what it reads into a file, whole or not."""
     path = f"{folder_of(name)}/{file}"
-    # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
+    # The file is moved, not copied, so that a shell that reads the old run.sh keeps it.
     write = f"umask 077 && mkdir -p {folder_of(name)} && cat >{path}.new"
     return f"{write} && mv -f {path}.new {path}"
 

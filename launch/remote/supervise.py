@@ -1,7 +1,7 @@
-"""What local, ssh and tpu_vm have in common: a supervisor on this machine, its verbs.
+"""The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
 
-It lives on the machine where the job was submitted, in the foreground or, with
-`cluster.detach`, behind it. Where it lives no more, `action=resume` begins another.
+The supervisor runs on the machine where the job was submitted, in the foreground or,
+with `cluster.detach`, in the background. If it died, `action=resume` starts another.
 """
 
 import os
@@ -120,7 +120,7 @@ def status(submission: Submission) -> list[str]:
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 writes; if nobody here has listened, ask its machine."""
+    """Print the output of process 0, from the local log or else from its machine."""
     file = Path(submission.handle.get("folder", "")) / LOG
     if file.exists() or alive(submission):
         file.touch()

@@ -22,10 +22,10 @@ from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
 
-STATES = "states.jsonl"  # that the resource was seen in
+STATES = "states.jsonl"  # the observed states of the resource
 _ALL = ("--node=all", "--worker=all")
-_FIRST = ("--node=0", "--worker=0")  # of which JAX makes process 0
-_PROCESS = (0, 1)  # on each: number 0, and one of them
+_FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
+_PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
 
 
 def ssh_command(
@@ -54,7 +54,7 @@ def make_line(name: str) -> str:
 
 def start_line(name: str) -> str:
     """Return the line of shell that puts files in their places, and starts training."""
-    # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
+    # Files are moved, not copied, so that a shell that reads the old run.sh keeps it.
     move = f"mv -f {folder_of(name)}/incoming/* {folder_of(name)}/"
     return f"{move} && {run_words(name, 'start', *_PROCESS)}"
 

@@ -31,8 +31,8 @@ from train.hardware.targets import parse_target
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 _COMMANDS_FILE = "tpu_vm.sh"
-# The machines' own Python is 3.10: a newer one beside it, with what training needs, in
-# the versions of the archive: each start installs, and no restart may change them.
+# The Python of the machines is 3.10, so the setup installs a newer one next to it, with
+# the package versions of the archive: each start installs, and no restart changes them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
     "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
@@ -57,7 +57,7 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
             errors.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
-    # With code=shared there is a file system that all see.
+    # With code=shared there is a file system that all machines see.
     shared = cluster.code is Code.shared
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
@@ -86,7 +86,7 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
     """Return run.sh, and the commands that are typed from here, in their order."""
-    remote_job = replace(job, folder=".")  # an archive comes to lie beside run.sh
+    remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
     variables = {**job.cache_variables(), **job.variables(cluster.code)}

@@ -1,7 +1,7 @@
-"""What may stand in `cluster.*` for Slurm.
+"""Check the values of `cluster.*` for Slurm.
 
-sbatch splits a directive at spaces, takes its quotes away and ends it at a `#`, so the
-values hold nothing of that kind, nor anything else that none of its options needs.
+sbatch splits a directive at spaces, removes its quotes and ends it at a `#`. Values
+with such characters, or with others that no option needs, are refused.
 """
 
 import re

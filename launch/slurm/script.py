@@ -1,13 +1,14 @@
-"""The job script of Slurm: trains, and decides what the end of an attempt means.
+"""The job script of Slurm: it trains, and decides whether to requeue the job.
 
-Slurm knows only whether a script failed. So this one waits for all processes, reads
-their exit codes (each leaves its own in a file: srun tells the highest alone, which
-hides a wrong config behind a lost peer), judges them as `launch/policy.py` does, and
-puts its own job into the queue again, or not, and says why. What Slurm does by itself
-(a lost node, a preemption that requeues, scancel) it leaves alone, and does not count.
+Slurm knows only whether a script failed. This script waits for all processes and reads
+their exit codes. Each process leaves its own in a file, because srun reports only the
+highest, so that a lost peer would hide a wrong config. The script judges the codes as
+`launch/policy.py` does, requeues its own job or does not, and says why. Events that
+Slurm handles itself (a lost node, a preemption that requeues, scancel) are left to it
+and do not count.
 
-Signals reach the processes without it: those of `--signal` and `scancel --signal` go
-to the step, those of a requeue, a preemption and a time limit to all there is.
+Signals reach the processes without the script: those of `--signal` and `scancel
+--signal` go to the step, and those of a requeue, a preemption and a time limit to all.
 """
 
 import shlex
@@ -172,7 +173,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
         "container-workdir": workdir,
-        "container-env": ",".join(sorted(ours)),  # else the image's own win
+        "container-env": ",".join(sorted(ours)),  # otherwise the image's values win
         **cluster.srun_options,
     }
 

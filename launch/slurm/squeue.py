@@ -1,4 +1,4 @@
-"""What Slurm knows of a job, asked with its own commands, and how it is told to end."""
+"""Query the state of a Slurm job with Slurm's commands, and ask the job to end."""
 
 import re
 from collections.abc import Mapping, Sequence

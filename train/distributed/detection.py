@@ -40,7 +40,7 @@ class Place(NamedTuple):
     address: str  # host:port of process 0
     processes: int
     process: int
-    local_process: int | None  # of its host's, if that has several
+    local_process: int | None  # its number on the host, if the host has several
 
 
 def find_place(config: DistributedConfig) -> Place | None:
@@ -109,13 +109,13 @@ def _ask_jax(
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Kubernetes needs a package
+            warnings.simplefilter("ignore")  # one says that Kubernetes needs a package
             address, processes, process, local = (
                 ClusterEnv.auto_detect_unset_distributed_params(
                     address, processes, process, None, None, timeout_s
                 )
             )
-    except Exception as error:  # of many services, of which some may come up yet
+    except Exception as error:  # many services are asked, and some may start later
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
@@ -141,10 +141,10 @@ def _not_in_a_step() -> bool:
 
 
 def _refuse_one_of_several() -> None:
-    """Refuse to be alone where a variable says that there are others.
+    """Refuse to train alone if a variable says that there are other processes.
 
     Raises:
-        ConfigError: naming what is lacking.
+        ConfigError: naming the variable that is missing.
     """
     env, reason = os.environ, ""
     if _number("WORLD_SIZE", 1) > 1 and "RANK" in env:

@@ -1,4 +1,4 @@
-"""What processes that must be equal differ in, in words."""
+"""Describe how processes differ that must be equal."""
 
 from train.distributed.rendezvous import numbered
 

@@ -41,7 +41,7 @@ class Cluster:
 
     process: int = 0
     processes: int = 1
-    timeout_s: float = 300.0  # of what all must answer
+    timeout_s: float = 300.0  # how long to wait for an answer of all processes
     _rounds: itertools.count = field(default_factory=itertools.count)
 
     @property
@@ -104,7 +104,7 @@ class Cluster:
                 f"no answer from {numbered(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        if self.is_leader:  # whose memory thousands of values a save would fill
+        if self.is_leader:  # its memory would fill with the values of each save
             _client().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
@@ -215,7 +215,7 @@ class Cluster:
 
         def verdict(texts: list[str]) -> None:
             if failure is not None:
-                raise failure  # the same mistake on all is said once
+                raise failure  # a mistake that all processes share is reported once
             values = [json.loads(text) for text in texts]
             if failed := {p: a for p, a in enumerate(values) if "code" in a}:
                 lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
@@ -266,7 +266,7 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
     else:
         join_processes(address, process, processes, config.init_timeout_s)
     all_here()
-    # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
+    # mpirun gives process 0 an invisible terminal of 80 columns, which breaks tables.
     os.environ["TTY_COMPATIBLE"] = "0"
     # Its handler of SIGTERM would take the place of ours (distributed/preemption.py).
     jax.config.update("jax_enable_preemption_service", False)

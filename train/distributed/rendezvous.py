@@ -1,9 +1,9 @@
 """The rendezvous of a run's processes, before JAX connects them.
 
-Process 0 listens where JAX's coordinator will listen right after, so no second port
-is needed. Each process says its number, and is told that it was heard. When all are
-there, when it is too late, or when one of them leaves, all are told. Who connects and
-says something else, or nothing, is none of ours and holds nobody up.
+Process 0 listens where JAX's coordinator will listen right after, so no second port is
+needed. Each process sends its number, and gets an answer. When all have arrived, when
+the time is over, or when one of them leaves, all are informed. A client that sends
+something else, or nothing, is no process of the run and delays no one.
 """
 
 import json
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 120.0  # that an earlier start may hold the port, longer than a heartbeat
-_GRACE_S = 5.0  # for process 0 to tell the others that time is up
+_TAKEN_S = 120.0  # how long an earlier start may hold the port (above a heartbeat)
+_GRACE_S = 5.0  # how long process 0 has to tell the others that the time is over
 _OTHER_FILES = 512  # that process 0 may open
 _HEARD = {"heard": True}
 _STRANGER = (
@@ -30,7 +30,7 @@ _STRANGER = (
     "each run its own port in distributed.coordinator_address"
 )
 
-Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
+Arrived = dict[int, tuple[socket.socket, str]]  # connection and host, by number
 
 
 def await_processes(address: str, processes: int, timeout_s: float) -> None:
@@ -205,7 +205,7 @@ def _hear(
             if total != processes
             else f"there is one of that number already, on {first_host}"
         )
-        arrived[-1] = connection, host  # to be told too
+        arrived[-1] = connection, host  # so that it is informed too
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "

@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     array: str
     device: int  # its id
     process: int
-    place: dict[str, int]  # on the mesh axes longer than 1
+    place: dict[str, int]  # coordinates on the mesh axes of more than one device
     certain: bool  # False: it, or those that it differs from
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def flip(state: Any, array: str, device: int) -> Any:
         if shard.device.id != device:
             return shard.data
         numbers = np.array(shard.data)
-        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # of the last one
+        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # the last element
         return jax.device_put(numbers, shard.data.sharding)
 
     def flipped(path: Any, leaf: jax.Array) -> jax.Array:

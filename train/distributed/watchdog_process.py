@@ -1,11 +1,11 @@
-"""The process beside a trainer that ends it when it makes no progress.
+"""The watchdog process, which ends a trainer that makes no progress.
 
     python watchdog_process.py PID MEMORY PROCESS PROCESSES FOLDER
 
-It imports the standard library alone until there is something to write, and shares
-nothing with the trainer but a piece of memory: what holds the trainer up (the lock of
-the interpreter, a full pipe, dead storage) holds up this one for `_PATIENCE_S` at most.
-It goes when the trainer goes, whichever way that was.
+It imports only the standard library until there is something to write, and shares only
+a piece of memory with the trainer. Whatever blocks the trainer (the lock of the
+interpreter, a full pipe, dead storage) blocks the watchdog for at most `_PATIENCE_S`.
+It ends when the trainer ends, in whatever way.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 # The first page of the memory; the stacks that `faulthandler` writes follow it.
 LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
-# In the order of a run: at one step, a process in an earlier phase is behind.
+# Ordered as in a run: of two processes at one step, the one in an earlier phase is
+# late.
 PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 

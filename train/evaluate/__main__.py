@@ -76,11 +76,11 @@ def main(config: EvaluateConfig) -> int:
 
 
 class Found(NamedTuple):
-    """What came of it.
+    """An evaluation.
 
-    asked: what makes it another question.
-    metrics: by the names of metrics.jsonl.
-    printed: the same as JSON, for programs: the last line.
+    asked: the settings that distinguish it from other evaluations.
+    metrics: values by the names of metrics.jsonl.
+    printed: the values as JSON, which the last line of the output holds.
     """
 
     step: int
@@ -159,7 +159,7 @@ def _keep(asked: EvaluateConfig, evaluation: Found) -> None:
         )
         log.info("kept in %s", file)
         owner = read_owner(os.fspath(folder))
-        if owner is None or owner.alive() is False:  # else it draws its report itself
+        if owner is None or owner.alive() is False:  # an owner writes its own report
             write_report(folder)
     except OSError as error:  # another's run, say, that is only to be read
         log.warning("%s: not written: %s", folder, error)

@@ -1,10 +1,10 @@
-"""A model as lm-evaluation-harness sees it: it scores texts, and goes on from them.
+"""The interface of lm-evaluation-harness to a model: it scores and continues texts.
 
-What the harness calls is `TemplateLM`; how a task becomes requests, and answers become
-metrics, is the harness' own. Each process is given the same requests and calls the
-devices in the same order.
+The harness calls a `TemplateLM`. It decides itself how a task becomes requests, and how
+answers become metrics. Each process gets the same requests and calls the devices in the
+same order.
 
-Not done here: chat templates, images, and more than one request in a row of a batch.
+Chat templates, images and several requests in one row of a batch are not supported.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """Return how each text goes on, up to one of its stops or an end of text."""
+        """Return the continuation of each text, up to a stop or the end of the text."""
         request_arguments: list[Any] = [request.args for request in requests]
         same_settings: dict[str, list[int]] = {}
         for number, (_, arguments) in enumerate(request_arguments):
@@ -161,7 +161,7 @@ class HarnessModel(TemplateLM):
     def _generate(
         self, contexts: dict[int, str], generation: "Generation"
     ) -> Iterator[tuple[int, str]]:
-        """Yield how each context goes on, with its number."""
+        """Yield the number of each context and its continuation."""
         room = self.max_length - generation.num_tokens
         prompts = {
             number: self.tok_encode(context)[-room:] or [self.prefix_token_id]
@@ -171,7 +171,7 @@ class HarnessModel(TemplateLM):
         for first in range(0, len(numbers), self._rows):
             chunk = numbers[first : first + self._rows]
             rows = [prompts[number] for number in chunk]
-            rows += [rows[-1]] * (self._rows - len(rows))  # of one shape
+            rows += [rows[-1]] * (self._rows - len(rows))  # one shape for all batches
             texts = continue_rows(
                 self._program,
                 self.params,
@@ -187,12 +187,12 @@ class HarnessModel(TemplateLM):
 
 
 class Generation(NamedTuple):
-    """What a task asks of its texts."""
+    """The settings with which a task generates texts."""
 
     num_tokens: int
     stop: list[str]
     sampling: Sampling
-    unknown: list[str]  # that it asks for, too
+    unknown: list[str]  # further settings, which are not supported
 
 
 def generation(arguments: dict[str, Any]) -> Generation:

@@ -1,4 +1,4 @@
-"""What a finished run has to show: its score beside common compressors, a sample."""
+"""The results of a finished run: its score next to compressors, and a sample."""
 
 import shlex
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from train.run.metrics import (
 from train.sample.prompts import continue_prompts
 from train.units import format_bytes
 
-_COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one
+_COMPRESSED_BYTES = 2**24  # the most text to compress; xz would take hours for more
 _PRINTED = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
 
@@ -38,10 +38,10 @@ def results(
     step: int,
     scores: Mapping[str, Score],
 ) -> dict[str, Any]:
-    """Gather what the end of a run leaves behind, as JSON; scores as metrics.jsonl has.
+    """Return the results of a run as JSON values, with scores as in metrics.jsonl.
 
-    `validation_bytes` is the text that was scored, `compressed_bytes` as much of it,
-    from its beginning on, as was compressed for comparison.
+    `validation_bytes` is the size of the scored text, and `compressed_bytes` that of
+    its beginning, which was compressed for comparison.
     """
     model, score = program.config.model, scores[""]
     learned = model.position is Position.learned
@@ -137,7 +137,7 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _compared(values: dict[str, Any]) -> str:
-    """Set beside the score what compressors make of the same text, or say of which."""
+    """Return the scores of compressors on the same text, or on its beginning."""
     compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
     scored, total = values.get("scored_tokens"), values.get("validation_tokens")
     size = values["validation_bytes"]

@@ -38,8 +38,8 @@ class Optimizer:
 
     config: OptimizerConfig
     transform: optax.GradientTransformation
-    factor: Callable[[jax.Array], jax.Array]  # of the step
-    storage: Storage  # of weights and moments
+    factor: Callable[[jax.Array], jax.Array]  # the schedule, a function of the step
+    storage: Storage  # how weights and moments are stored
     by_layer: bool = False  # whether layers are updated one by one
     in_place: bool = True  # as `layer_by_layer` has it
 
@@ -50,7 +50,8 @@ class Optimizer:
             average = averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
-            # Else XLA works out what becomes of zeros as it compiles: seconds.
+            # Without a barrier XLA computes the result of zeros while compiling, for
+            # seconds.
             state = jax.lax.optimization_barrier(state)
         return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
 
@@ -93,9 +94,9 @@ class Optimizer:
 
             spoiled = jnp.float32(0)
             if may_overflow(self.config):
-                # A branch, so that what is written compiles to the bits that it has
-                # without the check. It computes the update again, which reads the state
-                # once more; not of Muon, whose products are many.
+                # The check is a branch, so that the update compiles to the same bits as
+                # without it. The branch computes the update again, which reads the
+                # state again. Muon is excluded, because its products are expensive.
                 spoiled = jax.lax.cond(
                     accepted, num_spoiled, lambda *_: jnp.float32(0), *arguments
                 )
@@ -172,7 +173,7 @@ def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
 def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether an update by finite gradients may exceed the range of float32.
 
-    The check of an update reads the whole state once more. It is left out if no entry
+    The check of an update reads the whole state again. It is left out if no entry
     moves by more than 1e12, and decay shrinks weights: then 10 million steps stay below
     1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
     that Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean
@@ -239,7 +240,7 @@ def make_optimizer(
             direction = scale_by_adafactor(infos)
         case OptimizerName.lion:
             direction = optax.scale_by_lion(config.b1, config.b2)
-        case OptimizerName.adamw | OptimizerName.muon:  # what is no matrix to Muon
+        case OptimizerName.adamw | OptimizerName.muon:  # Muon's vectors use AdamW
             direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
         case _:
             assert_never(config.name)

@@ -77,11 +77,11 @@ class Cut(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A parameter seen as a stack of matrices.
+    """A parameter as a stack of matrices.
 
-    first, split: its dims where a matrix' inputs begin, and where its outputs do.
-    turned: whether outputs are the rows, so that matrices cut alike look alike.
-    cut: what a device's part is.
+    first, split: the dims at which a matrix' inputs and its outputs begin.
+    turned: whether outputs are the rows, so that matrices with one sharding look equal.
+    cut: how it is sharded.
     """
 
     first: int

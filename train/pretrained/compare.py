@@ -34,7 +34,7 @@ from train.program import Program
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "Fetch or export the folder again"
-# Of older files: masks and angles, which are no weights.
+# Older files contain masks and angles, which are no weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -187,7 +187,7 @@ def _family_in(path: str, model: ModelConfig) -> Family:
         if not differing:
             return family
         our_settings = family.settings(model)
-        for name, key in _keys(family).items():  # what follows from keys that change
+        for name, key in _keys(family).items():  # settings that depend on keys
             there = theirs.get(name) if name in our_settings else None
             if there is not None and getattr(model, key) is None:
                 there = pattern_of(there) if name == "layer_types" else there

@@ -77,15 +77,15 @@ class Family(NamedTuple):
     """A family of models.
 
     name: `model_type` of transformers.
-    architecture: its class there.
-    needs: fields of `ModelConfig`, and what they must be: a value, SOME, or a function
-        of the model.
-    names: of tensors, and the parameters that lie in each side by side (names.py).
-    settings: of config.json.
-    also: other types whose folders differ in nothing that config.json does not say.
-    turned: matrices lie as [outputs, inputs].
-    zeros: biases that our model lacks are written, as zeros.
-    length: what it calls the longest row.
+    architecture: its class in transformers.
+    needs: required values of `ModelConfig` fields: a value, SOME, or a function of the
+        model.
+    names: the names of tensors, and the parameters that each concatenates (names.py).
+    settings: a function that returns the settings in config.json.
+    also: other model types whose folders differ only in config.json.
+    turned: whether matrices have the dims [outputs, inputs].
+    zeros: whether biases that our model lacks are written as zeros.
+    length: the name of the setting for the longest row.
     """
 
     name: str

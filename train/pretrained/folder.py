@@ -1,7 +1,7 @@
 """Write a run's model as a folder that transformers loads.
 
-Weights, settings, tokenizer and a card. Each file is there whole or not at all, and
-config.json, without which nobody takes the folder for a model, comes last.
+The folder holds weights, settings, tokenizer and a card. Each file appears whole or not
+at all. config.json, without which the folder is not taken for a model, comes last.
 """
 
 import json
@@ -34,7 +34,7 @@ from train.run.starts import read_results
 from train.run.storage import run_folder, write_whole
 from train.units import format_count
 
-_CHECKED_BYTES = 10_000_000  # of the run's own text, encoded both ways
+_CHECKED_BYTES = 10_000_000  # how much of the run's own text is encoded both ways
 
 
 def empty_folder(output: str) -> epath.Path:

@@ -33,7 +33,7 @@ def is_run(path: str) -> bool:
 
 
 def check_run(path: str, program: Program) -> dict[str, str]:
-    """Compare a run's model with this one; return what all processes must see alike.
+    """Compare a run's model with this one; return what all processes must agree on.
 
     Raises:
         ConfigError: with all that differs, or if there is no checkpoint.

@@ -18,7 +18,7 @@ from train.pretrained.tensors import Parts
 from train.program import Program
 from train.state import TrainState
 
-_Span = tuple[int, int]  # first, and behind the last
+_Span = tuple[int, int]  # [first, end)
 
 
 def read_folder(path: str, program: Program) -> TrainState:
@@ -98,7 +98,7 @@ class _Reader:
     def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
         """Read what spans cut out of a parameter; rows that are not there stay."""
         info = self.infos[name]
-        lead, inside = info.stack, [*spans[info.stack :]]  # behind layers and experts
+        lead, inside = info.stack, [*spans[info.stack :]]  # after layers and experts
         if "vocab" in info.axes:
             dim = info.axes.index("vocab")
             first, last = inside[dim]

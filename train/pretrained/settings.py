@@ -1,4 +1,4 @@
-"""What config.json says of a model of each family."""
+"""The settings in config.json for a model of each family."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from model.config import ModelConfig
 # Keys of dropout: others' rates do not bind a training of ours.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
-# Of these null says that there is none; of others, that it follows from the rest.
+# For these null means that there is none; for others, that other settings decide it.
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
 )
@@ -42,8 +42,8 @@ _SCALING = {
     **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
     "attention_factor": "rope_scaling.attention_factor",
 }
-# What is meant where config.json leaves rope_theta unsaid, if it is not 10,000. Source:
-# transformers 5.23, configuration_*.py of these families.
+# Defaults of rope_theta other than 10,000. Source: transformers 5.23,
+# configuration_*.py of these families.
 _USUAL_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
 # The same of rotary positions, by kind of layer.
 ROPE_KEYS = {
@@ -128,7 +128,7 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Qwen 3 with experts, for versions 5 and 4."""
     settings = qwen(model)
-    del settings["intermediate_size"]  # of layers without experts
+    del settings["intermediate_size"]  # the dim of layers without experts
     return settings | {
         "moe_intermediate_size": model.expert_size,
         "num_local_experts": model.num_experts,
@@ -156,10 +156,10 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return what config.json says, with the kinds of layers that it leaves unsaid.
+    """Return the settings in config.json, with the default kinds of layers if missing.
 
-    `num_layers` is for where it leaves that unsaid too. Source: transformers 5.23,
-    configuration_*.py of these families: of every so many layers the last is full.
+    `num_layers` is used if the settings lack it. Source: transformers 5.23,
+    configuration_*.py of these families: the last layer of each group is full.
     """
     usual = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(settings["model_type"])
     if usual is None or settings.get("layer_types") is not None:

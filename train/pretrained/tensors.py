@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
 
 
 class Parts:
-    """What the tensors of a model of some family are made of."""
+    """The parameters that make up the tensors of a family's model."""
 
     def __init__(self, family: Family, model: ModelConfig, infos: Any, vocab_size: int):
         """List them.

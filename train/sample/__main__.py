@@ -139,7 +139,7 @@ def continue_all(
 ) -> list[str]:
     """Continue any number of prompts, in batches of one size."""
     texts = dict[int, str]()
-    # Of one length in a batch, if that can be: less is read in vain.
+    # Prompts of similar length are batched together, which avoids padding.
     by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
     for first in range(0, len(rows), batch_size):
         numbers = by_length[first : first + batch_size]
@@ -170,7 +170,7 @@ class _Clock:
         self._seconds = time.monotonic() - self._began
 
     def speed(self, count: int) -> str:
-        """Return the time, and how many of so many there were in a second."""
+        """Return the time, and the number of tokens a second."""
         rate = count / (self._seconds - self._compiled_s)
         of_it = f", {self._compiled_s:.1f} of it compiling"
         return f"{self._seconds:.1f} s{of_it}: {rate:,.0f} tokens/s"

@@ -1,9 +1,9 @@
-"""What an instruction of a compiled step is for.
+"""Attribute the instructions of a compiled step to parts of the model.
 
-Told by the names that the compiler keeps of the traced program, such as
+The compiler keeps names of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
-part of the model (model/scopes.py) inside a scope of the step. An instruction that the
-compiler left without a name is for what its nearest neighbours are for.
+part of the model (model/scopes.py) inside a scope of the step. An instruction without a
+name gets the attribution of its nearest neighbours.
 """
 
 import re
@@ -58,7 +58,7 @@ def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     callers = () if inner.within is outer.within else (outer,)
     op_name = inner.op_name or outer.op_name
     names = names_apart(op_name)
-    if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
+    if len(operands) == 1 and names:  # several arrays are concatenated (GPU)
         arrays = _concatenated(operands[0])
         if len(arrays) == len(names):
             parts = [part_of(name) or OTHER for name in names]
@@ -102,7 +102,7 @@ def _user_names(executed: Executed) -> Iterator[str]:
 
 
 class _Value(NamedTuple):
-    """What an instruction makes, and the fusions it stands in, innermost last."""
+    """An instruction and the fusions that contain it, innermost last."""
 
     instruction: Instruction
     callers: tuple[Instruction, ...]

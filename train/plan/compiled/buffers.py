@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffer:
-    """For people: `made` and `dies` are a place in the step, and lines of source."""
+    """A buffer. `made` and `dies` name scopes of the step and lines of source."""
 
     bytes: int
     array: str
@@ -45,7 +45,7 @@ class Buffer:
 
 
 def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
-    """List so many buffers of a program that hold most, in main memory."""
+    """List the largest `count` buffers of a program in main memory."""
     lives = _Lives(module)
     sizes = sorted(lives.arrays.items(), key=lambda item: -item[1].num_bytes)
     result = []
@@ -114,7 +114,7 @@ class _Lives:
                     for number in range(len(operand.arrays)):
                         if key := self._holder(self._of(operand, number)):
                             self.last[key] = executed
-        for number in range(len(root.arrays)):  # of results, and what aliases
+        for number in range(len(root.arrays)):  # results, and arrays that they alias
             if key := self._holder(self._of(root, number)):
                 self.arrays.pop(key, None)
 

@@ -1,7 +1,7 @@
-"""What a compiled step sends, over which network and along which axes of the mesh.
+"""List the collectives of a compiled step, with their networks and mesh axes.
 
-A collective counts once each time that it runs, however XLA wrote it down: as one
-instruction, as a start and a done, cut over several fusions (TPU), as a ring of
+A collective counts once each time it runs, in whatever form XLA wrote it: as one
+instruction, as a start and a done, split over several fusions (TPU), as a ring of
 permutes between the parts of a product (TPU's windowed products), or as a transfer by
 the hosts between TPU slices.
 """
@@ -26,8 +26,8 @@ KINDS = (
 )
 _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
-_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
-_CHAIN = r'chain_id="(\d+)"'  # of the fusions that a collective is cut over
+_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # joins a send and its recv
+_CHAIN = r'chain_id="(\d+)"'  # joins the fusions over which a collective is split
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -36,14 +36,14 @@ class Collective:
     """One of a program's collectives; bytes are of one execution."""
 
     name: str
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     group: Group
     times: int  # in one run of the program
     payload: int
-    sent: float  # by each device
+    sent: float  # bytes sent by each device
     dtypes: tuple[str, ...]
-    scope: str  # where it stands: "layers backward", ...; "" for none of those
-    serves: tuple[tuple[str, int], ...]  # what, and its share of the payload
+    scope: str  # the scope of the step, such as "layers backward"; "" if there is none
+    serves: tuple[tuple[str, int], ...]  # parts of the model, and their payloads
     is_async: bool = False
     overlap_flops: float = 0.0  # products scheduled between its start and its end
     is_ring: bool = False  # done by permutes between the parts of a product
@@ -138,12 +138,12 @@ def _collective(
 
 
 def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
-    """Read how many dims of the torus XLA:TPU uses at once; None: it does not say.
+    """Read how many dims of the torus XLA:TPU uses at once; None if it does not say.
 
-    It writes the form that it chose for a gather (2DAllGather...) or a sum (colors:2)
-    beside the collective, or beside the fusion that holds it. Each color is a ring in
-    both directions along one dim after the other, but of a UniDirection strategy one in
-    one direction.
+    XLA writes the chosen form of a gather (2DAllGather...) or of a sum (colors:2) on
+    the collective or on the fusion that contains it. Each color is a ring in both
+    directions along one dim after another; with a UniDirection strategy in one
+    direction.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):

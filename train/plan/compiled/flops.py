@@ -128,7 +128,7 @@ def _grouped_flops(instruction: Instruction) -> float:
     if not is_kernel(instruction):
         return 0.0
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
+    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # after the sizes
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
     return flops * expected_part(instruction.op_name)
 
@@ -171,10 +171,10 @@ def _convolution_flops(instruction: Instruction) -> float:
 def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     """Count the FLOPs of an attention kernel, and the share of them that it computes.
 
-    Splash skips whole blocks above the diagonal and behind a window; how many there are
-    stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
-    one half, with a window the part of all scores that is seen. Its operands have heads
-    before positions or behind them: the shape of its scores tells which is which.
+    Splash skips whole blocks above the diagonal and outside a window; the shape of its
+    mask gives their number. For a causal cuDNN kernel the share is assumed to be one
+    half, and with a window the fraction of scores that is seen. Its operands have heads
+    before or after positions; the shape of its scores tells which.
     """
     target = instruction.target
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
@@ -190,7 +190,7 @@ def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
-            rows = math.prod(q.dims[:-2])  # of the batch, by heads
+            rows = math.prod(q.dims[:-2])  # rows of the batch times heads
             flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
             known_blocks = computed_blocks(instruction.op_name)
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]

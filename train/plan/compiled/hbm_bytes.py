@@ -1,7 +1,7 @@
-"""What an instruction of a compiled program reads from and writes to main memory.
+"""Count the bytes that an instruction of a compiled program moves to and from memory.
 
-An upper estimate of the traffic between a device and its main memory: each instruction
-by itself, as if no cache held anything from one to the next.
+This is an upper estimate of the traffic between a device and its main memory: it counts
+each instruction separately, as if no cache kept anything from one to the next.
 """
 
 from collections.abc import Iterable
@@ -14,10 +14,11 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
-# Results of a fusion that are written by others: operands that are passed on, and what
-# a collective gives that runs beside several fusions (TPU), each of which names it.
+# Results of a fusion that other instructions write: operands that are passed on, and
+# the results of a collective that overlaps several fusions (TPU), each of which names
+# it.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-# TPU: a buffer without content, and slices that lie behind each other already.
+# TPU: a buffer without content, and slices that are adjacent already.
 NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 

@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def operands(self) -> "list[Instruction]":
-        """What makes the operands."""
+        """The instructions that make the operands."""
         return [self.within.instructions[name] for name in self.operand_names]
 
     @property
@@ -66,7 +66,7 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where it comes from in the traced program; "" where XLA does not say."""
+        """Its name in the traced program; "" if XLA does not give one."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
@@ -82,7 +82,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return self.find(r'custom_call_target="([^"]*)"')
 
     @property
@@ -92,7 +92,7 @@ class Instruction:
 
     @property
     def body(self) -> "Computation":
-        """What a `while` runs."""
+        """The body of a `while`."""
         return self.within.module.computations[self.find(_BODY)]
 
     @property
@@ -104,7 +104,7 @@ class Instruction:
     def called(self) -> "list[Computation]":
         """The computations that it runs once: a fusion's, a call's, the branches."""
         names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
-        if self.opcode in ("call", "call-start"):  # on this core, or a TPU's SparseCore
+        if self.opcode in ("call", "call-start"):  # the latter on a TPU's SparseCore
             names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)
@@ -112,7 +112,7 @@ class Instruction:
 
     @property
     def inside(self) -> "Iterator[Instruction]":
-        """What runs inside a fusion or an asynchronous wrapper, nested too."""
+        """All instructions inside a fusion or an asynchronous wrapper, also nested."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
@@ -153,7 +153,7 @@ class Loop:
     """A `while` that instructions stand in."""
 
     body: Computation
-    op_name: str  # of the loop, or the most frequent start of those in its body
+    op_name: str  # the loop's name, or the most frequent prefix of those in its body
     trips: int
     instruction: Instruction
 
@@ -175,7 +175,7 @@ class Module:
     entry: Computation = field(init=False)
     unread: list[str] = field(default_factory=list)  # lines, and loops' trips
     executed: list[Executed] = field(default_factory=list)
-    loops: dict[str, Loop] = field(default_factory=dict)  # by their bodies' names
+    loops: dict[str, Loop] = field(default_factory=dict)  # keyed by name of the body
 
 
 def parse(text: str) -> Module:

@@ -1,7 +1,7 @@
-"""What the compiler made of a step, in a few figures that people ask for.
+"""A few figures about a compiled step that people ask for.
 
-Whether the state is updated in place, which kernels run, what the largest buffers are,
-which copies are worth a look, and in which dtypes products are taken.
+They say whether the state is updated in place, which kernels run, what the largest
+buffers are, which copies are large, and in which dtypes products are computed.
 """
 
 import re
@@ -20,7 +20,7 @@ from train.plan.compiled.trip_counts import read
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
-_MUCH = 0.01  # of all bytes to and from memory
+_MUCH = 0.01  # the fraction of all bytes to and from memory from which a copy is shown
 _MOVES = {"copy", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "tuple", "constant"}
 # How XLA marks things, not kernels.
@@ -50,13 +50,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Of one device.
+    """The figures of one device.
 
     in_place: the arrays of the state by whether the step updates them in place.
     kernels: how often each custom call runs, by its name.
-    buffers: the largest.
-    copies: those above one percent of the bytes to and from memory.
-    operand_bytes: of products and attention kernels, by dtype.
+    buffers: the largest buffers.
+    copies: copies above one percent of the bytes to and from memory.
+    operand_bytes: bytes of the operands of products and attention kernels, by dtype.
     """
 
     in_place: InPlace

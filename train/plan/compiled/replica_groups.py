@@ -102,7 +102,7 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     listed = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
     if listed and listed[1].startswith("["):
-        ids = _iota(listed[1])  # whose dims are not those of the mesh
+        ids = _iota(listed[1])  # its dims are not those of the mesh
     elif listed:
         ids = np.array([int(n) for n in re.findall(r"\d+", listed[1])])
     ids = ids.reshape([*sizes.values()])

@@ -1,10 +1,10 @@
-"""What a compiled program executes, and how often.
+"""List the instructions that a compiled program executes, and how often.
 
-Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
+The text contains trip counts for CPU and GPU. For TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says (model/scopes.py), at least once if it is ever taken; or
-else always. GPUs run a first iteration outside of its loop: its branches all count.
+often as a scope in it says (model/scopes.py), at least once if it is ever taken, and
+otherwise always. GPUs run a first iteration outside its loop: all its branches count.
 """
 
 import re
