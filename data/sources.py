@@ -11,7 +11,7 @@ import tiktoken
 
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.machine import is_remote
+from data.storage import is_remote
 from data.text.files import Split
 from data.token_store.cached import cache_dir, cached_store
 from data.token_store.store import Store, open_store

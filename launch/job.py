@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.storage import is_remote
 from launch.config import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
-from train.run.storage import is_remote
 
 ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from data.storage import is_remote
 from launch.job import Job
 from launch.subprocesses import run_module
 from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from etils import epath
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SkypilotCluster
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
@@ -32,7 +33,6 @@ from launch.policy import AGAIN
 from launch.submissions import Submission
 from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, Mistake
 from train.identity import of_training, run_dir, run_name
-from train.run.storage import run_folder
+from train.run.folder import run_folder
 
 log = logging.getLogger(__name__)
 

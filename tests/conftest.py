@@ -131,7 +131,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One for all tests: clients are kept for good, with their server's address."""
-    from train.run.storage import run_folder
+    from train.run.folder import run_folder
 
     moto = pytest.importorskip("moto.server")
     fsspec = pytest.importorskip("fsspec")

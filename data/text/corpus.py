@@ -25,7 +25,7 @@ import fsspec
 
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.machine import is_remote
+from data.storage import is_remote
 from data.text.documents import read
 from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
 from data.text.records import Bad, Reading

@@ -21,6 +21,7 @@ import tiktoken
 from data.config import DataConfig, OnError, PrepareConfig
 from data.encoding import fingerprint
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
@@ -28,7 +29,6 @@ from data.text.records import Reading
 from data.token_store.encode import encode_tasks, make_tasks, part_path
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
-from data.token_store.storage import Storage
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
 from data.tokenizer import load_tokenizer, rank_file
@@ -61,7 +61,7 @@ def prepare_store(config: PrepareConfig) -> Store:
     settings = settings_of(config, reading, config.on_error is OnError.skip)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
-    storage, workers = Storage(config.output), config.workers or usable_cores()
+    storage, workers = KeyValueStore(config.output), config.workers or usable_cores()
     with _locked(_work_folder(config, storage)) as work:
         if is_there := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
@@ -96,7 +96,7 @@ def prepare_store(config: PrepareConfig) -> Store:
 
 
 def build_store(
-    storage: Storage,
+    storage: KeyValueStore,
     corpus: Corpus,
     settings: EncodingSettings,
     encoding: tiktoken.Encoding,
@@ -193,7 +193,7 @@ def _segments(
             )
 
 
-def _work_folder(config: PrepareConfig, storage: Storage) -> Path:
+def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
     digest = hashlib.sha256(storage.location.encode()).hexdigest()[:16]
     if config.work_dir:
         return Path(config.work_dir).expanduser().absolute() / f"prepare-{digest}"

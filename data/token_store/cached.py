@@ -12,11 +12,12 @@ from pathlib import Path
 
 from data.config import DataConfig, OnError, Source
 from data.encoding import fingerprint
+from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
+from data.storage import created_atomically
 from data.text.corpus import find_corpus
 from data.text.records import Reading
 from data.token_store.build import build_store, make_folder, settings_of
-from data.token_store.storage import Storage, written_whole
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
 from data.tokenizer import load_tokenizer
@@ -60,12 +61,18 @@ def cached_store(
         _remove_abandoned(path)
         if skip_bad and config.source is Source.text:
             corpus = corpus.without_bad_files(beat)
-        with written_whole(path) as building:
+        with created_atomically(path) as building:
             parts = building / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
-            storage = Storage(building)
-            arguments = storage, corpus, settings, encoding, parts, usable_cores()
-            build_store(*arguments, beat)
+            build_store(
+                KeyValueStore(building),
+                corpus,
+                settings=settings,
+                encoding=encoding,
+                parts=parts,
+                workers=usable_cores(),
+                beat=beat,
+            )
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     store = open_store(path, encoding)

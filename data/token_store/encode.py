@@ -22,12 +22,12 @@ from typing import BinaryIO, NamedTuple
 import tiktoken
 
 from data.errors import DataError
+from data.storage import created_atomically
 from data.text.documents import read
 from data.text.files import Format, Unit
 from data.text.records import Bad, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
-from data.token_store.storage import written_whole
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class _Encoder:
         path = part_path(self._folder, task, self._settings)
         segment = SegmentBuilder(self._encoding, self._settings.validation)
         try:
-            with written_whole(path) as partial, partial.open("wb") as file:
+            with created_atomically(path) as partial, partial.open("wb") as file:
                 for unit in task.units:
                     self._add(unit, segment, file)
                 segment.write(file)

@@ -21,8 +21,8 @@ import numpy as np
 import tensorstore as ts
 
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.token_store.local_shards import LocalShards
-from data.token_store.storage import Storage
 from data.token_store.writer import (
     ARRAYS,
     CHUNK_LENGTH,
@@ -48,7 +48,7 @@ class TokenArray:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: KeyValueStore,
         split: str,
         documents: int,
         tokens: int,

@@ -18,9 +18,9 @@ import tiktoken
 
 from data.encoding import decode_bytes, fingerprint
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS, Split
 from data.token_store.reader import TokenArray
-from data.token_store.storage import Storage
 from data.token_store.writer import (
     ARRAYS,
     MANIFEST,
@@ -36,7 +36,7 @@ from data.tokenizer import load_tokenizer, parse_ranks
 class Store:
     """An opened token store."""
 
-    storage: Storage
+    storage: KeyValueStore
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
     # The checksums of chunks, by the names of their files. Older stores have none.
@@ -130,7 +130,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         DataError: there is no whole store, one of its small files is damaged, or it
             was made with another tokenizer.
     """
-    storage = Storage(path)
+    storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"
     remedy = (
         f"Delete {storage} and prepare it again (python -m data.prepare input=... "

@@ -27,9 +27,9 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
+from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS, Split
 from data.token_store.parts import Segment, SegmentSplit
-from data.token_store.storage import Storage
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
 
 
 def write_store(
-    storage: Storage,
+    storage: KeyValueStore,
     segments: Iterable[Segment],
     dtype: np.dtype,
     about: dict[str, Any],
@@ -116,7 +116,7 @@ def chunk_checksums(values: np.ndarray) -> np.ndarray:
 class _SplitWriter:
     """The five arrays of a split."""
 
-    def __init__(self, storage: Storage, split: str, dtype: np.dtype):
+    def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
         self._arrays = {
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from data.storage import is_remote
 from launch.config import SshCluster
 from launch.job import port_of
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
@@ -17,7 +18,6 @@ from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 

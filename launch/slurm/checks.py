@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from train.errors import Mistake
-from train.run.storage import is_remote
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
 _VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"

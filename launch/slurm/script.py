@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from launch.host_resources import host_memory_gib, process_cores
@@ -30,7 +31,6 @@ from launch.policy import (
 )
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
-from train.run.storage import is_remote
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
 _PAUSES = 32  # the last one holds for all later crashes

@@ -148,9 +148,9 @@ def _on_sets(asked: EvaluateConfig) -> Found:
 def _keep(asked: EvaluateConfig, evaluation: Found) -> None:
     """Write what was found into the run's directory, and into its report."""
     from train.run.evaluations import write_evaluation
+    from train.run.folder import run_folder
     from train.run.lease import read_owner
     from train.run.report import write_report
-    from train.run.storage import run_folder
 
     folder = run_folder(run_dir(Config(run=asked.run)))
     try:

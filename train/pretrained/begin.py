@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
+from data.storage import write_atomically
 from train.distributed.processes import Cluster
 from train.optimizer.update import averages
 from train.pretrained.compare import check_folder, weight_files
@@ -19,8 +20,8 @@ from train.pretrained.other_run import check_run, is_run, read_run_weights, seal
 from train.pretrained.read import read_folder
 from train.program import Program
 from train.run.digests import digests
+from train.run.folder import run_folder
 from train.run.records import damaged, read_record
-from train.run.storage import run_folder, write_whole
 from train.state import TrainState, make_finite_check
 from train.units import few
 
@@ -97,7 +98,7 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         lambda: (
             _compare(path, recorded, file_digests)
             if recorded
-            else write_whole(record, text)
+            else write_atomically(record, text)
         )
     )
 

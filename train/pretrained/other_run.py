@@ -13,9 +13,9 @@ from train.errors import ConfigError, Mistake, as_typed
 from train.identity import covered, differences
 from train.program import Program, make_program
 from train.run.digests import SEAL
+from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import known_run_id, read_run
-from train.run.storage import run_folder
 from train.state import TrainState
 
 # Keys of the model that may be others than the other run's: how it is run or drawn.

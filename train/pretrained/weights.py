@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from data.storage import write_atomically
 from train.pretrained.tensors import Parts
-from train.run.storage import write_whole
 
 FILE_BYTES = 2 * 10**9
 
@@ -44,7 +44,7 @@ def write_weights(
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         content = _content(parts, params, {n: shapes[n] for n in names}, dtype)
         if jax.process_index() == 0:
-            write_whole(folder / file, content)
+            write_atomically(folder / file, content)
         collections.deque(content, maxlen=0)  # the others take part
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
@@ -95,4 +95,4 @@ def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def write_json(file: epath.Path, content: Any) -> None:
     """Write a file of JSON."""
-    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -12,7 +12,7 @@ from annotated_types import Gt, Le
 from etils import epath
 
 from data.config import Seed
-from data.machine import is_remote
+from data.storage import is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
@@ -182,7 +182,7 @@ def output_file(path: str) -> epath.Path:
     Raises:
         ConfigError: if it cannot be.
     """
-    from train.run.storage import run_folder
+    from train.run.folder import run_folder
 
     file = run_folder(path, "output")
     try:

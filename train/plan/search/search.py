@@ -18,6 +18,7 @@ from etils import epath
 from pydantic import TypeAdapter
 
 from data.machine import cache_folder
+from data.storage import write_atomically
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware.chips import chip_of
@@ -39,7 +40,6 @@ from train.plan.search.result import (
 )
 from train.plan.search.weigh import weigh_all, weigh_changes
 from train.program import make_program
-from train.run.storage import write_whole
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def search(
     )
     if not result.failed:  # what failed may succeed another time
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
+        write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
     return result
 
 
