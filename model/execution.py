@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Key
+from jaxtyping import Array, Int, Key
 
 from model.choices import (
     Attention,
@@ -22,6 +22,7 @@ from model.eight_bits.quantization import Quantization
 from model.gather import WeightPlacement
 from model.placement import ONE_DEVICE, Placement
 from model.remat import Policy
+from model.rope import Rotations
 from model.taps import Taps
 
 
@@ -97,8 +98,10 @@ class Execution(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """What belongs to one call of the model or of a layer.
+    """Values of one call of the model that all of its layers read.
 
+    segment_ids_BT: int32 document of each position. None means one document in a row.
+    rotations: the rotations of queries and keys, if positions are rotary.
     keys_BT: a random key for each position, for dropout and stochastic rounding.
         Without keys nothing is dropped, and values are rounded to the nearest.
     taps: records figures of intermediate results. None records nothing.
@@ -108,6 +111,8 @@ class CallContext(NamedTuple):
         program quantizes.
     """
 
+    segment_ids_BT: Int[Array, "B T"] | None = None
+    rotations: Rotations | None = None
     keys_BT: Key[Array, "B T"] | None = None
     taps: Taps | None = None
     trained_length: int | None = None

@@ -8,8 +8,7 @@ H head dim.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,11 @@ from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.pipeline import run_pipeline
 from model.rope import Rotations, rotations
-from model.stacks import depth_of, groups_of, make_stack, run_stacks
+from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
-Cache = tuple[KeysValues, ...]  # [L, B, S, K, H] of layers that one loop runs alike
+# For each place in a group of layers, keys and values [L, B, S, K, H].
+Cache = tuple[KeysValues, ...]
 
 
 class GPT(nnx.Module):
@@ -44,23 +44,23 @@ class GPT(nnx.Module):
         self.config = config
         std, size = config.embedding_std, config.vocab_size
         padding = config.vocab_rows - size
-        self.embedding = Table(config, size, "vocab", std, rngs, padding)
+        self.embedding = Table(config, size, "vocab", std, rngs, padding=padding)
         learned = config.position is Position.learned
         length = config.max_sequence_length or 0
         assert length or not learned, "settled by train/config"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        # The first layers, where those behind them differ: a stack of their own. So are
-        # those between layers with experts.
-        experts, apart = config.expert_layers, config.layers_before_experts
-        between = config.num_layers - apart - experts if experts else 0
-        rest = config.num_layers - apart - between
+        # Layers with different parameters are different stacks. Groups of layers may
+        # end with a layer of experts, after layers without.
+        experts, first = config.expert_layers, config.layers_before_experts
+        between = config.num_layers - first - experts if experts else 0
+        last = config.num_layers - first - between
 
-        def stack(depth: int, routed: bool = False) -> Block | None:
-            return make_stack(config, depth, routed, rngs) if depth else None
+        def stack(depth: int) -> Block | None:
+            return make_stack(config, depth, False, rngs) if depth else None
 
-        self.dense_layers, self.layers_between = stack(apart), stack(between)
-        self.layers = make_stack(config, rest, experts > 0, rngs)
+        self.dense_layers, self.layers_between = stack(first), stack(between)
+        self.layers = make_stack(config, last, experts > 0, rngs)
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
 
@@ -73,19 +73,11 @@ class GPT(nnx.Module):
         cache: Cache | None = None,
         call: CallContext = NO_CONTEXT,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
-        """Run all layers.
+        """Return the features, in the activation dtype, of all layers.
 
-        Args:
-            tokens_BT: int32 ids.
-            positions_BT: int32, from 0 in each document.
-            segment_ids_BT: int32 document of each position; None: one a row.
-            execution: how the program runs the model.
-            cache: the keys and values of earlier positions, for generation.
-            call: random keys and taps of this call.
-
-        Returns:
-            x_BTD in the activation dtype, the longer cache if one was given, and what
-            the routers of those layers did that have experts.
+        Also return the longer cache if one is given, and the routing of the layers that
+        have experts. Positions count from 0 in each document. Without segment ids, each
+        row is one document.
         """
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
@@ -96,111 +88,98 @@ class GPT(nnx.Module):
         constrain = execution.placement.constrain
         x_BTD = constrain(x_BTD, "batch", "seq", "embed")
         x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", call)
-        caches, routing = list[KeysValues](), None
-        if execution.placement.stage_axis is not None:
-            rows = positions_BT, segment_ids_BT
-            for i, (stacks, local, precise) in enumerate(self._loops):
+        pipelined = execution.placement.stage_axis is not None
+        call = call._replace(
+            segment_ids_BT=segment_ids_BT,
+            rotations=None if pipelined else self._rotations(positions_BT),
+        )
+        longer_caches, routing = list[KeysValues](), None
+        for number, (stacks, kinds) in enumerate(self._loops):
+            loop_call = call.fold_in(number)
+            if pipelined:
                 x_BTD, routing = self._run_stages(
-                    stacks,
-                    x_BTD,
-                    rows,
-                    local=local,
-                    precise=precise,
-                    execution=execution,
-                    call=call.fold_in(i),
+                    stacks, x_BTD, positions_BT, execution, loop_call, kinds=kinds
                 )
-        else:
-            by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            for i, (stacks, local, precise) in enumerate(self._loops):
-                stack_caches = None
-                if cache is not None:
-                    stack_caches = cache[len(caches) :][: sum(groups_of(stacks)[1])]
-                x_BTD, longer, routing = run_stacks(
-                    stacks,
-                    x_BTD,
-                    by,
-                    segment_ids_BT,
-                    execution=execution,
-                    call=call.fold_in(i),
-                    caches=stack_caches,
-                    local=local,
-                    precise=precise,
-                    unroll=unroll,
-                )
-                caches += longer or []
+                continue
+            caches = None
+            if cache is not None:
+                caches = cache[len(longer_caches) :][: sum(groups_of(stacks)[1])]
+            x_BTD, caches, routing = run_stacks(
+                stacks,
+                x_BTD,
+                execution,
+                loop_call,
+                kinds=kinds,
+                unroll=self.config.layer_unroll,
+                caches=caches,
+            )
+            longer_caches += caches or []
         # Otherwise XLA may shard the result of the norm like its scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
-        return x_BTD, tuple(caches) if caches else None, routing
+        return x_BTD, tuple(longer_caches) or None, routing
 
     def _run_stages(
         self,
         stacks: list[Block],
         x_BTD: Float[Array, "B T D"],
-        rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
-        *,
-        local: Sequence[bool],
-        precise: Sequence[bool],
+        positions_BT: Int[Array, "B T"],
         execution: Execution,
         call: CallContext,
+        *,
+        kinds: LayerKinds,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
-        """Run stacked layers that lie on stages."""
-        blocks, params = zip(*map(nnx.split, stacks), strict=True)
+        """Run stacks whose layers are sharded over the stages of a pipeline."""
+        graphs, params = zip(*map(nnx.split, stacks), strict=True)
 
         def run(
-            params: Any, x_BTD: jax.Array, rows: Any, group: Any, call: CallContext
-        ):
-            positions_BT, segment_ids_BT = rows
-            local_stacks = [
-                nnx.merge(block, local_params)
-                for block, local_params in zip(blocks, params, strict=True)
-            ]
-            depth = sum(map(depth_of, local_stacks))
-            x, _, routing = run_stacks(
-                local_stacks,
+            params: Any,
+            x_BTD: jax.Array,
+            positions_BT: jax.Array,
+            group: jax.Array,
+            call: CallContext,
+        ) -> tuple[jax.Array, Routing | None]:
+            stage_stacks = list(map(nnx.merge, graphs, params))
+            depth = sum(map(depth_of, stage_stacks))
+            x_BTD, _, routing = run_stacks(
+                stage_stacks,
                 x_BTD,
-                self._rotations(positions_BT),
-                segment_ids_BT,
-                execution=execution,
-                call=call,
-                caches=None,
-                local=local[:depth],  # as in every stage (train/mesh_sizes.py)
-                precise=precise,
+                execution,
+                call._replace(rotations=self._rotations(positions_BT)),
+                # Local layers are the same in every stage (train/mesh_sizes.py).
+                kinds=kinds._replace(local=kinds.local[:depth]),
                 unroll=self.config.layer_unroll,
                 first=group * depth,
             )
-            return x, routing
+            return x_BTD, routing
 
-        return run_pipeline(run, params, x_BTD, rows, execution, call)
+        return run_pipeline(run, params, x_BTD, positions_BT, execution, call=call)
 
     def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
-        match self.config.position:
-            case Position.rotary:
-                return rotations(positions_BT, self.config)
-            case Position.learned:
-                return None
-            case _:
-                assert_never(self.config.position)
+        rotary = self.config.position is Position.rotary
+        return rotations(positions_BT, self.config) if rotary else None
 
     @property
-    def _loops(self) -> list[tuple[list[Block], list[bool], Sequence[bool]]]:
-        """The stacks that each loop over layers runs, in order; local; precise ones."""
-        found, apart = [], self.config.layers_before_experts
+    def _loops(self) -> list[tuple[list[Block], LayerKinds]]:
+        """The stacks that each loop over layers runs, and the kinds of their layers."""
+        num_dense = self.config.layers_before_experts
         local = [window is not None for window in self.config.windows]
-        dense = (self.dense_layers,), slice(apart)
-        rest = (self.layers_between, self.layers), slice(apart, None)
-        for each, own in (dense, rest):
-            stacks = [stack for stack in each if stack is not None]
-            # One stage's layers of a pipeline: `local` is alike in all, not `precise`.
+        precise, loops = self.config.precise, []
+        for stacks, layers in (
+            ((self.dense_layers,), slice(num_dense)),
+            ((self.layers_between, self.layers), slice(num_dense, None)),
+        ):
+            stacks = [stack for stack in stacks if stack is not None]
+            # Of a pipeline, the parameters may be those of one stage's layers.
             depth = sum(map(depth_of, stacks))
-            here = local[own][:depth], self.config.precise[own]
-            found += [(stacks, *here)] if stacks else []
-        return found
+            kinds = LayerKinds(local[layers][:depth], precise[layers])
+            loops += [(stacks, kinds)] if stacks else []
+        return loops
 
     @property
     def head_weight(self) -> Float[Array, "in out"]:
-        """The matrix that makes logits: the embedding's [V, D] if tied, else [D, V].
+        """The head's matrix: [D, V], or the embedding's [V, D] if they are tied.
 
-        V is `vocab_rows` here.
+        V is `vocab_rows`.
         """
         return self._head.weight[...]
 
@@ -227,9 +206,9 @@ class GPT(nnx.Module):
         execution: Execution,
         first_B: Int[Array, "B"] | None = None,
     ) -> Cache:
-        """Return a cache with room for `length` positions of `batch` rows.
+        """Return an empty cache for `length` positions of `batch` rows.
 
-        first_B: where each row begins; None: at the first of them.
+        Row i begins at position first_B[i], or at 0.
         """
         config, caches = self.config, list[KeysValues]()
         for stacks, *_ in self._loops:
@@ -248,7 +227,7 @@ def project(
     config: ModelConfig,
     execution: Execution,
 ) -> Float[Array, "B T V"]:
-    """Make float32 logits [B, T, vocab_rows] with a `head_weight`, padding's too."""
+    """Return float32 logits [B, T, vocab_rows], those of padding included."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
     compute = execution.numerics.compute_dtype
     logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, compute)
@@ -258,15 +237,14 @@ def project(
 
 
 def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
-    """Make the untied projection from features to logits."""
+    """Return the untied projection from features to logits."""
     assert config.vocab_size is not None
-    std, _ = stds(config, config.embed_dim)
     return Linear(
         "head",
         _HEAD,
         (config.embed_dim, config.vocab_size),
         ("embed", "vocab"),
-        std=0.0 if config.init is Init.zero else std,
+        std=0.0 if config.init is Init.zero else stds(config, config.embed_dim)[0],
         bias=False,
         dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,
@@ -276,7 +254,7 @@ def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
 
 
 def abstract_gpt(config: ModelConfig) -> GPT:
-    """Build the model without memory: every parameter a `jax.ShapeDtypeStruct`."""
+    """Return the model with `jax.ShapeDtypeStruct` parameters."""
     return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
 
 
@@ -293,20 +271,20 @@ def bind(model: GPT, params: dict[str, Any]) -> GPT:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Count parameters, without memory; those that only pad do not count."""
+    """Count the parameters, without padding. No memory is allocated."""
     return sum(info.size(shape) for info, shape in _shapes(config))
 
 
 def num_active_params(config: ModelConfig) -> int:
-    """Count the parameters that a token meets: of experts, those it takes."""
+    """Count the parameters that one token uses: of experts, those that it chooses."""
     sizes = ((info, info.size(shape)) for info, shape in _shapes(config))
     return sum(size * taken(info, config) // config.num_experts for info, size in sizes)
 
 
 def taken(info: ParamInfo, config: ModelConfig) -> int:
-    """Return how many of `num_experts` parts of a parameter a token meets."""
-    apart = info.stack > info.stacked
-    return config.experts_per_token if apart else config.num_experts
+    """Return how many of `num_experts` parts of a parameter a token uses."""
+    is_of_experts = info.stack > info.stacked
+    return config.experts_per_token if is_of_experts else config.num_experts
 
 
 def _shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
@@ -23,7 +23,7 @@ from model.execution import CallContext, Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
 from model.remat import saveable
-from model.rope import Rotations, rotate
+from model.rope import rotate
 from model.scopes import part_scope
 
 
@@ -31,11 +31,11 @@ class Normalize(nnx.Module):
     """LayerNorm or RMSNorm over the last dims, in float32."""
 
     def __init__(self, config: ModelConfig, kind: Norm, **dims: int):
-        """Start as the identity scale, over dims that are given by their axes."""
+        """Start as the identity, over dims that are named by their axes."""
         dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
         info = ParamInfo(tuple(dims), Kind.vector)
         self.epsilon = config.norm_epsilon
-        self.over = tuple(range(-len(dims), 0))
+        self.dims = tuple(range(-len(dims), 0))
         self.offset = 1.0 if config.norm_unit_offset else 0.0
         scale = jnp.full(shape, 1.0 - self.offset, dtype)
         self.scale = nnx.Param(scale, info=info)
@@ -54,8 +54,8 @@ class Normalize(nnx.Module):
         with part_scope("norm"):
             y = x.astype(jnp.float32)
             if self.centred:
-                y = y - jnp.mean(y, axis=self.over, keepdims=True)
-            variance = jnp.mean(y * y, axis=self.over, keepdims=True)
+                y = y - jnp.mean(y, axis=self.dims, keepdims=True)
+            variance = jnp.mean(y * y, axis=self.dims, keepdims=True)
             scale = leading(self.scale[...], y.ndim).astype(y.dtype)
             scale = scale + self.offset if self.offset else scale
             y = y * jax.lax.rsqrt(variance + self.epsilon) * scale
@@ -65,7 +65,7 @@ class Normalize(nnx.Module):
 
 
 def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
-    """Initial standard deviation of a matrix: inside, and into the residual stream.
+    """Return initial stds of a matrix: in general, and into the residual stream.
 
     Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
     """
@@ -90,84 +90,81 @@ class SelfAttention(nnx.Module):
         H = config.head_size
         std, _ = stds(config, D)
         _, residual_std = stds(config, N * H)
-        common = {"dtype": jnp.dtype(config.param_dtype), "rngs": rngs}
-        inward = common | {"std": std, "bias": config.bias or config.qkv_bias}
-        heads, kv = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = Linear("query", "btd,dnh->btnh", (D, N, H), heads, **inward)
-        self.key = Linear("key", "btd,dkh->btkh", (D, K, H), kv, **inward)
-        self.value = Linear("value", "btd,dkh->btkh", (D, K, H), kv, **inward)
-        outward = common | {"std": residual_std, "bias": config.bias}
-        out = ("heads", "head_dim", "embed")
-        self.output = Linear("output", "btnh,nhd->btd", (N, H, D), out, **outward)
+        dtype = jnp.dtype(config.param_dtype)
+
+        bias = config.bias or config.qkv_bias
+        inward = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
+        axes, kv_axes = (("embed", of, "head_dim") for of in ("heads", "kv_heads"))
+        self.query = inward("query", "btd,dnh->btnh", (D, N, H), axes)
+        self.key = inward("key", "btd,dkh->btkh", (D, K, H), kv_axes)
+        self.value = inward("value", "btd,dkh->btkh", (D, K, H), kv_axes)
+        outward = partial(Linear, std=residual_std, bias=config.bias, dtype=dtype)
+        axes = ("heads", "head_dim", "embed")
+        self.output = outward("output", "btnh,nhd->btd", (N, H, D), axes, rngs=rngs)
 
         def norm(**heads: int) -> Normalize | None:
-            match config.qk_norm_over:
-                case NormSpan.projection:
-                    dims = heads | {"head_dim": H}
-                case NormSpan.head:
-                    dims = {"head_dim": H}
-                case _:
-                    assert_never(config.qk_norm_over)
-            return Normalize(config, Norm.rmsnorm, **dims) if config.qk_norm else None
+            if not config.qk_norm:
+                return None
+            over_head = config.qk_norm_over is NormSpan.head
+            dims = {"head_dim": H} if over_head else heads | {"head_dim": H}
+            return Normalize(config, Norm.rmsnorm, **dims)
 
         self.query_norm, self.key_norm = norm(heads=N), norm(kv_heads=K)
         self.query_scale = (H / (config.query_scale_dim or H)) ** 0.5
         self.window, self.soft_cap = config.window, config.attention_soft_cap
         self.dropout = config.dropout.attention
-        sinks_N = jnp.zeros((N,), jnp.dtype(config.param_dtype))
         info = ParamInfo(("heads",), Kind.vector)
-        self.sinks = nnx.Param(sinks_N, info=info) if config.attention_sinks else None
+        sinks = config.attention_sinks
+        self.sinks = nnx.Param(jnp.zeros((N,), dtype), info=info) if sinks else None
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        by: Rotations | None,
-        segment_ids_BT: Int[Array, "B T"] | None,
         execution: Execution,
         call: CallContext,
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Attend; with a cache, also to what came before x, and give the longer one.
+        """Attend to x, and with a cache to earlier positions; return the longer cache.
 
-        A local layer sees as far as the window, the others all.
+        A local layer sees only the window.
         """
+        placement, compute = execution.placement, execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
         k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
         v_BTKH = saveable(self.value(x_BTD, execution, call), "value")
-        placement, numerics = execution.placement, execution.numerics
         q_BTNH = placement.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.query_scale != 1:
             q_BTNH = q_BTNH * self.query_scale
-        if by is not None:
-            own = by.of(local)
-            q_BTNH, k_BTKH = rotate(q_BTNH, own), rotate(k_BTKH, own)
-        seen: dict[str, Any] = {
+        if call.rotations is not None:
+            rotation = call.rotations.of(local)
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
+        options: dict[str, Any] = {
             "window": self.window if local is not False else None,
             "local": None if isinstance(local, bool) else local,
             "soft_cap": self.soft_cap,
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }
-        weights = {"rate": self.dropout, "place": "weights", "call": call}
         if cache is None:
+            dropping = partial(drop, rate=self.dropout, place="weights", call=call)
             o_BTNH = attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
-                segment_ids_BT,
+                call.segment_ids_BT,
                 implementation=execution.attention,
-                compute=numerics.compute_dtype,
+                compute=compute,
                 placement=placement,
                 context=execution.context_attention,
-                drop=partial(drop, **weights) if self.dropout else None,
-                **seen,
+                drop=dropping if self.dropout else None,
+                **options,
             )
         else:
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(
-                q_BTNH, cache, numerics.compute_dtype, call.trained_length, **seen
+                q_BTNH, cache, compute, call.trained_length, **options
             )
         a_BTD = saveable(self.output(o_BTNH, execution, call), "attention_output")
         return a_BTD, cache
@@ -178,7 +175,7 @@ def activate(
     h: Float[Array, "*dims F"],
     gate: Float[Array, "*dims F"] | None,
 ) -> Float[Array, "*dims F"]:
-    """Apply the non-linearity of an MLP; with a gate it is the gate's.
+    """Apply the non-linearity of an MLP: to the gate if there is one.
 
     Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, for clamped_swiglu.
     """
@@ -203,26 +200,21 @@ def activate(
 
 
 class MLP(nnx.Module):
-    """Project D to F, apply the activation (with a gate, for SwiGLU), project back."""
+    """Project D to F, apply the activation and the gate, and project back."""
 
     def __init__(self, config: ModelConfig, F: int, rngs: nnx.Rngs):
         """Make the projections."""
-        D = config.embed_dim
+        D, self.config = config.embed_dim, config
         std, _ = stds(config, D)
         _, residual_std = stds(config, F)
-        common = {
-            "bias": config.bias,
-            "dtype": jnp.dtype(config.param_dtype),
-            "rngs": rngs,
-        }
-        self.config = config
-        widen = ("btd,df->btf", (D, F), ("embed", "mlp"))
-        self.up = Linear("up", *widen, std=std, **common)
-        gate = config.gated
-        self.gate = Linear("gate", *widen, std=std, **common) if gate else None
-        self.down = Linear(
-            "down", "btf,fd->btd", (F, D), ("mlp", "embed"), std=residual_std, **common
-        )
+        dtype = jnp.dtype(config.param_dtype)
+
+        linear = partial(Linear, bias=config.bias, dtype=dtype, rngs=rngs)
+        widening = partial(linear, spec="btd,df->btf", shape=(D, F), std=std)
+        self.up = widening("up", axes=("embed", "mlp"))
+        self.gate = widening("gate", axes=("embed", "mlp")) if config.gated else None
+        axes = ("mlp", "embed")
+        self.down = linear("down", "btf,fd->btd", (F, D), axes, std=residual_std)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], execution: Execution, call: CallContext

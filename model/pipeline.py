@@ -22,7 +22,7 @@ Shapes: B batch, T time, D embed, S stages, M microbatches, R repeats, L layers.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,18 @@ from model.remat import rematerialized_stage
 from model.scopes import part_scope
 from model.taps import Noted, Taps
 
+# (parameters, x, rows, group, call) -> (x, routing), for one microbatch.
 Run = Callable[
     [Any, jax.Array, Any, jax.Array, CallContext], tuple[jax.Array, Routing | None]
 ]
+
+
+class _Microbatch(NamedTuple):
+    """What layers read of one microbatch, or [M, ...] of all of them."""
+
+    rows: Any
+    segment_ids_BT: jax.Array | None
+    key_data_BT: jax.Array | None
 
 
 def run_pipeline(
@@ -45,18 +54,19 @@ def run_pipeline(
     x_BTD: Float[Array, "B T D"],
     rows: Any,
     execution: Execution,
+    *,
     call: CallContext = NO_CONTEXT,
 ) -> tuple[Float[Array, "B T D"], Routing | None]:
     """Run layers that are sharded over the stages of a pipeline.
 
     Args:
-        run: (parameters of layers, x, rows, group, call) -> (x, routing), for one
-            microbatch. Groups are numbered over all stages.
+        run: runs a group of layers on one microbatch. Groups are numbered over all
+            stages.
         params: tree of the local layers, [L/S, ...] each.
         x_BTD: the input of the first layer, for local rows.
-        rows: tree of int32 [B, T] that layers read for each row.
-        execution: how the program runs, with an axis of stages.
-        call: the context of this call, with the keys of local rows.
+        rows: tree of int32 [B, T] that `run` reads for each row.
+        execution: how the program runs the model, with an axis of stages.
+        call: the context of this call, for local rows.
 
     Returns:
         The output of the last layer for local rows, and the routing of all L layers:
@@ -67,8 +77,8 @@ def run_pipeline(
     S, M = jax.lax.psum(1, axis), execution.pipeline_microbatches
     R = execution.pipeline_repeats
     turns, waits, stage = M // S, (M - S) * (R > 1), jax.lax.axis_index(axis)
-    onwards = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
-    back = [(s, s - 1) for s in range(1, S)]
+    to_next = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
+    to_previous = [(s, s - 1) for s in range(1, S)]
     stream = x_BTD.reshape(turns, -1, *x_BTD.shape[1:])
 
     def gather_microbatches(ids_BT: jax.Array) -> jax.Array:
@@ -76,8 +86,10 @@ def run_pipeline(
         return gathered.reshape(M, stream.shape[1], *ids_BT.shape[1:])
 
     with part_scope("pipeline"):
-        keys = None if call.keys_BT is None else jax.random.key_data(call.keys_BT)
-        rows_keys = jax.tree.map(gather_microbatches, (rows, keys))
+        keys_BT = call.keys_BT
+        key_data_BT = None if keys_BT is None else jax.random.key_data(keys_BT)
+        local = _Microbatch(rows, call.segment_ids_BT, key_data_BT)
+        microbatches = jax.tree.map(gather_microbatches, local)
         params = interleave_layers(params, axis, R) if R > 1 else params
 
     run_stage = _make_stage(run, execution, call, stage=stage, stages=S)
@@ -89,19 +101,19 @@ def run_pipeline(
         first = _at(stream, t % turns)
         entering = first
         if R > 1:
-            again = _at(waiting, t % waits) if waits else arrived
-            entering = jnp.where(t < M, first, again)
+            repeated = _at(waiting, t % waits) if waits else arrived
+            entering = jnp.where(t < M, first, repeated)
         x = jnp.where(stage == 0, entering, arrived)
         x = jnp.where(is_busy, x, 0)
-        microbatch = jax.tree.map(lambda ids: _at(ids, number % M), rows_keys)
+        microbatch = jax.tree.map(lambda ids: _at(ids, number % M), microbatches)
         repeat = jnp.clip(number // M, 0, R - 1)
         y, routing, noted = run_stage(params, x, microbatch, repeat)
         if waits:
             waiting = _put(waiting, arrived, t % waits)
         with part_scope("pipeline"):
-            arrived = jax.lax.ppermute(y, axis, onwards)
-            moved = jax.lax.ppermute(first, axis, back)
-        stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)
+            arrived = jax.lax.ppermute(y, axis, to_next)
+            following = jax.lax.ppermute(first, axis, to_previous)
+        stream = _put(stream, jnp.where(stage == S - 1, y, following), t % turns)
         return (stream, arrived, waiting), (routing, noted)
 
     arrived = jnp.zeros_like(stream[0])
@@ -121,20 +133,23 @@ def _make_stage(
     run: Run, execution: Execution, call: CallContext, *, stage: jax.Array, stages: int
 ) -> Callable[..., Any]:
     """Return the function that runs a stage's layers on one microbatch."""
-
     repeats = execution.pipeline_repeats
 
-    def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
+    def run_stage(
+        params: Any, x: jax.Array, microbatch: _Microbatch, repeat: jax.Array
+    ):
         # A slice is taken even if there is only one group. Otherwise jax would compute
         # values that do not depend on the iteration, such as gathered weights, before
         # the loop, and keep them.
         group = jax.tree.map(lambda layers: _group(layers, repeat, repeats), params)
-        rows, keys = rows_keys
-        keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
-        taps = None if call.taps is None else Taps()
-        stage_call = call._replace(keys_BT=keys_BT, taps=taps)
+        rows, segment_ids_BT, data_BT = microbatch
+        stage_call = call._replace(
+            segment_ids_BT=segment_ids_BT,
+            keys_BT=None if data_BT is None else jax.random.wrap_key_data(data_BT),
+            taps=None if call.taps is None else Taps(),
+        )
         y, routing = run(group, x, rows, repeat * stages + stage, stage_call)
-        return y, routing, taps and taps.of_stacks()
+        return y, routing, stage_call.taps and stage_call.taps.of_stacks()
 
     return rematerialized_stage(run_stage, execution.remat)
 

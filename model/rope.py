@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from model.attention.masks import Local
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
-from model.linear import leading
 
 
 class Rotation(NamedTuple):
@@ -59,7 +58,7 @@ def _rotation(
     positions_BT: Int[Array, "B T"], R: int, theta: float, scaling: RopeScaling
 ) -> Rotation:
     rates = frequencies(R, theta, scaling)
-    angles = positions_BT[..., None, None].astype(jnp.float32) * leading(rates, 4)
+    angles = positions_BT[..., None, None].astype(jnp.float32) * rates[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.kind is not Scaling.yarn:
         return Rotation(cos, sin)

@@ -6,12 +6,12 @@ Shapes: B batch, T time, D embed, L layers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues
 from model.attention.masks import Local
@@ -20,13 +20,46 @@ from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.router import Routing
 from model.remat import layer_input, rematerialized
-from model.rope import Rotations
 from model.scopes import in_branch
-from model.taps import Taps
+from model.taps import Noted, Taps
+
+
+class LayerKinds(NamedTuple):
+    """The kinds of layers with the same parameters, in the order in which layers run.
+
+    local: whether each layer sees only the window.
+    precise: whether each layer multiplies in high precision. In a pipeline, the layers
+        of all stages are listed.
+    """
+
+    local: Sequence[bool]
+    precise: Sequence[bool]
+
+
+class _Layer(NamedTuple):
+    """The inputs of one layer that differ between the layers of a scan.
+
+    number: the number of the layer, for random keys. None if there are no keys.
+    is_local, is_precise: the kind of the layer, if only the running program knows it.
+    """
+
+    number: jax.Array | None
+    params: Any
+    cache: KeysValues | None
+    is_local: jax.Array | None
+    is_precise: jax.Array | None
+
+
+class _Outputs(NamedTuple):
+    """The outputs of one layer besides x."""
+
+    cache: KeysValues | None
+    routing: Routing | None
+    noted: Noted | None
 
 
 def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) -> Block:
-    """Make layers of one kind, their parameters stacked."""
+    """Return layers with one set of parameters, stacked along a leading dim."""
 
     @nnx.split_rngs(splits=depth)
     @nnx.vmap
@@ -37,14 +70,14 @@ def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) ->
 
 
 def depth_of(stack: Block) -> int:
-    """Return how many layers are stacked."""
+    """Return the number of layers in a stack."""
     return stack.attention.query.weight.shape[0]
 
 
 def groups_of(stacks: Sequence[Block]) -> tuple[int, list[int]]:
-    """Return how many groups of layers stacks make, and how many layers of each in one.
+    """Return the number of groups, and the number of layers of each stack in a group.
 
-    A group ends with a layer of the last stack.
+    A group ends with one layer of the last stack.
     """
     groups = depth_of(stacks[-1])
     return groups, [depth_of(stack) // groups for stack in stacks]
@@ -53,162 +86,160 @@ def groups_of(stacks: Sequence[Block]) -> tuple[int, list[int]]:
 def run_stacks(
     stacks: Sequence[Block],
     x_BTD: Float[Array, "B T D"],
-    by: Rotations | None,
-    segment_ids_BT: Int[Array, "B T"] | None,
     execution: Execution,
     call: CallContext,
-    caches: Sequence[KeysValues] | None,
-    local: Sequence[bool],
-    precise: Sequence[bool],
+    *,
+    kinds: LayerKinds,
     unroll: int,
+    caches: Sequence[KeysValues] | None = None,
     first: jax.Array | int = 0,
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
-    """Run stacked layers by a loop, in each iteration whole groups.
+    """Run stacked layers by one scan over groups of layers.
 
     Args:
-        stacks: of one kind of layers each.
-        x_BTD: what goes in.
-        by: rotations of queries and keys.
-        segment_ids_BT: documents.
-        execution: how the program runs.
+        stacks: the stacks. Each group has layers of all of them.
+        x_BTD: the input.
+        execution: how the program runs the model.
         call: the context of this call.
-        caches: of the layers in each place of a group.
-        local: which layers are local, in the order in which they run; the loop is told
-            so one by one, unless those in the same place of each group are alike.
-        precise: which have no products of eight bits, likewise; of a pipeline's, those
-            of all stages.
-        unroll: layers in each iteration, if that is a group; -1: all, without a loop.
-        first: number of the first of these layers, for what is drawn at random.
+        kinds: the kinds of the layers. If the layers at one place of all groups have
+            the same kind, it is static.
+        unroll: layers in each iteration, rounded to whole groups; -1 means all of
+            them, without a loop.
+        caches: the caches of the layers at each place of a group.
+        first: the number of the first of these layers.
 
     Returns:
-        x_BTD, the longer caches if there were any, and what the routers of the last
-        stack did, if it has some.
+        x_BTD, the longer caches if there were any, and the routing of the last stack.
     """
     groups, sizes = groups_of(stacks)
     size = sum(sizes)
-    blocks, params = zip(*map(nnx.split, stacks), strict=True)
-    blocks = [block for block, n in zip(blocks, sizes, strict=True) for _ in range(n)]
+    graphs, params = zip(*map(nnx.split, stacks), strict=True)
     unroll = groups if unroll == -1 else min(max(unroll // size, 1), groups)
-    # Of several layers a backward pass has one at a time recomputed.
-    looped = unroll < groups and size == 1
     group = _Group(
-        blocks=blocks,
+        blocks=[
+            graph for graph, n in zip(graphs, sizes, strict=True) for _ in range(n)
+        ],
         sizes=sizes,
-        by=by,
-        segment_ids_BT=segment_ids_BT,
         execution=execution,
         call=call,
-        local=local,
-        precise=precise,
-        looped=looped,
+        kinds=kinds,
+        # The backward pass recomputes one layer at a time, even if a group has several.
+        looped=unroll < groups and size == 1,
     )
     numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
     stacked = [
-        tree if n == 1 else jax.tree.map(partial(_cut, n), tree)
+        tree if n == 1 else jax.tree.map(partial(_split_groups, n), tree)
         for tree, n in zip(params, sizes, strict=True)
     ]
-    nothing = [None] * size
     with jax.named_scope("layers"):
-        x_BTD, (longer, routing, noted) = jax.lax.scan(
+        x_BTD, outputs = jax.lax.scan(
             group,
             x_BTD,
             (
-                nothing if call.keys_BT is None else numbers,
+                [None] * size if call.keys_BT is None else numbers,
                 stacked,
-                caches or nothing,
-                _flags(local, size, groups, 0),
-                _flags(precise, size, groups, first // size),
+                caches or [None] * size,
+                _flags(kinds.local, size, groups, 0),
+                _flags(kinds.precise, size, groups, first // size),
             ),
             unroll=True if unroll == groups else unroll,
         )
+    longer_caches, routings, noted = zip(*outputs, strict=True)
     if call.taps is not None:
-        call.taps.put(jax.tree.map(lambda *each: jnp.stack(each, 1).ravel(), *noted))
-    return x_BTD, longer if caches else None, routing
+        call.taps.put(
+            jax.tree.map(lambda *places: jnp.stack(places, 1).ravel(), *noted)
+        )
+    return x_BTD, longer_caches if caches else None, routings[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """What each iteration of the loop runs: a layer in each place of a group."""
+    """The body of the scan: one layer at each place of a group.
 
-    blocks: Sequence[Any]  # of each place, without parameters
-    sizes: Sequence[int]  # layers of each stack in a group
-    by: Rotations | None
-    segment_ids_BT: Int[Array, "B T"] | None
+    blocks: the layer at each place, without parameters.
+    sizes: the number of layers of each stack in a group.
+    looped: whether an iteration is one layer.
+    """
+
+    blocks: Sequence[Any]
+    sizes: Sequence[int]
     execution: Execution
     call: CallContext
-    local: Sequence[bool]
-    precise: Sequence[bool]
-    looped: bool  # whether one layer is an iteration
+    kinds: LayerKinds
+    looped: bool
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], of_group):
-        numbers, params, caches, *flags = of_group
-        pairs = zip(params, self.sizes, strict=True)
-        params = [own for stack, n in pairs for own in _each(stack, n)]
-        rests = list[Any]()
-        for place, of in enumerate(zip(numbers, params, caches, *flags, strict=True)):
-            layer = rematerialized(
-                partial(self._layer, place),
+    def __call__(self, x_BTD: Float[Array, "B T D"], inputs):
+        numbers, stacked, *inputs = inputs
+        pairs = zip(stacked, self.sizes, strict=True)
+        params = [layer for stack, n in pairs for layer in _unstack(stack, n)]
+        outputs = list[_Outputs]()
+        for place, fields in enumerate(zip(numbers, params, *inputs, strict=True)):
+            layer = _Layer(*fields)
+            run = rematerialized(
+                partial(self._run_layer, place),
                 self.execution.remat,
                 self.execution.offload,
                 looped=self.looped,
-                branches=of[-1] is not None,
+                branches=layer.is_precise is not None,
             )
-            x_BTD, rest = layer(x_BTD, of)
-            rests.append(rest)
-        caches, routings, noted = zip(*rests, strict=True)
-        return x_BTD, (caches, routings[-1], noted)
+            x_BTD, output = run(x_BTD, layer)
+            outputs.append(output)
+        return x_BTD, outputs
 
-    def _layer(self, place: int, x_BTD: Float[Array, "B T D"], of_layer):
-        number, params, cache, flag, kept = of_layer
-        size = len(self.blocks)
-        call = self.call if number is None else self.call.fold_in(number)
-        local = Local(flag, sum(self.local), len(self.local))
-        here = self.local[place] if flag is None else local
+    def _run_layer(self, place: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
+        (local, precise), size = self.kinds, len(self.blocks)
+        call = self.call if layer.number is None else self.call.fold_in(layer.number)
+        is_local = local[place]
+        if layer.is_local is not None:
+            is_local = Local(layer.is_local, sum(local), len(local))
 
         def run(x_BTD: Float[Array, "B T D"], params: Any, cache: Any, precise: bool):
             taps = None if call.taps is None else Taps(exact=precise)
-            block = nnx.merge(self.blocks[place], params)
-            x_BTD, *rest = block(
+            x_BTD, cache, routing = nnx.merge(self.blocks[place], params)(
                 x_BTD,
-                self.by,
-                self.segment_ids_BT,
-                execution=self.execution,
-                call=call._replace(taps=taps, high_precision=precise),
+                self.execution,
+                call._replace(taps=taps, high_precision=precise),
                 cache=cache,
-                local=here,
+                local=is_local,
             )
-            return x_BTD, (*rest, taps and taps.of_layer())
+            return x_BTD, _Outputs(cache, routing, taps and taps.of_layer())
 
-        arguments, precise = (layer_input(x_BTD), params, cache), self.precise
-        if kept is None:
+        arguments = layer_input(x_BTD), layer.params, layer.cache
+        if layer.is_precise is None:
             return run(*arguments, precise=precise[place])
         times, of = sum(precise[place::size]), len(precise[place::size])
-        kinds = (
+        return jax.lax.cond(
+            layer.is_precise,
             in_branch(partial(run, precise=True), times, of),
             in_branch(partial(run, precise=False), of - times, of),
+            *arguments,
         )
-        return jax.lax.cond(kept, *kinds, *arguments)
 
 
 def _flags(
     kinds: Sequence[bool], size: int, groups: int, start: jax.Array | int
 ) -> list[Any]:
-    """Return of each place its layers' kinds [groups]; None where they are alike."""
+    """Return the kinds [groups] of the layers at each place, or None if all are equal.
+
+    Of a pipeline's kinds, the groups of this stage begin at `start`.
+    """
     orders = [kinds[place::size] for place in range(size)]
-    flags = [jnp.asarray(own) if len({*own}) > 1 else None for own in orders]
+    flags = [jnp.asarray(order) if len({*order}) > 1 else None for order in orders]
     if len(orders[0]) == groups:
         return flags
-    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start)
-    return jax.tree.map(lambda own: cut(own, slice_size=groups), flags)
+    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=groups)
+    return jax.tree.map(cut, flags)
 
 
-def _cut(size: int, stacked: jax.Array) -> jax.Array:
+def _split_groups(size: int, stacked: jax.Array) -> jax.Array:
     return stacked.reshape(-1, size, *stacked.shape[1:])
 
 
-def _each(params: Any, size: int) -> list[Any]:
-    """Return the layers of one kind in a group, one by one."""
+def _unstack(params: Any, size: int) -> list[Any]:
+    """Return the parameters of each layer of one stack in a group."""
     if size == 1:
         return [params]
     leaves, tree = jax.tree.flatten(params)
-    return [tree.unflatten(own) for own in zip(*map(jnp.unstack, leaves), strict=True)]
+    return [
+        tree.unflatten(layer) for layer in zip(*map(jnp.unstack, leaves), strict=True)
+    ]

@@ -12,7 +12,7 @@ from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
 from model.execution import CallContext, Execution, Numerics
-from model.stacks import make_stack, run_stacks
+from model.stacks import LayerKinds, make_stack, run_stacks
 from model.taps import Taps
 
 CONFIG = ModelConfig(
@@ -40,17 +40,12 @@ def x_BTD():
 
 def run(graph, params, x_BTD, execution, precise, taps=None):
     block = nnx.merge(graph, params)
-    local = [False] * len(precise)
     x_BTD, *_ = run_stacks(
         [block],
         x_BTD,
-        None,
-        None,
-        execution=execution,
-        call=CallContext(taps=taps),
-        caches=None,
-        local=local,
-        precise=precise,
+        execution,
+        CallContext(taps=taps),
+        kinds=LayerKinds([False] * len(precise), precise),
         unroll=1,
     )
     return x_BTD
