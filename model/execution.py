@@ -12,8 +12,8 @@ from model.choices import (
     ContextAttention,
     ExpertExchange,
     Grouped,
+    OffloadName,
 )
-from model.config import OffloadName
 from model.eight_bits.quantization import Quantization
 from model.remat import Policy
 from model.taps import Taps

@@ -16,28 +16,26 @@ from train.cli.schema import convert
 from train.config import (
     Config,
     DcnConfig,
+    EvalConfig,
+    EvalSet,
     MeshConfig,
+    MlflowConfig,
     OptimizerConfig,
     OptimizerName,
     RunConfig,
     RuntimeConfig,
     Schedule,
     ScheduleConfig,
+    TraceConfig,
+    TrackerConfig,
     TrainConfig,
+    WandbConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
 from train.identity import flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
-from train.watching import (
-    EvalConfig,
-    EvalSet,
-    MlflowConfig,
-    ProfileConfig,
-    TrackerConfig,
-    WandbConfig,
-)
 
 MOE = ModelConfig(mlp=Mlp.moe)
 RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
@@ -112,13 +110,13 @@ def test_the_defaults_are_right():
             ),
             "eval.sets.a",
         ),
-        (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
-        (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[4, 4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[4])), "profile.steps"),
         (
             Config(mesh=MeshConfig(context=2, activations={"seq": None})),
             "mesh.activations.seq",
         ),
-        (Config(profile=ProfileConfig(steps=[0, 4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[0, 4])), "profile.steps"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
         (
@@ -161,7 +159,7 @@ def test_each_rule_names_its_key(config: Any, key: str):
 def test_what_is_allowed_at_the_edge():
     mesh = MeshConfig(data=4, fsdp=-1, dcn=DcnConfig(data=2, fsdp=3))
     mesh = replace(mesh, params={"embed": ["fsdp", "tensor"], "layers": None})
-    steps = ProfileConfig(steps=[1, 2])
+    steps = TraceConfig(steps=[1, 2])
     schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
     train = TrainConfig(num_steps=10)
     assert (

@@ -7,6 +7,7 @@ from model.choices import Attention
 from model.config import ModelConfig
 from train.config import (
     Config,
+    EvalConfig,
     MeshConfig,
     OptimizerConfig,
     Remat,
@@ -16,7 +17,6 @@ from train.config import (
     TrainConfig,
 )
 from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
-from train.watching import EvalConfig
 
 
 def test_the_name_is_of_what_makes_the_run():

@@ -10,17 +10,15 @@ from model.config import ModelConfig
 from train.cli.rules import without_effect
 from train.config import (
     Config,
+    EvalConfig,
     MeshConfig,
     OptimizerConfig,
     OptimizerName,
-    TrainConfig,
-)
-from train.identity import differences
-from train.watching import (
-    EvalConfig,
     TrackerConfig,
+    TrainConfig,
     WandbConfig,
 )
+from train.identity import differences
 
 
 def _wandb(**values: Any) -> Config:

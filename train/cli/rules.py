@@ -15,9 +15,11 @@ from typing import Any
 from data.config import DataConfig, Source
 from model.choices import Activation, Mlp, Position, Scaling
 from model.config import LOGICAL_AXES, ModelConfig
+from model.config_rules import broken_rules
 from train.config import (
     MESH_AXES,
     Config,
+    EvalSet,
     MeshConfig,
     OptimizerName,
     Remat,
@@ -26,7 +28,6 @@ from train.config import (
 from train.errors import Mistake, nearest
 from train.identity import differences
 from train.mesh_sizes import listed
-from train.watching import EvalSet
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
 # What no array of a table has.
@@ -42,7 +43,7 @@ _TOGETHER = (
 def validate(config: Config) -> list[Mistake]:
     """List every mistake between keys that shows without counting devices."""
     return [
-        *(Mistake(f"model.{k}", v, rule) for k, v, rule in config.model.mistakes()),
+        *(Mistake(f"model.{k}", v, rule) for k, v, rule in broken_rules(config.model)),
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
         *_across(config),
         *_mesh(config.mesh),
