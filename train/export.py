@@ -40,7 +40,7 @@ class ExportConfig:
     tokenizer: Annotated[bool, Doc("Write the tokenizer too.")] = True
 
 
-def validate(config: ExportConfig) -> list[Mistake]:
+def export_mistakes(config: ExportConfig) -> list[Mistake]:
     """List the mistakes: no run, or nowhere to write to."""
     rule = "must name the folder to write; set output=<folder>"
     missing = [] if config.output else [Mistake("output", None, rule)]
@@ -85,4 +85,4 @@ def main(asked: ExportConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "export", ExportConfig, validate)
+    run_command(main, "export", ExportConfig, export_mistakes)

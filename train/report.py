@@ -22,7 +22,7 @@ class ReportConfig:
     ] = "comparison.html"
 
 
-def validate(config: ReportConfig) -> list[Mistake]:
+def report_mistakes(config: ReportConfig) -> list[Mistake]:
     """List the mistakes: no run to draw."""
     rule = "must name directories of runs: runs=[runs/a,runs/b]"
     return [] if config.runs else [Mistake("runs", config.runs, rule)]
@@ -65,4 +65,4 @@ def main(asked: ReportConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "report", ReportConfig, validate)
+    run_command(main, "report", ReportConfig, report_mistakes)

@@ -106,7 +106,7 @@ def read_status(folder: epath.Path) -> Status:
     )
 
 
-def validate(config: StatusConfig) -> list[Mistake]:
+def status_mistakes(config: StatusConfig) -> list[Mistake]:
     """List the mistakes: no run, or one object that would have to change."""
     mistakes = must_name_run(config)
     if config.json and config.follow:
@@ -289,4 +289,4 @@ def _steps(start: Start) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(main, "status", StatusConfig, validate)
+    run_command(main, "status", StatusConfig, status_mistakes)

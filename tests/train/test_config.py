@@ -11,7 +11,7 @@ from model.choices import Mlp, Position
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.presets import CONFIG_DIR
-from train.cli.rules import must_name_run, validate, without_effect
+from train.cli.rules import config_mistakes, must_name_run, without_effect
 from train.cli.schema import convert
 from train.config import (
     Config,
@@ -48,7 +48,7 @@ def _wandb(**values: Any) -> Config:
 def mistakes(config: Config) -> list[Mistake]:
     """List mistakes between keys, rules that a mesh lacks being those of presets."""
     tables = {name: RULES[name] | getattr(config.mesh, name) for name in RULES}
-    return validate(replace(config, mesh=replace(config.mesh, **tables)))
+    return config_mistakes(replace(config, mesh=replace(config.mesh, **tables)))
 
 
 def keys(config: Any) -> list[str]:
@@ -169,7 +169,9 @@ def test_what_is_allowed_at_the_edge():
 
 def test_a_mesh_without_rules_is_told_each():
     names = [*RULES["params"], *RULES["activations"]]
-    assert sorted(m.key.split(".")[2] for m in validate(Config())) == sorted(names)
+    assert sorted(m.key.split(".")[2] for m in config_mistakes(Config())) == sorted(
+        names
+    )
 
 
 def test_learned_positions_bound_the_rows():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from train.cli.schema import read_yaml, to_yaml
+from train.cli.schema import config_yaml, read_yaml
 from train.config import (
     Config,
     MeshConfig,
@@ -27,7 +27,7 @@ def test_yaml_round_trip(tmp_path):
         profile=TraceConfig(steps=[1, 2]),
     )
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
+    path.write_text(config_yaml(config))
     back = read_yaml(path)
     assert back == config
     assert type(back.optimizer.name) is OptimizerName

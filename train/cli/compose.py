@@ -18,7 +18,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import mesh_sizes
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
 from train.cli.hints import (
     did_you_mean,
@@ -34,6 +33,7 @@ from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.masking import remember
+from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
 
@@ -182,7 +182,7 @@ class _Check:
             self._between(self.validate(config), typed)
             if self.mistakes and isinstance(config, Config):
                 # Alone they are found with all else that does not fit the devices.
-                self._between(mesh_sizes.mistakes(config), typed)
+                self._between(mesh_mistakes(config), typed)
         return config
 
     def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from train.config import (
     Schedule,
 )
 from train.errors import Mistake, nearest
-from train.identity import differences
+from train.identity import config_differences
 from train.mesh_sizes import listed
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
@@ -40,7 +40,7 @@ _TOGETHER = (
 )
 
 
-def validate(config: Config) -> list[Mistake]:
+def config_mistakes(config: Config) -> list[Mistake]:
     """List every mistake between keys that shows without counting devices."""
     return [
         *(Mistake(f"model.{k}", v, rule) for k, v, rule in broken_rules(config.model)),
@@ -251,7 +251,7 @@ def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
-    changed = sorted(diff.key for diff in differences(Config(), config))
+    changed = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model = config.model

@@ -139,7 +139,7 @@ def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
     values.pop(name, None)
 
 
-def to_yaml(config: Any) -> str:
+def config_yaml(config: Any) -> str:
     """Return a config as YAML, every key with its value, secrets masked."""
     return OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
 

@@ -10,7 +10,7 @@ import jax
 from model.params import ParamInfo, is_info
 from train.config import Config
 from train.errors import ConfigError, Mistake, as_typed
-from train.identity import covered, differences
+from train.identity import config_differences, covered
 from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.restore import SavedSteps
@@ -106,7 +106,9 @@ def _program_of(other: Config, program: Program) -> Program:
 
 def _other_model(other: Config, own: Config) -> Iterator[str]:
     """Yield in what the other run's model is another one."""
-    for change in differences(Config(model=other.model), Config(model=own.model)):
+    for change in config_differences(
+        Config(model=other.model), Config(model=own.model)
+    ):
         if not covered(change.key, _FREE):
             old, new = as_typed(change.old), as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
