@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
+from typing_extensions import Doc
 
 INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
 Count = Annotated[int, Ge(1), Le(INT32_MAX)]
@@ -15,6 +16,16 @@ Number = Annotated[int, Ge(0), Le(INT32_MAX)]
 RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops further bits
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX drops further bits, and numpy a sign
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
+Tokenizer = Annotated[
+    str,
+    Doc(
+        "bytes, gpt2, cl100k_base, o200k_base, a rank file, or a folder with "
+        "tokenizer.json."
+    ),
+]
+RankFileHash = Annotated[
+    str | None, Doc("The SHA-256 hash of a rank file. A rank file requires it.")
+]
 Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
@@ -75,48 +86,91 @@ class OnError(StrEnum):
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One of the stores of a mixture."""
+    """One store of a mixture."""
 
-    path: str = ""  # a folder, gs://, s3:// or http://
-    # Share of the rows, relative to the other sources'.
-    weight: Annotated[float, Ge(0), Lt(inf)] = 1.0
-    # How often its rows may be used; null: without end.
-    epochs: Annotated[float, Gt(0)] | None = None
+    path: Annotated[str, Doc("The token store: a folder, gs://, s3:// or http://.")] = (
+        ""
+    )
+    weight: Annotated[
+        float,
+        Ge(0),
+        Lt(inf),
+        Doc("The share of the rows, relative to the other sources."),
+    ] = 1.0
+    epochs: Annotated[
+        Annotated[float, Gt(0)] | None,
+        Doc("How often its rows may be used. null sets no limit."),
+    ] = None
 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """Weights from a step on; a source that is not named has weight 0."""
+    """The weights from a step on. A source that is not named has weight 0."""
 
-    step: Number = 0  # a batch's number, so that skip_batches moves no row
-    weights: dict[str, float] = field(default_factory=dict)  # of the sources, by name
+    step: Annotated[
+        Number,
+        Doc(
+            "The batch number from which the weights hold. skip_batches does not move "
+            "it."
+        ),
+    ] = 0
+    weights: Annotated[dict[str, float], Doc("The weight of each source, by name.")] = (
+        field(default_factory=dict)
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, tokenizer, rows and batches. Batch s is a function of this and the seed."""
+    """Text, tokenizer, rows and batches. They and the seed determine each batch."""
 
-    name: str = "python"  # for the run's name
-    source: Source = Source.python  # where the text comes from
-    path: str | None = None  # file or folder of text; a store, for source=tokens
-    sources: dict[str, MixtureSource] = field(default_factory=dict)  # for mixture
-    weight_changes: list[WeightChange] = field(default_factory=list)  # for mixture
-    pattern: str = "**/*"  # which files of a folder
-    # What to do with a file that is not text, and with a record that cannot be used.
-    on_error: OnError = OnError.fail
-    # Part held out, say 0.1: by document; of a single file its end.
-    validation: Annotated[float, Gt(0), Lt(1)] = 0.1
-    # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
-    tokenizer: str = "bytes"
-    tokenizer_sha256: str | None = None  # required with a rank file
-    sequence_length: Count = 256  # T: tokens in a row
-    batch_size: Count = 16  # B: rows in the global batch of one step
-    packing: Packing = Packing.concat  # how documents become rows
-    document_mask: bool = True  # attention stays inside a document
-    cache_dir: str | None = None  # of token stores; null: ~/.cache/longhaul
-    prefetch: Count = 2  # batches read ahead
-    # Batches to leave out: [first,last, ...] (before: data.skip_steps).
-    skip_batches: list[Number] = field(default_factory=list)
+    name: Annotated[str, Doc("The data's part of the default run name.")] = "python"
+    source: Annotated[Source, Doc("Where the text comes from.")] = Source.python
+    path: Annotated[
+        str | None,
+        Doc("A file or folder of text, or a token store with source=tokens."),
+    ] = None
+    sources: Annotated[
+        dict[str, MixtureSource], Doc("The stores of a mixture, by name.")
+    ] = field(default_factory=dict)
+    weight_changes: Annotated[
+        list[WeightChange], Doc("When the weights of a mixture change, and to what.")
+    ] = field(default_factory=list)
+    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
+    on_error: Annotated[
+        OnError,
+        Doc("What to do with files that are not text, and with unusable records."),
+    ] = OnError.fail
+    validation: Annotated[
+        float,
+        Gt(0),
+        Lt(1),
+        Doc(
+            "The fraction of documents to hold out, such as 0.1. Of a single file it "
+            "is the end."
+        ),
+    ] = 0.1
+    tokenizer: Tokenizer = "bytes"
+    tokenizer_sha256: RankFileHash = None
+    sequence_length: Annotated[Count, Doc("T: the number of tokens in a row.")] = 256
+    batch_size: Annotated[
+        Count, Doc("B: the number of rows in one update, over all devices.")
+    ] = 16
+    packing: Annotated[Packing, Doc("How documents become rows.")] = Packing.concat
+    document_mask: Annotated[
+        bool, Doc("Attention does not cross the boundaries of documents.")
+    ] = True
+    cache_dir: Annotated[
+        str | None,
+        Doc("The folder of cached token stores. null means ~/.cache/longhaul."),
+    ] = None
+    prefetch: Annotated[Count, Doc("The number of batches to read ahead.")] = 2
+    skip_batches: Annotated[
+        list[Number],
+        Doc(
+            "Batches to leave out: [first,last, ...]. data.skip_steps is its older "
+            "name."
+        ),
+    ] = field(default_factory=list)
 
     def mistakes(self) -> Mistakes:
         """List what does not go together."""
@@ -180,23 +234,53 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """Text to a token store."""
+    """Keys of `python -m data.prepare`, which converts text to a token store."""
 
-    input: Any = None  # file, folder, glob or URL, or a list of them
-    output: str | None = None  # folder of the store: a path, gs:// or s3://
-    pattern: str = "**/*"  # which files of a folder
-    text_field: str = "text"  # of records
-    id_field: str | None = None  # of records; null: file and place
-    # Part held out, say 0.01: by document; of a single text its end; 0: nothing.
-    validation: Annotated[float, Ge(0), Lt(1)] = 0.01
-    # gpt2, cl100k_base, o200k_base, a rank file, or a folder with tokenizer.json.
-    tokenizer: str = "bytes"
-    tokenizer_sha256: str | None = None  # required with a rank file
-    on_error: OnError = OnError.fail  # of a record that cannot be used
-    keep_invalid_utf8: bool = False  # of text files: encode such bytes one by one
-    max_record_bytes: ByteCount = 2**26  # longer records are bad
-    workers: Annotated[int, Ge(1), Le(4096)] | None = None  # processes; null: the cores
-    work_dir: str | None = None  # of parts; null: beside output, or the cache folder
+    input: Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")] = None
+    output: Annotated[
+        str | None, Doc("The folder of the token store: a path, gs:// or s3://.")
+    ] = None
+    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
+    text_field: Annotated[str, Doc("The field of a record that holds its text.")] = (
+        "text"
+    )
+    id_field: Annotated[
+        str | None,
+        Doc(
+            "The field of a record that identifies it. null: file and position "
+            "identify it."
+        ),
+    ] = None
+    validation: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Doc(
+            "The fraction of documents to hold out, such as 0.01. Of a single text it "
+            "is the end. 0 holds out nothing."
+        ),
+    ] = 0.01
+    tokenizer: Tokenizer = "bytes"
+    tokenizer_sha256: RankFileHash = None
+    on_error: Annotated[
+        OnError, Doc("What to do with a record that cannot be used.")
+    ] = OnError.fail
+    keep_invalid_utf8: Annotated[
+        bool, Doc("Encode invalid bytes of text files one by one.")
+    ] = False
+    max_record_bytes: Annotated[ByteCount, Doc("Longer records cannot be used.")] = (
+        2**26
+    )
+    workers: Annotated[
+        Annotated[int, Ge(1), Le(4096)] | None,
+        Doc("The number of processes. null: as many as there are cores."),
+    ] = None
+    work_dir: Annotated[
+        str | None,
+        Doc(
+            "The folder of unfinished parts. null: next to output, or the cache folder."
+        ),
+    ] = None
 
     @property
     def inputs(self) -> list[str]:

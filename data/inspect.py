@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Annotated
+
+from typing_extensions import Doc
 
 from data.config import DataConfig, Packing, Seed, Source
 from train.cli.command import run_command
@@ -12,18 +15,30 @@ from train.identity import run_dir
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """A store, or a run's batches."""
+    """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of a run."""
 
-    store: str | None = None  # folder or URL of a token store
-    # run.dir or run.name: whose batch to show.
+    store: Annotated[str | None, Doc("The folder or URL of a token store.")] = None
     run: RunConfig = field(default_factory=RunConfig)
-    step: Number | None = None  # the batch of this step, 0 being the first
-    samples: Number = 4  # documents shown of a store
-    width: Number = 60  # characters shown of each document
-    seed: Seed = 0  # of a store's samples and batches; a run has its own
-    sequence_length: Count = 1024  # of a store's batches; a run has its own
-    batch_size: Count = 8  # rows of a store's batches; a run has its own
-    packing: Packing = Packing.concat  # of a store's documents; a run has its own
+    step: Annotated[
+        Number | None,
+        Doc("Show the batch of this step; the first is 0. null shows the store."),
+    ] = None
+    samples: Annotated[Number, Doc("The number of documents to show from a store.")] = 4
+    width: Annotated[
+        Number, Doc("The number of characters to show of each document.")
+    ] = 60
+    seed: Annotated[
+        Seed, Doc("The seed of a store's samples and batches. A run has its own.")
+    ] = 0
+    sequence_length: Annotated[
+        Count, Doc("The row length of a store's batches. A run has its own.")
+    ] = 1024
+    batch_size: Annotated[
+        Count, Doc("The number of rows in a store's batches. A run has its own.")
+    ] = 8
+    packing: Annotated[
+        Packing, Doc("How a store's documents become rows. A run has its own.")
+    ] = Packing.concat
 
 
 def main(config: InspectConfig) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Le
+from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.config import ByteCount
@@ -32,13 +33,29 @@ _log = logging.getLogger(__name__)
 class TrainTokenizerConfig:
     """Keys of `python -m data.train_tokenizer`."""
 
-    input: str | None = None  # file, folder, glob or URL, as for data.prepare
-    output: str | None = None  # the rank file
-    pattern: str = "**/*"  # which files of a folder
-    text_field: str = "text"  # of records
-    # Tokens: the 256 single bytes are counted, <|endoftext|> is not.
-    vocab_size: Annotated[int, Ge(NUM_BYTES + 1), Le(MAX_VOCAB_SIZE)] = 32000
-    max_bytes: ByteCount = 2**28  # of text: a minute and 0.7 GB on two cores
+    input: Annotated[
+        str | None, Doc("A file, folder, glob or URL, as for data.prepare.")
+    ] = None
+    output: Annotated[str | None, Doc("The rank file to write.")] = None
+    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
+    text_field: Annotated[str, Doc("The field of a record that holds its text.")] = (
+        "text"
+    )
+    vocab_size: Annotated[
+        int,
+        Ge(NUM_BYTES + 1),
+        Le(MAX_VOCAB_SIZE),
+        Doc(
+            "The number of tokens, with the 256 single bytes but without <|endoftext|>."
+        ),
+    ] = 32000
+    max_bytes: Annotated[
+        ByteCount,
+        Doc(
+            "The number of bytes of text to learn from. 2**28 take a minute and 0.7 GB "
+            "on two cores."
+        ),
+    ] = 2**28
 
 
 def validate(config: TrainTokenizerConfig) -> list[Mistake]:

@@ -1,6 +1,9 @@
 """`python -m data.verify store=...`: read a whole store, and name what is damaged."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.errors import WRONG_DATA, Mistake
@@ -8,9 +11,9 @@ from train.errors import WRONG_DATA, Mistake
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Which store."""
+    """Keys of `python -m data.verify`."""
 
-    store: str | None = None  # folder or URL of a token store
+    store: Annotated[str | None, Doc("The folder or URL of a token store.")] = None
 
 
 def main(config: VerifyConfig) -> int:

@@ -19,7 +19,7 @@ from launch.subprocesses import run_module
 from train.cli.command import run_command
 from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
-from train.cli.rules import validate
+from train.cli.rules import config_mistakes
 from train.errors import FINISHED, ConfigError, Mistake
 from train.identity import of_training, run_dir
 
@@ -52,7 +52,7 @@ def main(config: Any) -> int:
 
 def mistakes(config: Any) -> list[Mistake]:
     """List what is wrong, with the keys of training too."""
-    mistakes_found = validate(config)
+    mistakes_found = config_mistakes(config)
     if config.follow and config.action is not Action.logs:
         mistakes_found.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:

@@ -26,7 +26,7 @@ from launch.submissions import (
     write_files,
 )
 from launch.subprocesses import ROOT
-from train.cli.command import compose, to_yaml
+from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, Mistake
@@ -71,7 +71,7 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
-    files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}
+    files = {**_files(rendered, cluster), "config.yaml": config_yaml(config)}
     submission = keep(submission, files, ROOT)
     log.info("%s: kept in %s", job.name, submission.folder)
     return backend.submit(job, cluster, rendered, submission)

@@ -3,15 +3,35 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, assert_never
+from typing import Annotated, Literal, assert_never, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
+from typing_extensions import Doc
 
 _INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
 Count = Annotated[int, Ge(1), Le(_INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(_INT32_MAX)]
 Size = Annotated[int, Ge(1), Le(2**24)]  # of one dim, so that products fit into int64
 Depth = Annotated[int, Ge(1), Le(2**14)]  # Python lists every layer
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Rate = Annotated[float, Ge(0), Lt(1)]
+
+# Which keys the queries of a layer see: the last `model.window`, or all earlier ones.
+Reach = Literal["local", "global"]
+End = Literal["first", "last"]  # of the depth
+
+# The results of a layer that its backward pass saves or recomputes. `attention` is the
+# kernel's output and its log-sum-exp: saving both runs the kernel's forward pass only
+# once (`xla` has no log-sum-exp). The others are results of products with a weight.
+# That of mlp_down is not among them, since nothing needs it.
+Intermediate = Literal[
+    "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
+]
+INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
+
+# What can wait for the backward pass in host memory: a layer's input, and its results.
+OffloadName = Literal["residual", Intermediate]
 
 
 class Norm(StrEnum):
@@ -22,7 +42,7 @@ class Norm(StrEnum):
 
 
 class NormPlacement(StrEnum):
-    """What a layer normalises: what goes into attention and MLP, comes out, or both."""
+    """Whether norms lie before attention and MLP, after them, or both."""
 
     before = "before"
     after = "after"
@@ -30,7 +50,7 @@ class NormPlacement(StrEnum):
 
 
 class NormSpan(StrEnum):
-    """Over what queries and keys are normalised: each head, or all heads together."""
+    """Whether queries and keys are normalised in each head, or over all heads."""
 
     head = "head"
     projection = "projection"
@@ -44,7 +64,7 @@ class Position(StrEnum):
 
 
 class Scaling(StrEnum):
-    """How rotary positions are stretched: all pairs alike, or by how fast they turn."""
+    """How rotary positions are stretched: equally, or by how fast a pair turns."""
 
     none = "none"
     linear = "linear"
@@ -54,30 +74,45 @@ class Scaling(StrEnum):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary positions of a model that goes on to rows longer than it has learned."""
+    """Rotary positions for rows longer than those of the earlier training."""
 
-    kind: Scaling = Scaling.none  # the formula
-    factor: Annotated[float, Ge(1)] = 1.0  # by which pairs are slowed down
-    # Rows of the earlier training (llama3, yarn).
-    original_length: Count | None = None
-    # Pairs that turn less often in such a row are slowed by the whole factor: others'
-    # low_freq_factor (llama3), beta_slow (yarn).
-    slow_turns: Annotated[float, Gt(0)] = 1.0
-    # Those that turn more often are kept: high_freq_factor (llama3; null: 4), beta_fast
-    # (yarn; null: 32).
-    fast_turns: Annotated[float, Gt(0)] | None = None
-    # Times cosines and sines (yarn); null: 0.1 ln factor + 1.
-    attention_factor: Annotated[float, Gt(0)] | None = None
-    truncate: bool = True  # yarn: the bounds between pairs are whole numbers
+    kind: Annotated[Scaling, Doc("The formula.")] = Scaling.none
+    factor: Annotated[
+        float, Ge(1), Doc("The factor by which pairs of dims are slowed down.")
+    ] = 1.0
+    original_length: Annotated[
+        Count | None, Doc("The row length of the earlier training (llama3, yarn).")
+    ] = None
+    slow_turns: Annotated[
+        Positive,
+        Doc(
+            "Pairs that turn less often in such a row are slowed by the whole factor. "
+            "Elsewhere it is called low_freq_factor (llama3) or beta_slow (yarn)."
+        ),
+    ] = 1.0
+    fast_turns: Annotated[
+        Positive | None,
+        Doc(
+            "Pairs that turn more often are not slowed. Elsewhere it is called "
+            "high_freq_factor (llama3; null: 4) or beta_fast (yarn; null: 32)."
+        ),
+    ] = None
+    attention_factor: Annotated[
+        Positive | None,
+        Doc("yarn multiplies cosines and sines by this. null: 0.1 ln(factor) + 1."),
+    ] = None
+    truncate: Annotated[
+        bool, Doc("yarn rounds the bounds between pairs to whole numbers.")
+    ] = True
 
     @property
     def yarn_factor(self) -> float:
-        """By what yarn multiplies cosines and sines."""
+        """The factor by which yarn multiplies cosines and sines."""
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
     @property
     def most_turns(self) -> float:
-        """How often those pairs turn that are just kept."""
+        """Pairs that turn more often than this are not slowed."""
         match self.kind:
             case Scaling.yarn:
                 usual = 32.0
@@ -88,22 +123,23 @@ class RopeScaling:
         return self.fast_turns or usual
 
 
-Rate = Annotated[float, Ge(0), Lt(1)]
-
-
 @dataclass(frozen=True)
 class Dropout:
-    """The part of what passes that training leaves out at random; 0: nothing."""
+    """The fraction of values that training sets to zero at random."""
 
-    embedding: Rate = 0.0  # of what enters the first layer
-    attention: Rate = 0.0  # of the weights of keys; needs model.attention=xla
-    residual: Rate = 0.0  # of what attention and MLP add to the residual stream
+    embedding: Annotated[Rate, Doc("The rate for the input of the first layer.")] = 0.0
+    attention: Annotated[
+        Rate, Doc("The rate for attention weights. It needs model.attention=xla.")
+    ] = 0.0
+    residual: Annotated[
+        Rate, Doc("The rate for what attention and MLP add to the residual stream.")
+    ] = 0.0
 
 
 class Activation(StrEnum):
-    """Non-linearity of the MLP; those on -glu add a gate, `relu2` is relu².
+    """The non-linearity of the MLP; those that end in glu add a gate, `relu2` is relu².
 
-    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), both held within a limit.
+    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), with both clamped.
     """
 
     gelu = "gelu"
@@ -138,7 +174,7 @@ class Init(StrEnum):
 
 
 class Dtype(StrEnum):
-    """`auto` is bfloat16, but float32 on a CPU that is no faster in bfloat16."""
+    """`auto` is bfloat16, or float32 on a CPU that is no faster in bfloat16."""
 
     auto = "auto"
     float32 = "float32"
@@ -146,10 +182,10 @@ class Dtype(StrEnum):
 
 
 class ComputeDtype(StrEnum):
-    """Dtype of products' operands; `auto` as in `Dtype`.
+    """The dtype of the operands of matrix products; `auto` as in `Dtype`.
 
-    `float8` and `int8` are those of linear layers inside of the network; what else
-    multiplies (embedding, head, router, attention) is as with `auto`.
+    `float8` and `int8` apply to the linear layers of attention and MLP. Embedding,
+    head, router and attention kernel are as with `auto`.
     """
 
     auto = "auto"
@@ -160,9 +196,9 @@ class ComputeDtype(StrEnum):
 
 
 class Attention(StrEnum):
-    """Attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
+    """The attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
 
-    `cudnn_packed` is cudnn without a mask of packed documents, from Hopper on.
+    `cudnn_packed` is cudnn that skips the masks of packed documents, from Hopper on.
     """
 
     auto = "auto"
@@ -173,16 +209,16 @@ class Attention(StrEnum):
 
     @property
     def is_cudnn(self) -> bool:
-        """Whether it is NVIDIA's."""
+        """Whether cuDNN runs it."""
         return self in (Attention.cudnn, Attention.cudnn_packed)
 
 
 class ContextAttention(StrEnum):
     """How devices that share a row attend to each other's keys.
 
-    `ring`: keys and values travel from device to device. `ulysses`: each device has the
-    whole row of some heads. `all_gather`: each has the keys and values of all. `auto`
-    takes the first of these that can serve.
+    `ring`: keys and values travel from device to device. `ulysses`: each device gets
+    whole rows of some heads. `all_gather`: each device gathers all keys and values.
+    `auto` takes the first of these that is possible.
     """
 
     auto = "auto"
@@ -194,8 +230,8 @@ class ContextAttention(StrEnum):
 class ExpertExchange(StrEnum):
     """How tokens reach experts on other devices (model/experts/experts.py).
 
-    `all_gather`: each device gathers the tokens of all. `ragged`: only rows travel that
-    an expert is to have. `auto`: on TPUs what sends less, else all_gather.
+    `all_gather`: each device gathers all tokens. `ragged`: only the rows that an expert
+    needs are sent. `auto`: on TPUs what sends fewer bytes, elsewhere all_gather.
     """
 
     auto = "auto"
@@ -204,9 +240,9 @@ class ExpertExchange(StrEnum):
 
 
 class Grouped(StrEnum):
-    """Body of products of rows grouped by expert; each platform has its own.
+    """The kernel of products of rows grouped by expert; each platform has its own.
 
-    `ragged` is XLA's, to trace and to compare: it is slow (model/experts/grouped.py).
+    `ragged` is XLA's, for traces and comparisons; it is slow.
     """
 
     ragged = "ragged"
@@ -216,14 +252,14 @@ class Grouped(StrEnum):
 
 
 class Mlp(StrEnum):
-    """`moe`: each token takes a few of many experts, each an MLP."""
+    """`moe`: each token uses a few of many experts, and each expert is an MLP."""
 
     dense = "dense"
     moe = "moe"
 
 
 class Scores(StrEnum):
-    """How logits become the scores of experts: of all together, or one by one."""
+    """Whether the router scores all experts together, or one by one."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"

@@ -16,8 +16,8 @@ from model.choices import (
     ContextAttention,
     ExpertExchange,
     Grouped,
+    OffloadName,
 )
-from model.config import OffloadName
 from model.eight_bits.quantization import Quantization
 from model.gather import WeightPlacement
 from model.placement import ONE_DEVICE, Placement

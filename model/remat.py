@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jaxtyping import Array, Float
 
-from model.config import Intermediate, OffloadName
+from model.choices import Intermediate, OffloadName
 
 Policy = str | tuple[str, ...]  # "none", "dots", "full", or names of Intermediate.
 _INPUT: OffloadName = "residual"

@@ -15,9 +15,9 @@ _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 def main(config: Config) -> int:
     """Train."""
-    from train.start import train  # JAX and all: not for --help or a typing mistake
+    from train.start import start_run  # JAX and all: not for --help or a typing mistake
 
-    return train(config, _TYPED)
+    return start_run(config, _TYPED)
 
 
 def outcome(config: Config) -> tuple[str, float | None]:

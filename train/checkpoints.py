@@ -2,8 +2,10 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from etils import epath
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
@@ -18,7 +20,9 @@ class CheckpointsConfig:
     """Keys of `python -m train.checkpoints`."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    verify: bool = True  # read and hash every file; false: only list
+    verify: Annotated[
+        bool, Doc("Read and hash every file. false only lists the checkpoints.")
+    ] = True
 
 
 def main(asked: CheckpointsConfig) -> int:

@@ -12,7 +12,7 @@ from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
 
 
-def describe(program: Program) -> None:
+def describe_program(program: Program) -> None:
     """Print devices, mesh, the size of the state, tokens and FLOPs per step."""
     config, execution = program.config, program.execution
     numerics, rules = execution.numerics, execution.placement.rules

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
@@ -24,13 +27,20 @@ class ExportConfig:
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    output: str | None = None  # the folder to write, new or empty; also s3://, gs://
-    step: Step | None = None  # of the checkpoint, or best; null: the newest
-    dtype: ExportDtype | None = None  # of the weights; null: the parameters' own
-    tokenizer: bool = True  # write the tokenizer too
+    output: Annotated[
+        str | None, Doc("The folder to write, new or empty; also s3:// or gs://.")
+    ] = None
+    step: Annotated[
+        Step | None, Doc("The step of the checkpoint, or best. null: the newest.")
+    ] = None
+    dtype: Annotated[
+        ExportDtype | None,
+        Doc("The dtype of the weights. null: the dtype of the parameters."),
+    ] = None
+    tokenizer: Annotated[bool, Doc("Write the tokenizer too.")] = True
 
 
-def validate(config: ExportConfig) -> list[Mistake]:
+def export_mistakes(config: ExportConfig) -> list[Mistake]:
     """List the mistakes: no run, or nowhere to write to."""
     rule = "must name the folder to write; set output=<folder>"
     missing = [] if config.output else [Mistake("output", None, rule)]
@@ -81,4 +91,4 @@ def main(asked: ExportConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "export", ExportConfig, validate)
+    run_command(main, "export", ExportConfig, export_mistakes)

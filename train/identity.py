@@ -62,7 +62,7 @@ class Difference(NamedTuple):
         return f"{self.key}: {old} -> {new} ({self.kind})"
 
 
-def differences(old: Config, new: Config) -> list[Difference]:
+def config_differences(old: Config, new: Config) -> list[Difference]:
     """List the keys whose values differ, in the order of the dataclasses.
 
     Secrets are masked first: another password makes no other run.
@@ -109,7 +109,7 @@ def run_name(config: Config) -> str:
     """
     if config.run.name:
         return config.run.name
-    own = {diff.key: diff.new for diff in refused(differences(Config(), config))}
+    own = {diff.key: diff.new for diff in refused(config_differences(Config(), config))}
     text = json.dumps(own, sort_keys=True)
     digits = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config.model.name}-{config.data.name}-{digits}"

@@ -206,7 +206,7 @@ def dim_mistakes(
     return [Mistake(f"mesh.{table}.{axis}", entry, rule)]
 
 
-def mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
+def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     """List what the mesh does not divide, as far as that is known without JAX.
 
     Args:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
+
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.errors import ConfigError, Mistake, check_all
@@ -11,11 +14,15 @@ from train.errors import ConfigError, Mistake, check_all
 class ReportConfig:
     """Keys of `python -m train.report`."""
 
-    runs: list[str] = field(default_factory=list)  # their directories
-    output: str = "comparison.html"  # of several; of one it is its own report.html
+    runs: Annotated[list[str], Doc("The directories of the runs.")] = field(
+        default_factory=list
+    )
+    output: Annotated[
+        str, Doc("The page of several runs. One run has its own report.html.")
+    ] = "comparison.html"
 
 
-def validate(config: ReportConfig) -> list[Mistake]:
+def report_mistakes(config: ReportConfig) -> list[Mistake]:
     """List the mistakes: no run to draw."""
     rule = "must name directories of runs: runs=[runs/a,runs/b]"
     return [] if config.runs else [Mistake("runs", config.runs, rule)]
@@ -58,4 +65,4 @@ def main(asked: ReportConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "report", ReportConfig, validate)
+    run_command(main, "report", ReportConfig, report_mistakes)

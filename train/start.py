@@ -17,7 +17,7 @@ from data.encoding import padded_vocab_size
 from data.errors import DataError
 from data.sources import encoding_of
 from train.config import Config
-from train.describe import describe, describe_data
+from train.describe import describe_data, describe_program
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
@@ -39,7 +39,7 @@ from train.state import TrainState, best_params
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, command: str) -> int:
+def start_run(config: Config, command: str) -> int:
     """Train, or continue the run of that name.
 
     Args:
@@ -105,7 +105,7 @@ def _start(
             )
         compiling = _compile(program)
         order = Order(sources, config.data, config.seed)
-        describe(program)
+        describe_program(program)
         describe_data(order, config.train.num_steps)
         checkpoints = Checkpoints(
             run.path / "checkpoints",

@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from etils import epath
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
@@ -40,8 +41,10 @@ class StatusConfig:
     """Keys of `python -m train.status`."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    json: bool = False  # print one JSON object, for programs
-    follow: bool = False  # show it again and again, until nobody is at the run
+    json: Annotated[bool, Doc("Print one JSON object, for programs.")] = False
+    follow: Annotated[
+        bool, Doc("Print again at intervals, until no process runs the run.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def read_status(folder: epath.Path) -> Status:
     )
 
 
-def validate(config: StatusConfig) -> list[Mistake]:
+def status_mistakes(config: StatusConfig) -> list[Mistake]:
     """List the mistakes: no run, or one object that would have to change."""
     mistakes = must_name_run(config)
     if config.json and config.follow:
@@ -286,4 +289,4 @@ def _steps(start: Start) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(main, "status", StatusConfig, validate)
+    run_command(main, "status", StatusConfig, status_mistakes)

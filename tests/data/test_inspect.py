@@ -8,7 +8,7 @@ from data.describe import describe_batch
 from data.inspect import InspectConfig, main, validate
 from data.sources import open_sources
 from data.token_store.build import prepare_store
-from train.cli.command import to_yaml
+from train.cli.command import config_yaml
 from train.config import Config, RunConfig
 
 
@@ -22,7 +22,7 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
         data = dataclasses.replace(config, skip_batches=skipped)
         folder = tmp_path / "runs/base"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(Config(seed=3, data=data)))
+        (folder / "config.yaml").write_text(config_yaml(Config(seed=3, data=data)))
         run = RunConfig(name="base") if skipped else RunConfig(dir=str(folder))
         assert not validate(InspectConfig(run=run, step=7))
         assert main(InspectConfig(run=run, step=7, width=20)) == 0

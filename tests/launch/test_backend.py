@@ -28,7 +28,7 @@ from tests.launch.controllers import refused
 from tests.launch.golden import equals_golden
 from tests.launch.hostile import VALUES
 from tests.launch.launched import says
-from train.cli.command import to_yaml
+from train.cli.command import config_yaml
 from train.errors import Mistake
 
 RUN_DIR = "gs://bucket/runs/base-1b"
@@ -145,7 +145,7 @@ def test_rendered(name, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets_tell_all_keys_with_their_defaults(kind):
     preset = yaml.safe_load((REPOSITORY / f"configs/cluster/{kind}.yaml").read_text())
-    defaults = yaml.safe_load(to_yaml(KINDS[kind]()))
+    defaults = yaml.safe_load(config_yaml(KINDS[kind]()))
     without_effect = {"backoff_s"} if kind.startswith("gke") else set()
     assert preset == {k: v for k, v in defaults.items() if k not in without_effect}
 

@@ -7,6 +7,7 @@ import pytest
 
 from model.choices import Dtype, Position, RopeScaling, Scaling
 from model.config import ModelConfig
+from model.config_rules import broken_rules
 from train.cli.schema import convert
 
 
@@ -50,7 +51,7 @@ from train.cli.schema import convert
 def test_every_mistake_is_named_with_its_value(change, fields):
     config = replace(ModelConfig(), **change)
     _, bounds = convert(asdict(config), ModelConfig)
-    found = [tuple(mistake) for mistake in bounds] or config.mistakes()
+    found = [tuple(mistake) for mistake in bounds] or broken_rules(config)
     assert [field for field, _, _ in found] == fields
     for field, value, rule in found:
         assert value == attrgetter(field)(config)
@@ -68,14 +69,14 @@ def test_every_mistake_is_named_with_its_value(change, fields):
     ],
 )
 def test_what_is_right_has_no_mistakes(change):
-    assert replace(ModelConfig(), **change).mistakes() == []
+    assert broken_rules(replace(ModelConfig(), **change)) == []
 
 
 @pytest.mark.parametrize(
     "preset", ["gpt2_124m", "gpt2_1558m", "gpt_nano", "llama3_1b", "llama3_8b"]
 )
 def test_presets_have_no_mistakes(composed, preset):
-    assert composed(f"model={preset}").model.mistakes() == []
+    assert broken_rules(composed(f"model={preset}").model) == []
 
 
 @pytest.mark.parametrize(

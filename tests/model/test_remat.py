@@ -7,8 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from model.attention.kernel import attention
-from model.choices import Attention
-from model.config import INTERMEDIATES
+from model.choices import INTERMEDIATES, Attention
 from model.remat import rematerialized
 
 pytestmark = pytest.mark.usefixtures("strict")

@@ -11,33 +11,31 @@ from model.choices import Mlp, Position
 from model.config import ModelConfig
 from train.cli.hints import did_you_mean, unknown_key
 from train.cli.presets import CONFIG_DIR
-from train.cli.rules import must_name_run, validate, without_effect
+from train.cli.rules import config_mistakes, must_name_run, without_effect
 from train.cli.schema import convert
 from train.config import (
     Config,
     DcnConfig,
+    EvalConfig,
+    EvalSet,
     MeshConfig,
+    MlflowConfig,
     OptimizerConfig,
     OptimizerName,
     RunConfig,
     RuntimeConfig,
     Schedule,
     ScheduleConfig,
+    TraceConfig,
+    TrackerConfig,
     TrainConfig,
+    WandbConfig,
 )
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
 from train.identity import flatten
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
-from train.watching import (
-    EvalConfig,
-    EvalSet,
-    MlflowConfig,
-    ProfileConfig,
-    TrackerConfig,
-    WandbConfig,
-)
 
 MOE = ModelConfig(mlp=Mlp.moe)
 RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
@@ -50,7 +48,7 @@ def _wandb(**values: Any) -> Config:
 def mistakes(config: Config) -> list[Mistake]:
     """List mistakes between keys, rules that a mesh lacks being those of presets."""
     tables = {name: RULES[name] | getattr(config.mesh, name) for name in RULES}
-    return validate(replace(config, mesh=replace(config.mesh, **tables)))
+    return config_mistakes(replace(config, mesh=replace(config.mesh, **tables)))
 
 
 def keys(config: Any) -> list[str]:
@@ -112,13 +110,13 @@ def test_the_defaults_are_right():
             ),
             "eval.sets.a",
         ),
-        (Config(profile=ProfileConfig(steps=[4, 4])), "profile.steps"),
-        (Config(profile=ProfileConfig(steps=[4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[4, 4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[4])), "profile.steps"),
         (
             Config(mesh=MeshConfig(context=2, activations={"seq": None})),
             "mesh.activations.seq",
         ),
-        (Config(profile=ProfileConfig(steps=[0, 4])), "profile.steps"),
+        (Config(profile=TraceConfig(steps=[0, 4])), "profile.steps"),
         (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
         (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
         (
@@ -161,7 +159,7 @@ def test_each_rule_names_its_key(config: Any, key: str):
 def test_what_is_allowed_at_the_edge():
     mesh = MeshConfig(data=4, fsdp=-1, dcn=DcnConfig(data=2, fsdp=3))
     mesh = replace(mesh, params={"embed": ["fsdp", "tensor"], "layers": None})
-    steps = ProfileConfig(steps=[1, 2])
+    steps = TraceConfig(steps=[1, 2])
     schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
     train = TrainConfig(num_steps=10)
     assert (
@@ -171,7 +169,9 @@ def test_what_is_allowed_at_the_edge():
 
 def test_a_mesh_without_rules_is_told_each():
     names = [*RULES["params"], *RULES["activations"]]
-    assert sorted(m.key.split(".")[2] for m in validate(Config())) == sorted(names)
+    assert sorted(m.key.split(".")[2] for m in config_mistakes(Config())) == sorted(
+        names
+    )
 
 
 def test_learned_positions_bound_the_rows():

@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from train.cli.schema import read_yaml, to_yaml
-from train.config import Config, MeshConfig, OptimizerConfig, OptimizerName, RunConfig
+from train.cli.schema import config_yaml, read_yaml
+from train.config import (
+    Config,
+    MeshConfig,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    TraceConfig,
+    WandbConfig,
+)
 from train.errors import ConfigError
 from train.identity import run_name
-from train.watching import ProfileConfig, WandbConfig
 
 
 def test_yaml_round_trip(tmp_path):
@@ -17,10 +24,10 @@ def test_yaml_round_trip(tmp_path):
         run=RunConfig(allow_change=["data"]),
         mesh=MeshConfig(fsdp=-1, params={"embed": "fsdp", "layers": None}),
         optimizer=OptimizerConfig(name=OptimizerName.muon, learning_rate=1e-5),
-        profile=ProfileConfig(steps=[1, 2]),
+        profile=TraceConfig(steps=[1, 2]),
     )
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
+    path.write_text(config_yaml(config))
     back = read_yaml(path)
     assert back == config
     assert type(back.optimizer.name) is OptimizerName

@@ -7,6 +7,7 @@ from model.choices import Attention
 from model.config import ModelConfig
 from train.config import (
     Config,
+    EvalConfig,
     MeshConfig,
     OptimizerConfig,
     Remat,
@@ -15,8 +16,14 @@ from train.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from train.identity import ChangeKind, differences, flatten, refused, run_dir, run_name
-from train.watching import EvalConfig
+from train.identity import (
+    ChangeKind,
+    config_differences,
+    flatten,
+    refused,
+    run_dir,
+    run_name,
+)
 
 
 def test_the_name_is_of_what_makes_the_run():
@@ -62,7 +69,7 @@ def test_differences_are_classified():
         train=TrainConfig(num_steps=2000, pipeline_microbatches=4),
         eval=EvalConfig(interval_steps=7),
     )
-    kinds = {diff.key: diff.kind for diff in differences(Config(), new)}
+    kinds = {diff.key: diff.kind for diff in config_differences(Config(), new)}
     assert kinds == {
         "seed": ChangeKind.refused,
         "model.num_layers": ChangeKind.refused,
@@ -75,7 +82,7 @@ def test_differences_are_classified():
         "train.pipeline_microbatches": ChangeKind.allowed,
         "eval.interval_steps": ChangeKind.harmless,
     }
-    diffs = differences(Config(), new)
+    diffs = config_differences(Config(), new)
     assert {d.key for d in refused(diffs, ["seed", "model"])} == {"data.batch_size"}
     # A prefix is a whole section, not the start of a word.
     assert len(refused(diffs, ["mod", "data.batch"])) == 3

@@ -10,17 +10,15 @@ from model.config import ModelConfig
 from train.cli.rules import without_effect
 from train.config import (
     Config,
+    EvalConfig,
     MeshConfig,
     OptimizerConfig,
     OptimizerName,
-    TrainConfig,
-)
-from train.identity import differences
-from train.watching import (
-    EvalConfig,
     TrackerConfig,
+    TrainConfig,
     WandbConfig,
 )
+from train.identity import config_differences
 
 
 def _wandb(**values: Any) -> Config:
@@ -64,7 +62,7 @@ def test_a_setting_without_effect_is_named():
 )
 def test_so_are_settings_of_what_a_model_does_not_have(model: dict, why: str):
     config = Config(model=ModelConfig(**model))
-    changed = {diff.key for diff in differences(Config(), config)}
+    changed = {diff.key for diff in config_differences(Config(), config)}
     assert set(without_effect(config)) == {
         f"{key} has no effect: {why}" for key in changed - {"model.position"}
     }

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from model.params import named
-from train.describe import describe, describe_data, print_parameters
+from train.describe import describe_data, describe_program, print_parameters
 from train.units import format_flops
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -33,7 +33,7 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
 
 
 def test_the_first_screen_says_the_layout_in_one_line(program, capsys):
-    describe(program)
+    describe_program(program)
     out = capsys.readouterr().out
     assert "PartitionSpec" not in out
     assert "('pipeline'" not in out
@@ -49,7 +49,7 @@ def test_the_first_screen_says_the_layout_in_one_line(program, capsys):
 
 
 def test_the_sums_are_right(program, capsys):
-    describe(program)
+    describe_program(program)
     out = capsys.readouterr().out
     params = sum(x.size for x in jax.tree.leaves(program.state.params))
     assert f"parameters  {params:,} in " in out

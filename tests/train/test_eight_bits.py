@@ -158,9 +158,9 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
 
 
 def test_a_cpu_emulates_and_says_so(programs, capsys):
-    from train.describe import describe
+    from train.describe import describe_program
 
     program = programs(*SMALL, "model.compute_dtype=float8")
     assert program.execution.numerics.quantization == ("float8", True)
-    describe(program)
+    describe_program(program)
     assert "linear layers" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from tests.fleet import REPOSITORY
 # line are commands.
 LAYERS = """
     model | data
-    train.masking train.errors train.units train.watching train.config train.console \
+    train.masking train.errors train.units train.config train.console \
 train.identity
     train.mesh_sizes
     train.cli
@@ -49,6 +49,7 @@ LAUNCH_MAY += ("train.identity", "train.run.folder", "train.run.liveness")
 LAUNCH_MAY += ("data.errors", "data.storage", "train.run.records", "train.masking")
 # Beside the standard library and what LAYERS allows.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
+MODEL_MAY |= {"typing_extensions"}
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 NO_JAX = ("data", "train.cli", "train.hardware.chips", "train.hardware.targets")
 

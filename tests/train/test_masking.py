@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from train.cli import command
-from train.cli.command import compose, read_yaml, to_yaml
+from train.cli.command import compose, config_yaml, read_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.identity import differences, run_name
+from train.identity import config_differences, run_name
 from train.masking import is_secret_name, mask
 
 URL = "http://user:pass%40word@host:5000/path"
@@ -74,7 +74,7 @@ def test_files_and_output_hold_no_secret(monkeypatch, capsys):
         ]
     )
     assert config.tracker.mlflow.experiment == "of-geheim-123"  # for the tracker itself
-    written = to_yaml(config)
+    written = config_yaml(config)
     assert MASKED in written
     assert "of-${oc.env:MY_API_KEY}" in written
     said = str(ConfigError([Mistake("tracker.mlflow.uri", URL, f"no {URL}")]))
@@ -99,9 +99,9 @@ def test_another_password_makes_no_other_run():
     one, two = (
         replace(Config(), init_from=url) for url in (URL, URL.replace("word", "w"))
     )
-    assert not differences(one, two)
+    assert not config_differences(one, two)
     assert run_name(one) == run_name(two)
-    assert differences(one, replace(one, init_from=URL + "/other"))
+    assert config_differences(one, replace(one, init_from=URL + "/other"))
 
 
 def test_a_config_of_someone_else_does_not_read_this_environment(tmp_path, monkeypatch):

@@ -25,14 +25,13 @@ from train.cli.compose import Validate, check_command_line, compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
-from train.cli.rules import validate as validate_rules
-from train.cli.rules import without_effect
-from train.cli.schema import read_yaml, to_yaml
+from train.cli.rules import config_mistakes, without_effect
+from train.cli.schema import config_yaml, read_yaml
 from train.config import Config
 from train.errors import STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask
 
-__all__ = ["check_command_line", "compose", "read_yaml", "run_command", "to_yaml"]
+__all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
 
 Outcome = Callable[[Any], tuple[str, float | None]]  # run.dir, last loss of evaluation
 
@@ -43,7 +42,7 @@ def run_command(
     main: Callable[[Any], int | None],
     config_name: str = "train",
     schema: type = Config,
-    validate: Validate = validate_rules,
+    validate: Validate = config_mistakes,
     chosen: Sequence[str] = (),
     outcome: Outcome | None = None,
 ) -> NoReturn:
@@ -71,7 +70,7 @@ def run_command(
 
             code = run_sweep(arguments, flags, config_name, schema, outcome)
         elif flags.cfg == "job" and not flags.package:
-            print(to_yaml(config), end="", flush=True)
+            print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
                 raise ConfigError(mistakes)
         elif shows or flags.shell_completion:

@@ -18,15 +18,22 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import mesh_sizes
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
-from train.cli.hints import did_you_mean, keys_of, type_of, unknown_key, value_rule
+from train.cli.hints import (
+    did_you_mean,
+    keys_of,
+    must_be,
+    type_in_words,
+    type_of,
+    unknown_key,
+)
 from train.cli.presets import Presets, node_of, read_once, search_path, why
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.masking import remember
+from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
 
@@ -175,7 +182,7 @@ class _Check:
             self._between(self.validate(config), typed)
             if self.mistakes and isinstance(config, Config):
                 # Alone they are found with all else that does not fit the devices.
-                self._between(mesh_sizes.mistakes(config), typed)
+                self._between(mesh_mistakes(config), typed)
         return config
 
     def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:
@@ -255,7 +262,7 @@ def _set(tree: DictConfig, override: Override, schema: type) -> str:
     # What is a list in one table may be a name in another; null may stand for a list.
     kind = object if kind is list and (in_table or value is None) else kind
     if not isinstance(value, kind):
-        return value_rule(schema, key, type_of(schema, key)[0])
+        return must_be(type_in_words(type_of(schema, key)[0]), schema, key)
     try:
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:

@@ -1,92 +1,65 @@
-"""What the dataclasses say of a key, in words for people: its type, bounds, meaning.
+"""What the dataclasses declare about a key, in words: its type, bounds and meaning."""
 
-A key means what the comment above or beside its field says.
-"""
-
-import ast
 import difflib
 import functools
-import inspect
-import textwrap
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
+from typing_extensions import Doc
 
 from data.config import INT32_MAX
 from train.cli.other_trainers import name_here
 
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
-    """Return the type hint of a dotted key, None if there is none; is it in a table?
+    """Return the type hint of a dotted key, or None, and whether a table holds it.
 
-    A table itself counts: it takes new entries.
+    A table counts as its own entry here, because it takes new entries.
     """
     hint, in_table = schema, False
     for name in key.split(".") if key else ():
-        hint = inside(hint, name)
-        in_table |= typing.get_origin(hint) is dict
+        hint = type_inside(hint, name)
+        in_table |= typing.get_origin(bare_type(hint)) is dict
     return hint, in_table
 
 
-def inside(hint: Any, name: object) -> Any:
-    """Return the type hint of a field, or of an entry of a table or list; or None."""
-    kind = kind_of(hint)
-    if is_dataclass(kind):
-        return _field_hints(kind).get(str(name))
-    table = typing.get_origin(kind) in (dict, list)
-    return typing.get_args(kind)[-1] if table else None
+def type_inside(hint: Any, name: object) -> Any:
+    """Return the type hint of a field, or of an entry of a table or list, or None."""
+    bare = bare_type(hint)
+    if is_dataclass(bare):
+        return _field_hints(bare).get(str(name))
+    holds_entries = typing.get_origin(bare) in (dict, list)
+    return typing.get_args(bare)[-1] if holds_entries else None
 
 
 @functools.cache
-def _field_hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+def _field_hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section, include_extras=True)
 
 
-def unknown_key(schema: type, key: str) -> str:
-    """Return the rule for a key that there is not: which may be meant, or are there."""
-    rule, parent = "there is no such key", key.rpartition(".")[0]
-    if here := name_here(key, keys_of(schema)):
-        return f"{rule}; {here}"
-    section = type_of(schema, parent)[0]
-    beside = fields(section) if is_dataclass(section) and parent else ()
-    listed = {*keys_of(schema), *(f"{parent}.{field.name}" for field in beside)}
-    if meant := did_you_mean(key, sorted(listed)):
-        return rule + meant
-    if section is None and (meant := did_you_mean(parent, sorted(listed))):
-        return rule + meant
-    while not is_dataclass(section):
-        parent = parent.rpartition(".")[0]
-        section = type_of(schema, parent)[0]
-    if not parent:
-        return f"{rule}; --cfg job shows all there are"
-    return f"{rule}; {parent} has {', '.join(field.name for field in fields(section))}"
+def bare_type(hint: Any) -> Any:
+    """Return the first type of a hint that is not null, without its annotations."""
+    member = next((m for m in _members(hint) if m is not types.NoneType), None)
+    annotated = typing.get_origin(member) is typing.Annotated
+    return typing.get_args(member)[0] if annotated else member
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Suggest names: of the same last part, or its initials, or spelt alike."""
-    names, last = list(names), _tail(word)
-    same = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
-    meant = difflib.get_close_matches(word, same, n=3, cutoff=0)
-    if not meant:
-        close = difflib.get_close_matches(word, names, n=5)
-        alike = [difflib.SequenceMatcher(None, last, _tail(name)) for name in close]
-        meant = [n for n, a in zip(close, alike, strict=True) if a.ratio() > 0.6][:1]
-    return f"; did you mean {' or '.join(meant)}?" if meant else ""
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, each with its annotations."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inner = typing.get_args(hint)[0]
+        hint = inner if _is_union(inner) else hint
+    return typing.get_args(hint) if _is_union(hint) else (hint,)
 
 
-def _tail(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _initials(name: str) -> str:
-    words = name.split("_")
-    return "".join(word[:1] for word in words) if len(words) > 1 else ""
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def keys_of(schema: type, prefix: str = "") -> list[str]:
@@ -99,132 +72,135 @@ def keys_of(schema: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if union else (hint,)
+def unknown_key(schema: type, key: str) -> str:
+    """Return the rule for a key that does not exist, and suggest keys that do."""
+    rule, parent = "there is no such key", key.rpartition(".")[0]
+    if here := name_here(key, keys_of(schema)):
+        return f"{rule}; {here}"
+    section = type_of(schema, parent)[0]
+    siblings = fields(section) if is_dataclass(section) and parent else ()
+    listed = {*keys_of(schema), *(f"{parent}.{field.name}" for field in siblings)}
+    if suggestion := did_you_mean(key, sorted(listed)):
+        return rule + suggestion
+    if section is None and (suggestion := did_you_mean(parent, sorted(listed))):
+        return rule + suggestion
+    while not is_dataclass(section):
+        parent = parent.rpartition(".")[0]
+        section = type_of(schema, parent)[0]
+    if not parent:
+        return f"{rule}; --cfg job shows all keys"
+    return f"{rule}; {parent} has {', '.join(field.name for field in fields(section))}"
 
 
-def kind_of(hint: Any) -> Any:
-    """Return the type of a hint, without null, bounds and single values."""
-    kind = next(m for m in _members(hint) if m is not types.NoneType)
-    annotated = typing.get_origin(kind) is typing.Annotated
-    return typing.get_args(kind)[0] if annotated else kind
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Suggest names with the same last part, with its initials, or spelt similarly."""
+    names, last = list(names), _tail(word)
+    same = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
+    similar = difflib.get_close_matches(word, same, n=3, cutoff=0)
+    if not similar:
+        for name in difflib.get_close_matches(word, names, n=5):
+            if difflib.SequenceMatcher(None, last, _tail(name)).ratio() > 0.6:
+                similar = [name]
+                break
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
-def value_rule(
-    schema: type, key: str, hint: Any, bounds: bool = False, value: object = None
-) -> str:
-    """Return what a value must be, `must be a number, or null`, and what the key means.
+def _tail(key: str) -> str:
+    return key.rpartition(".")[2]
 
-    The key has the places in lists, `profile.steps[0]`. `bounds`: tell these, and not
-    the type, for this `value`.
+
+def _initials(name: str) -> str:
+    words = name.split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""
+
+
+def must_be(words: str, schema: type, key: str) -> str:
+    """Return the rule that a value must be `words`, and what its key means.
+
+    The key may have places in lists, such as `profile.steps[0]`.
     """
-    rule = bounds_rule(hint, value) if bounds else ""
-    rule = rule or f"must be {describe(hint)}"
-    text = meaning(schema, key.replace("[", ".").replace("]", ""))
-    text = text or meaning(schema, key.partition("[")[0])
-    return f"{rule}\n({text})" if text else rule
+    text = meaning_of(schema, key.replace("[", ".").replace("]", ""))
+    text = text or meaning_of(schema, key.partition("[")[0])
+    return f"must be {words}\n({text})" if text else f"must be {words}"
 
 
-def describe(hint: Any) -> str:
-    """Return in words what a type hint takes: `a whole number, or null`."""
-    members, kind = _members(hint), kind_of(hint)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def meaning_of(schema: type, key: str) -> str:
+    """Return the `Doc` of a key; empty for a section, or if there is no such key."""
+    hint = type_of(schema, key)[0]
+    notes = getattr(hint, "__metadata__", ())
+    return next((note.documentation for note in notes if isinstance(note, Doc)), "")
+
+
+def type_in_words(hint: Any) -> str:
+    """Return in words what a type hint takes, such as `a whole number, or null`."""
+    members, bare = _members(hint), bare_type(hint)
+    origin, arguments = typing.get_origin(bare), typing.get_args(bare)
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     if len(members) > 1:
-        own = [m for m in members if m is not types.NoneType]
-        words = [describe(m) for m in own if typing.get_origin(m) is not typing.Literal]
-        return ", or ".join([*words, *["null"] * (len(own) < len(members))])
+        types_ = [m for m in members if m is not types.NoneType]
+        words = [type_in_words(m) for m in types_ if not _is_literal(m)]
+        return ", or ".join([*words, *["null"] * (len(types_) < len(members))])
     if origin is tuple:
-        members = _members(arguments[0])
-        names = [
-            n for m in members if kind_of(m) is not int for n in typing.get_args(m)
-        ]
-        numbers = any(kind_of(member) is int for member in members)
-        return "a list of " + ", ".join(names) + ", or whole numbers" * numbers
+        names, has_numbers = list[str](), False
+        for member in _members(arguments[0]):
+            has_numbers |= bare_type(member) is int
+            names += typing.get_args(member) if _is_literal(member) else ()
+        return "a list of " + ", ".join(names) + ", or whole numbers" * has_numbers
     if origin is list:
-        numbers = kind_of(arguments[0]) is int
-        return "a list such as [a,b]" + ", of whole numbers" * numbers
+        of_numbers = bare_type(arguments[0]) is int
+        return "a list such as [a,b]" + ", of whole numbers" * of_numbers
     if origin is dict:
         return "a table {key: value}"
-    if is_dataclass(kind):
+    if is_dataclass(bare):
         return "set key by key: it is a section"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "one of " + ", ".join(kind.__members__)
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        return "one of " + ", ".join(bare.__members__)
     words = {bool: "true or false", int: "a whole number", float: "a number"}
-    return words.get(kind, "a string" if kind is str else str(kind))
+    words |= {str: "a string", Any: "a string, or a list"}
+    return words[bare]
 
 
-def bounds_rule(hint: Any, value: object = None) -> str:
-    """Return a hint's bounds in words: `must be at least 1, or null`; "" if none.
+def _is_literal(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Literal
 
-    The limit of int32, which nearly every whole number has, is left out unless `value`
-    is above it.
+
+def bounds_in_words(hint: Any, value: object = None) -> str:
+    """Return the bounds of a hint, such as `at least 1, or null`; empty if none.
+
+    Nearly every whole number has the limit of int32. It is left out unless `value` is
+    above it.
     """
-    low = high = None
-    words = []
-    for member in _members(hint):
-        for bound in getattr(member, "__metadata__", ()):
-            low = bound if isinstance(bound, Ge | Gt) else low
-            high = bound if isinstance(bound, Le | Lt) else high
-        if typing.get_origin(member) is typing.Literal:
-            words += map(str, typing.get_args(member))
-    if types.NoneType in _members(hint):
-        words.append("null")
+    notes = [note for member in _members(hint) for note in _notes(member)]
+    low = next((note for note in notes if isinstance(note, Ge | Gt)), None)
+    high = next((note for note in notes if isinstance(note, Le | Lt)), None)
     if high == Le(INT32_MAX) and not (isinstance(value, int) and value > INT32_MAX):
         high = None
-    if low is None and high is None:
-        return ""
     interval = _interval(low, high)
-    if words and interval == "not be negative":
-        interval = "be at least 0"
-    return ", or ".join([f"must {interval}", *words])
+    return ", or ".join([interval, *_single_values(hint)]) if interval else ""
+
+
+def _notes(hint: Any) -> Iterator[object]:
+    yield from getattr(hint, "__metadata__", ())
+
+
+def _single_values(hint: Any) -> Iterator[str]:
+    """Yield the values that a union takes in addition to an interval."""
+    for member in filter(_is_literal, _members(hint)):
+        yield from map(str, typing.get_args(member))
+    if types.NoneType in _members(hint):
+        yield "null"
 
 
 def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:
     least = low.ge if isinstance(low, Ge) else low and low.gt
     most = high.le if isinstance(high, Le) else high and high.lt
-    if least is not None and most not in (None, inf):
+    if least is None:
+        return ""
+    if most not in (None, inf):
         opening, closing = "[("[isinstance(low, Gt)], "])"[isinstance(high, Lt)]
-        return f"lie in {opening}{least}, {most}{closing}"
+        return f"in {opening}{least}, {most}{closing}"
     finite = " and finite" if most == inf else ""
     if isinstance(low, Ge):
-        return f"be at least {least}{finite}" if least or finite else "not be negative"
-    return f"be positive{finite}" if least == 0 else f"be above {least}{finite}"
-
-
-def meaning(schema: type, key: str) -> str:
-    """Return the comment of a key's field; empty if there is none."""
-    parent, _, name = key.rpartition(".")
-    section: Any = kind_of(type_of(schema, parent)[0])
-    if not is_dataclass(section):
-        return ""
-    bases = inspect.getmro(typing.cast(type, section))[:-1]
-    return next(
-        (_comments(base)[name] for base in bases if name in _comments(base)), ""
-    )
-
-
-@functools.cache
-def _comments(section: type) -> dict[str, str]:
-    """Return the comments above and beside each field that a class itself declares."""
-    try:
-        source = textwrap.dedent(inspect.getsource(section))
-    except (OSError, TypeError):  # made by make_dataclass
-        return {}
-    lines, comments = source.splitlines(), {}
-    for node in ast.parse(source).body[0].body:  # type: ignore
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = node.lineno - 1
-            while lines[above - 1].lstrip().startswith("#"):
-                above -= 1
-            texts = [line.strip(" #") for line in lines[above : node.lineno - 1]]
-            beside = lines[node.end_lineno - 1][node.end_col_offset :]  # type: ignore
-            texts.append(beside.strip(" #"))
-            text = " ".join(filter(None, texts)).removesuffix(".")
-            first = text.split(" ")[0].strip(",:;")
-            if first.isalpha():  # v5e-256 stays as it is typed
-                text = text[:1].upper() + text[1:]
-            comments[node.target.id] = text
-    return comments
+        return f"at least {least}{finite}"
+    return f"positive{finite}" if least == 0 else f"above {least}{finite}"

@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from train.cli.flags import is_sweep, parse_flags
-from train.cli.hints import type_of
+from train.cli.hints import bare_type, type_of
 from train.cli.schema import OLD_NAMES
 
 _CHOICES = {"tracker.name": "tracker"}  # keys that choose of a group today
@@ -47,7 +47,7 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
         key = key.replace(name, {**OLD_NAMES, **_CHOICES}.get(name, name))
         hint, in_table = type_of(schema, key)
         key = f"++{key}" if equals and in_table else key
-        if not equals or hint not in (str, str | None):
+        if not equals or bare_type(hint) is not str:
             return f"{key}{equals}{value}"
         parsed = _parsed(parser, value)
         if parsed is not None and parsed.is_sweep_override() and sweeps:

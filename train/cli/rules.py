@@ -15,18 +15,19 @@ from typing import Any
 from data.config import DataConfig, Source
 from model.choices import Activation, Mlp, Position, Scaling
 from model.config import LOGICAL_AXES, ModelConfig
+from model.config_rules import broken_rules
 from train.config import (
     MESH_AXES,
     Config,
+    EvalSet,
     MeshConfig,
     OptimizerName,
     Remat,
     Schedule,
 )
 from train.errors import Mistake, nearest
-from train.identity import differences
+from train.identity import config_differences
 from train.mesh_sizes import listed
-from train.watching import EvalSet
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
 # What no array of a table has.
@@ -39,10 +40,10 @@ _TOGETHER = (
 )
 
 
-def validate(config: Config) -> list[Mistake]:
+def config_mistakes(config: Config) -> list[Mistake]:
     """List every mistake between keys that shows without counting devices."""
     return [
-        *(Mistake(f"model.{k}", v, rule) for k, v, rule in config.model.mistakes()),
+        *(Mistake(f"model.{k}", v, rule) for k, v, rule in broken_rules(config.model)),
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
         *_across(config),
         *_mesh(config.mesh),
@@ -254,7 +255,7 @@ def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 def without_effect(config: Config) -> list[str]:
     """Name changed settings that nothing reads, and a warm-up that never ends."""
-    changed = sorted(diff.key for diff in differences(Config(), config))
+    changed = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model = config.model

@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 from etils import epath
 from omegaconf import OmegaConf
 
-from train.cli.hints import inside, kind_of, type_of, unknown_key, value_rule
+from train.cli.hints import (
+    bare_type,
+    bounds_in_words,
+    must_be,
+    type_in_words,
+    type_inside,
+    type_of,
+    unknown_key,
+)
 from train.cli.plain_yaml import check_whole, parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
@@ -52,8 +60,12 @@ def convert(
     for path, value in leaves(values):  # pydantic takes true for 1
         key = ".".join(map(str, path))
         hint = type_of(schema, key)[0]
-        if isinstance(value, bool) and kind_of(hint) in (int, float):
-            mistakes[path] = Mistake(key, value, value_rule(schema, key, hint))
+        if isinstance(value, bool) and bare_type(hint) in (
+            int,
+            float,
+        ):
+            rule = must_be(type_in_words(hint), schema, key)
+            mistakes[path] = Mistake(key, value, rule)
     try:
         validate((values,))
     except ValidationError as error:
@@ -99,16 +111,16 @@ def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], M
     """Translate one of pydantic's errors; return the path of the value, too."""
     hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
-        if not is_dataclass(kind_of(hint)) and inside(hint, name) is None:
+        if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
             break  # the rest tells the members of a union apart
-        hint = inside(hint, name)
+        hint = type_inside(hint, name)
         path.append(name)
         step = f"[{name}]" if isinstance(name, int) else f".{name}"
         key = (key + step).removeprefix(".")
     value = entry["input"]
     if hint is not None:
-        bounds = entry["type"] in _BOUNDS
-        rule = value_rule(schema, key, hint, bounds, value)
+        words = bounds_in_words(hint, value) if entry["type"] in _BOUNDS else ""
+        rule = must_be(words or type_in_words(hint), schema, key)
         return tuple(path), Mistake(key, value, rule)
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()
@@ -127,7 +139,7 @@ def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
     values.pop(name, None)
 
 
-def to_yaml(config: Any) -> str:
+def config_yaml(config: Any) -> str:
     """Return a config as YAML, every key with its value, secrets masked."""
     return OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
 

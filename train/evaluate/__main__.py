@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from annotated_types import Gt
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run, set_mistakes
 from train.config import (
+    Batches,
     Config,
     Count,
     DistributedConfig,
+    EvalSet,
     Number,
     RunConfig,
     RuntimeConfig,
@@ -21,7 +24,6 @@ from train.config import (
 )
 from train.errors import ConfigError, Mistake
 from train.identity import run_dir
-from train.watching import Batches, EvalSet
 
 if TYPE_CHECKING:
     from train.distributed.processes import Cluster
@@ -38,16 +40,39 @@ class EvaluateConfig:
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    step: Step | None = None  # of the checkpoint, or best; null: the newest
-    num_batches: Batches = -1  # -1: the whole validation split
-    batch_size: Count | None = None  # null: the run's
-    sets: dict[str, EvalSet] = field(default_factory=dict)  # and the run's
-    # Of lm-evaluation-harness, instead of the validation split: [hellaswag, piqa].
-    tasks: list[str] = field(default_factory=list)
-    task_path: str | None = None  # a folder of task files of one's own
-    # Examples of each task; below 1: this part of them; null: all.
-    limit: Annotated[float, Gt(0)] | None = None
-    num_fewshot: Number | None = None  # examples shown first; null: as the task says
+    step: Annotated[
+        Step | None, Doc("The step of the checkpoint, or best. null: the newest.")
+    ] = None
+    num_batches: Annotated[
+        Batches, Doc("The number of batches of each set. -1 takes the whole set.")
+    ] = -1
+    batch_size: Annotated[
+        Count | None, Doc("The number of rows in a batch. null: the run's.")
+    ] = None
+    sets: Annotated[
+        dict[str, EvalSet], Doc("Sets by name, in addition to the run's.")
+    ] = field(default_factory=dict)
+    tasks: Annotated[
+        list[str],
+        Doc(
+            "Tasks of lm-evaluation-harness to score instead of the validation split, "
+            "such as [hellaswag,piqa]."
+        ),
+    ] = field(default_factory=list)
+    task_path: Annotated[
+        str | None, Doc("A folder with further task files. null has none.")
+    ] = None
+    limit: Annotated[
+        Annotated[float, Gt(0)] | None,
+        Doc(
+            "The number of examples of each task, or below 1 the fraction of them. "
+            "null takes all."
+        ),
+    ] = None
+    num_fewshot: Annotated[
+        Number | None,
+        Doc("The number of examples in each prompt. null: what the task says."),
+    ] = None
 
 
 def validate(config: EvaluateConfig) -> list[Mistake]:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.cli.command import run_command
-from train.cli.rules import validate
+from train.cli.rules import config_mistakes
 from train.config import Platform
 from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def main(config: PlanConfig) -> int:
     """Print layout and cost; with a target, what a step needs and how fast it is."""
-    from train.describe import describe, print_parameters
+    from train.describe import describe_program, print_parameters
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
     from train.plan.budget import memory_budget, memory_limit
@@ -64,7 +64,7 @@ def main(config: PlanConfig) -> int:
         config = choose(config, devices, *limits).applied(config)
     program = _lay_out(config, devices, num_tokens, check_vocab)
     if not config.json:
-        describe(program)
+        describe_program(program)
         print_parameters(program)
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
@@ -216,7 +216,7 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
 
 def mistakes(config: PlanConfig) -> list[Mistake]:
     """Return what is wrong, the target's name too."""
-    found = validate(config)
+    found = config_mistakes(config)
     if config.target not in (None, CPU):
         try:
             parse_target(config.target)

@@ -6,10 +6,10 @@ from functools import partial
 
 from jax.sharding import Mesh
 
-from train.cli.rules import validate
+from train.cli.rules import config_mistakes
 from train.config import Config
 from train.console import print_table
-from train.mesh_sizes import mistakes
+from train.mesh_sizes import mesh_mistakes
 from train.plan.recomputing import keeping_more, typed
 from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
@@ -197,7 +197,7 @@ def _moved(config: Config, mesh: Mesh, axis: str, to: str, across: bool) -> str:
         rows = times * config.data.batch_size
         data = replace(config.data, batch_size=rows)
         moved = replace(config, mesh=changed, data=data)
-        if not (validate(moved) or mistakes(moved, mesh.size)):
+        if not (config_mistakes(moved) or mesh_mistakes(moved, mesh.size)):
             more = [f"data.batch_size={rows}"] if times > 1 else []
             return " ".join([*typed, *more])
     return ""

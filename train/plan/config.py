@@ -4,26 +4,57 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
+from typing_extensions import Doc
 
 from train.config import Config, Number
 
-MARGIN = 0.05  # part of a device's memory that stays free, unless told otherwise
+MARGIN = 0.05  # fraction of a device's memory that stays free by default
 
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """Those of training, and its own."""
+    """The keys of training, and these."""
 
-    target: str | None = None  # a machine to compile for (train/hardware/targets.py)
-    # Part of its memory that must stay free.
-    margin: Annotated[float, Ge(0), Lt(1)] = MARGIN
-    json: bool = False  # print one JSON object, for programs
-    output: str | None = None  # folder of plan.html, plan.json; null: plans/<name>
-    # Write the step as traced, lowered and optimized; say what XLA made of it.
-    show: bool = False
-    search: bool = False  # for the fastest layout that fits
-    # Weigh small moments, host memory and products of eight bits too.
-    search_precision: bool = False
-    search_compiles: Number = 4  # how many of the best to compile, at least; 0: none
-    # After which no more are compiled.
-    search_minutes: Annotated[float, Gt(0)] = 15.0
+    target: Annotated[
+        str | None,
+        Doc(
+            "The machine to compile for, such as v5e-256 (train/hardware/targets.py). "
+            "null: this one, and nothing is compiled."
+        ),
+    ] = None
+    margin: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Doc("The fraction of a device's memory that must stay free."),
+    ] = MARGIN
+    json: Annotated[bool, Doc("Print one JSON object, for programs.")] = False
+    output: Annotated[
+        str | None,
+        Doc("The folder of plan.html and plan.json. null means plans/<name>."),
+    ] = None
+    show: Annotated[
+        bool,
+        Doc(
+            "Write the step as traced, lowered and optimized, and say what XLA made of "
+            "it."
+        ),
+    ] = False
+    search: Annotated[bool, Doc("Search for the fastest layout that fits.")] = False
+    search_precision: Annotated[
+        bool,
+        Doc(
+            "The search also weighs small moments, host memory and products in eight "
+            "bits."
+        ),
+    ] = False
+    search_compiles: Annotated[
+        Number,
+        Doc(
+            "The search compiles at least this many of the best candidates. 0 compiles "
+            "none."
+        ),
+    ] = 4
+    search_minutes: Annotated[
+        float, Gt(0), Doc("The search compiles no more candidates after these minutes.")
+    ] = 15.0

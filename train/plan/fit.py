@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from train.cli.rules import validate
+from train.cli.rules import config_mistakes
 from train.errors import ConfigError
 from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
@@ -138,7 +138,7 @@ def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Try]:
     devices, tries = list(program.mesh.devices.flat), list[_Try]()
     for change in changes:
         config = change.applied(program.config)
-        if change.is_open(program.config) and not validate(config):
+        if change.is_open(program.config) and not config_mistakes(config):
             with suppress(ConfigError):  # these devices cannot
                 changed = make_program(config, devices, num_tokens=program.num_tokens)
                 tries.append(_Try(f"have {change.words}", change.override, changed))

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from train.cli.schema import to_yaml
+from train.cli.schema import config_yaml
 from train.hardware.chips import chip_of
 from train.plan.array_layout import layout_data
 from train.plan.compiled.hlo import Module
@@ -53,7 +53,7 @@ def page_data(
         "sequence_length": data.sequence_length,
         "summary": summary,
         "command": shlex.join(["python", "-m", "train.plan", *command]),
-        "config": to_yaml(program.config),
+        "config": config_yaml(program.config),
         "layers": layers_data(program, module),
         "layout": layout_data(program),
     }

@@ -9,7 +9,8 @@ what lies around it, and last what the MLP makes, which is the most.
 from collections.abc import Sequence
 from typing import cast
 
-from model.config import INTERMEDIATES, Intermediate, ModelConfig, OffloadName
+from model.choices import INTERMEDIATES, Intermediate, OffloadName
+from model.config import ModelConfig
 from train.config import Remat
 
 Policy = Remat | tuple[Intermediate, ...]

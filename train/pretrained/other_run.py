@@ -10,7 +10,7 @@ import jax
 from model.params import ParamInfo, is_info
 from train.config import Config
 from train.errors import ConfigError, Mistake, as_typed
-from train.identity import covered, differences
+from train.identity import config_differences, covered
 from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
@@ -112,7 +112,7 @@ def _program_of(other_config: Config, program: Program) -> Program:
 
 def _other_model(other_config: Config, own_config: Config) -> Iterator[str]:
     """Yield in what the other run's model is another one."""
-    for change in differences(
+    for change in config_differences(
         Config(model=other_config.model), Config(model=own_config.model)
     ):
         if not covered(change.key, _FREE):

@@ -6,15 +6,16 @@ import time
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from etils import epath
+from typing_extensions import Doc
 
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import Config, RunConfig, Seconds
+from train.config import Config, Count, RunConfig, Seconds
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import run_dir
-from train.watching import Count
 
 _REMEDY = "Delete the folder of this profile, and ask for another one."
 _POLL_S = 0.5
@@ -26,9 +27,14 @@ class ProfileConfig:
     """Keys of `python -m train.profile`."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    num_steps: Count = 5  # steps to trace
-    step: Count | None = None  # show the profile that begins there instead; null: ask
-    timeout_s: Seconds = 900.0  # for the answer
+    num_steps: Annotated[Count, Doc("The number of steps to trace.")] = 5
+    step: Annotated[
+        Count | None,
+        Doc("Show the profile that begins at this step. null requests a new one."),
+    ] = None
+    timeout_s: Annotated[
+        Seconds, Doc("How long to wait for the trainer, in seconds.")
+    ] = 900.0
 
 
 def main(config: ProfileConfig) -> int:

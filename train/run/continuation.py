@@ -15,7 +15,7 @@ from model.gpt import abstract_gpt, params_of
 from model.params import named
 from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
-from train.identity import ChangeKind, Difference, differences, refused
+from train.identity import ChangeKind, Difference, config_differences, refused
 from train.optimizer.schedule import factor
 from train.run.contents import fits_padded
 from train.run.digests import newest_description
@@ -70,10 +70,10 @@ def compare_with_run(
     run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
     if earlier is None:
         return Continuation(num_steps, [], skip_batches, None, False, run_id)
-    rewind_to, changes = config.run.rewind_to, differences(earlier, config)
+    rewind_to, changes = config.run.rewind_to, config_differences(earlier, config)
     if saved is not None and not is_recorded(path):
         found = {change.key for change in changes}
-        changes += [c for c in differences(saved, config) if c.key not in found]
+        changes += [c for c in config_differences(saved, config) if c.key not in found]
     if last.get("data_fingerprints") == sources.fingerprints:  # it lies elsewhere now
         changes = [
             change._replace(kind=ChangeKind.allowed)

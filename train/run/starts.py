@@ -25,10 +25,10 @@ from etils import epath
 from data.errors import DataError
 from data.sources import Sources
 from data.storage import write_atomically
-from train.cli.schema import read_yaml, renamed, to_yaml
+from train.cli.schema import config_yaml, read_yaml, renamed
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.identity import differences
+from train.identity import config_differences
 from train.run.digests import newest_description
 from train.run.folder import check_layout, run_folder
 from train.run.metrics import read_events
@@ -118,7 +118,7 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
     if then is None:
         return {}
     first = path / "config.yaml"
-    changes = differences(read_yaml(first), then) if first.exists() else []
+    changes = config_differences(read_yaml(first), then) if first.exists() else []
     return {
         "changes": {change.key: yaml_value(change.new) for change in changes},
         **{key: described.get(key) for key in _ALSO_DESCRIBED},
@@ -224,8 +224,8 @@ def record_start(
 
     first = first_config(path) or config
     if not (path / "config.yaml").exists():
-        write_atomically(path / "config.yaml", to_yaml(first))
-    changes = differences(first, config)
+        write_atomically(path / "config.yaml", config_yaml(first))
+    changes = config_differences(first, config)
     record = {
         "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
         "host": socket.gethostname(),
@@ -248,7 +248,7 @@ def checkpoint_metadata(
 ) -> dict[str, Any]:
     """Describe a checkpoint, as JSON beside it."""
     return {
-        "config": to_yaml(config),
+        "config": config_yaml(config),
         "data_fingerprint": sources.fingerprint,
         "data_fingerprints": sources.fingerprints,
         "schedule_steps": schedule_steps,

@@ -29,12 +29,12 @@ from typing import Any
 from etils import epath
 
 from data.storage import is_remote, upload_folder, write_atomically
+from train.config import TrackerConfig
 from train.run.metrics import newest_metrics
 from train.run.trackers.mlflow import MlflowWriter
 from train.run.trackers.tensorboard import TensorBoardWriter
 from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
 from train.run.trackers.writer import Line, Tracked, Writer
-from train.watching import TrackerConfig
 
 _logger = logging.getLogger(__name__)
 _SILENT_S = 60.0  # that a call may take before a word is said about it

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from annotated_types import Gt, Le
 from etils import epath
+from typing_extensions import Doc
 
 from data.config import Seed
 from data.storage import is_remote
@@ -31,21 +32,46 @@ class SampleConfig:
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    step: Step | None = None  # of the checkpoint, or best; null: the newest
-    prompt: str = ""  # text to go on from
-    # A file of prompts instead: one a line; of .jsonl the key prompt of each record.
-    prompts: str | None = None
-    output: str | None = None  # a file for {"prompt": ..., "text": ...} lines
-    interactive: bool = False  # go on from what is typed, turn by turn
-    num_tokens: Count = 256  # to generate
-    stop: list[str] = field(default_factory=list)  # texts before which one ends
-    temperature: NotNegative = 0.8  # 0: always the likeliest token
-    top_k: Count | None = None  # draw from the k likeliest tokens only; null: from all
-    # Draw from the likeliest that make up this part of all chances; null: from all.
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    num_samples: Count = 1  # continuations of each prompt, each drawn anew
-    batch_size: Count = 64  # continuations that are generated at once
-    seed: Seed = 0  # of the draws
+    step: Annotated[
+        Step | None, Doc("The step of the checkpoint, or best. null: the newest.")
+    ] = None
+    prompt: Annotated[str, Doc("The text to continue.")] = ""
+    prompts: Annotated[
+        str | None,
+        Doc(
+            "A file with a prompt on each line, or .jsonl records with the key prompt."
+        ),
+    ] = None
+    output: Annotated[
+        str | None,
+        Doc('A file for lines of {"prompt": ..., "text": ...}. null prints the texts.'),
+    ] = None
+    interactive: Annotated[bool, Doc("Continue what is typed, turn by turn.")] = False
+    num_tokens: Annotated[Count, Doc("The number of tokens to generate.")] = 256
+    stop: Annotated[list[str], Doc("A text ends before the first of these.")] = field(
+        default_factory=list
+    )
+    temperature: Annotated[
+        NotNegative, Doc("0 always takes the most likely token.")
+    ] = 0.8
+    top_k: Annotated[
+        Count | None,
+        Doc("Draw from the k most likely tokens only. null draws from all."),
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Gt(0), Le(1)] | None,
+        Doc(
+            "Draw from the most likely tokens with this total probability. null draws "
+            "from all."
+        ),
+    ] = None
+    num_samples: Annotated[
+        Count, Doc("The number of continuations of each prompt, each with new draws.")
+    ] = 1
+    batch_size: Annotated[
+        Count, Doc("The number of continuations that are generated at once.")
+    ] = 64
+    seed: Annotated[Seed, Doc("The seed of the draws.")] = 0
 
     @property
     def ends(self) -> list[str]:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
+from model.config_rules import broken_rules
 from model.eight_bits.quantization import Quantization
 from model.execution import CallContext, Execution, Numerics
 from model.stacks import LayerKinds, make_stack, run_stacks
@@ -120,7 +121,7 @@ def test_what_makes_no_sense_is_refused(layers, dtype, words):
     config = replace(
         CONFIG, high_precision_layers=layers, compute_dtype=ComputeDtype(dtype)
     )
-    (mistake,) = config.mistakes()
+    (mistake,) = broken_rules(config)
     assert mistake[0] == "high_precision_layers"
     assert words in mistake[2]
 

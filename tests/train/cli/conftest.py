@@ -14,7 +14,7 @@ from train.cli.command import run_command
 
 PROGRAM = """
 import os, sys
-from train.cli.command import run_command, to_yaml
+from train.cli.command import run_command, config_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from data.errors import DataError
@@ -31,7 +31,7 @@ def main(config: Config) -> int:
     if config.seed == 9:
         sys.exit(9)
     print("seed", config.seed, "pid", os.getpid())
-    print(to_yaml(config))
+    print(config_yaml(config))
     return 42 if config.seed == 42 else 0
 
 if __name__ == "__main__":

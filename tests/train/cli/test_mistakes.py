@@ -80,8 +80,8 @@ def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
     result = run(*(f"{key}={huge}" for key in keys), f"profile.steps=[1,{huge}]")
     assert result.returncode == 78
     assert result.stderr.startswith("5 mistakes")
-    assert "lie in [-2147483648, 4294967296)" in entry(result, f"seed = {huge}")
-    assert "lie in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
+    assert "must be in [-2147483648, 4294967296)" in entry(result, f"seed = {huge}")
+    assert "must be in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
 
 
 def test_values_are_shown_as_they_are_typed(run):
@@ -187,7 +187,7 @@ def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
     assert "or a list of query, key, value, " in entry(
         result, "train.remat = [mlp_upp]"
     )
-    assert "(Updates of the whole run" in entry(result, "train.num_steps = 0")
+    assert "(The number of updates in" in entry(result, "train.num_steps = 0")
     assert "must be pairs" in entry(result, "data.skip_batches = [3,1]")
     shown = run("data.skip_steps=[1,3]", "--cfg", "job")
     assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]

@@ -15,13 +15,12 @@ from data.tokenizer import load_tokenizer
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from tests.train.evaluate.task_files import NAMES, write_tasks
-from train.config import RunConfig
+from train.config import EvalSet, RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
 from train.evaluate.__main__ import EvaluateConfig, validate
 from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics
 from train.run.evaluations import Scored, scored
-from train.watching import EvalSet
 
 pytest.importorskip("lm_eval")
 

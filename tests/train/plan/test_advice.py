@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.mesh_sizes import mistakes
+from train.mesh_sizes import mesh_mistakes
 from train.plan.advice import advise, print_prediction
 from train.plan.cost import Flops
 from train.plan.recomputing import WAYS, typed
@@ -159,7 +159,7 @@ def test_the_bottleneck_is_named_and_the_remedy_can_be_typed(
     if override:
         changed = machine(composed, name, *overrides, *override.split())
         assert changed.config != at.config
-        assert mistakes(changed.config, changed.mesh.size) == []
+        assert mesh_mistakes(changed.config, changed.mesh.size) == []
 
 
 def test_the_room_that_is_left_is_named(composed):

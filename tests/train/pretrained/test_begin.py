@@ -14,7 +14,7 @@ from data.errors import DataError
 from model.gpt import GPT, params_of
 from model.params import is_info, named
 from tests.train.pretrained.test_export import BYTES, export
-from train.cli.schema import to_yaml
+from train.cli.schema import config_yaml
 from train.config import CheckpointConfig
 from train.errors import ConfigError
 from train.pretrained import weights
@@ -112,7 +112,7 @@ def other(programs, tmp_path_factory):
     program = programs(*SMALL, "optimizer.ema_decay=0.9", VOCABULARY, devices=1)
     path = tmp_path_factory.mktemp("runs") / "other"
     path.mkdir()
-    (path / "config.yaml").write_text(to_yaml(program.config))
+    (path / "config.yaml").write_text(config_yaml(program.config))
     state = program.init()
     average = jax.tree.map(lambda x: x + 1, state.params)
     state = state._replace(optimizer=state.optimizer._replace(average=average))
@@ -147,7 +147,7 @@ def test_another_runs_weights_fit_any_mesh_optimizer_and_vocabulary(programs, ot
 
 def test_another_runs_model_must_be_the_same_and_saved(programs, tmp_path):
     config = programs(*SMALL, VOCABULARY, devices=1).config
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
     changed = ("model.num_heads=2", "model.norm_epsilon=0.1", "model.vocab_size=200")
     with pytest.raises(ConfigError) as error:
         check_weights(str(tmp_path), programs(*SMALL, *changed, devices=1))

@@ -17,7 +17,7 @@ from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
-from train.cli.command import compose, to_yaml
+from train.cli.command import compose, config_yaml
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.export import ExportConfig, main
@@ -237,7 +237,7 @@ def test_the_family_is_asked_for_before_any_package(
 ):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     config = composed(f"model={preset}")
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
     asked = ExportConfig(RunConfig(dir=str(tmp_path)), output=f"{tmp_path}/out")
     with pytest.raises(ConfigError, match=said):
         main(asked)

@@ -18,7 +18,7 @@ import train.profile.times
 from data.errors import DataError
 from launch.submissions import Submission, submitted
 from train import checkpoints, report, status
-from train.cli.schema import to_yaml
+from train.cli.schema import config_yaml
 from train.config import Config, RunConfig
 from train.distributed.processes import Cluster
 from train.errors import WRONG_CONFIG, WRONG_DATA, ConfigError, Exit, exit_code
@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = "changes: {}\ndata_fingerprints: {'': a}\nschedule_steps: 100\n"
     traced = {"first": 5, "last": 6, "seconds": 1.0, "id": "a"}
     files = {
-        "config.yaml": to_yaml(config_of(folder)),
+        "config.yaml": config_yaml(config_of(folder)),
         "starts/1.yaml": start,
         "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in metrics),
         "events.jsonl": "".join(json.dumps(row) + "\n" for row in EVENTS),

@@ -11,7 +11,7 @@ import yaml
 from etils import epath
 
 from data.config import DataConfig, MixtureSource, Source, WeightChange
-from train.cli.schema import to_yaml
+from train.cli.schema import config_yaml
 from train.config import Config, Schedule, ScheduleConfig
 from train.errors import ConfigError
 from train.run.continuation import compare_with_run
@@ -24,7 +24,7 @@ WSD, COSINE, CONSTANT = map(
 
 def write_run(folder: Path, config: Config, *starts: tuple[int, dict]) -> None:
     (folder / "starts").mkdir()
-    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "config.yaml").write_text(config_yaml(config))
     events = []
     for number, (step, changes) in enumerate(starts, 1):
         text = yaml.safe_dump({"changes": changes, "data_fingerprints": {}})

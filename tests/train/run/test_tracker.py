@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.train.run.trackers.sessions import begin
+from train.config import TensorBoardConfig, TrackerConfig, WandbConfig
 from train.run import tracker
 from train.run.trackers.writer import Line, Tracked, Writer
-from train.watching import TensorBoardConfig, TrackerConfig, WandbConfig
 
 CONFIG = TrackerConfig(WandbConfig(enabled=True))
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config import ModelConfig, OffloadName
+from model.choices import OffloadName
+from model.config import ModelConfig
 from train.config import MESH_AXES, Config, DcnConfig
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes

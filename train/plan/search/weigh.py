@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from train.cli.rules import validate
+from train.cli.rules import config_mistakes
 from train.config import Config
 from train.errors import ConfigError, Exit, Mistake, as_typed
 from train.hardware.interconnect import num_slices
@@ -142,7 +142,7 @@ def _lay_out(
     rows, passes = config.data.batch_size, program.pipeline.own
     choices = variants(mesh, rows, config.model, offload, passes)
     if mistakes := [
-        rule for one in choices[:1] for rule in validate(one.applied(config))
+        rule for one in choices[:1] for rule in config_mistakes(one.applied(config))
     ]:
         raise ConfigError(mistakes)
     return program, choices
@@ -166,7 +166,7 @@ def weigh_changes(
     for changes, layout in _shown(pairs, "weighing changes"):
         layout = replace(layout, changes=changes)
         wanted = layout.applied(config)
-        if validate(wanted):
+        if config_mistakes(wanted):
             continue
         mesh = replace(layout, remat="full", accumulation_steps=1)
         if mesh not in programs:

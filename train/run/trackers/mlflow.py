@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.config import MlflowConfig
 from train.identity import leaves
 from train.run.trackers.writer import Line, Tracked, Writer
-from train.watching import MlflowConfig
 
 _PARAMS, _METRICS = 100, 1000  # at most, in a request
 _VALUE_LENGTH = 500  # that every server takes

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from train.config import WandbConfig
 from train.run.trackers.writer import Line, Tracked, Writer
-from train.watching import WandbConfig
 
 _logger = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 20.0

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
+from train.config import TrackerConfig
 from train.run.metrics import open_metrics
 from train.run.tracker import Tracker, open_tracker
-from train.watching import TrackerConfig
 
 CONFIG = {"model": {"num_layers": 2}, "seed": 0}
 

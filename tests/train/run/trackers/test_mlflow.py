@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.run.trackers.sessions import begin, life
-from train.watching import MlflowConfig, TrackerConfig
+from train.config import MlflowConfig, TrackerConfig
 
 CONFIG = TrackerConfig(mlflow=MlflowConfig(enabled=True))
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.run.trackers.sessions import begin, life
-from train.watching import TensorBoardConfig, TrackerConfig
+from train.config import TensorBoardConfig, TrackerConfig
 
 pytest.importorskip("tensorboardX")
 CONFIG = TrackerConfig(tensorboard=TensorBoardConfig(enabled=True))

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.fleet import REPOSITORY
+from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
 from train.run.trackers import wandb as wandb_writer
-from train.watching import TrackerConfig, WandbConfig
 
 SESSION = """
 import sys, time
-from train.watching import TrackerConfig, WandbConfig
+from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
 began = time.monotonic()
 config = TrackerConfig(WandbConfig(enabled=True))

@@ -1,0 +1,105 @@
+"""The keys of `python -m launch`: those of training, its own, and those of a cluster.
+
+Each kind of cluster has a dataclass of keys, which the other kinds do not know.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any
+
+from typing_extensions import Doc
+
+from launch.config.cloud_clusters import (
+    GkeGpuCluster,
+    GkeTpuCluster,
+    KubernetesCluster,
+    SkypilotCluster,
+    TpuVmCluster,
+)
+from launch.config.clusters import (
+    ClusterConfig,
+    Code,
+    LocalCluster,
+    SlurmCluster,
+    SshCluster,
+)
+from train.config import Config
+
+__all__ = [
+    "KINDS",
+    "Action",
+    "ClusterConfig",
+    "Code",
+    "GkeGpuCluster",
+    "GkeTpuCluster",
+    "KubernetesCluster",
+    "LaunchConfig",
+    "LocalCluster",
+    "SkypilotCluster",
+    "SlurmCluster",
+    "SshCluster",
+    "TpuVmCluster",
+    "kind_in",
+    "kind_of",
+    "schema_of",
+]
+
+
+class Action(StrEnum):
+    """What to do. All but `submit` and `render` need a run that was submitted."""
+
+    submit = "submit"
+    render = "render"
+    status = "status"
+    logs = "logs"
+    stop = "stop"
+    resume = "resume"
+
+
+KINDS: dict[str, type[ClusterConfig]] = {
+    "local": LocalCluster,
+    "ssh": SshCluster,
+    "slurm": SlurmCluster,
+    "gke_tpu": GkeTpuCluster,
+    "gke_gpu": GkeGpuCluster,
+    "tpu_vm": TpuVmCluster,
+    "skypilot": SkypilotCluster,
+}
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Config):
+    """Keys of `python -m launch`: those of training, and these."""
+
+    action: Annotated[Action, Doc("What to do with the run.")] = Action.submit
+    cluster: ClusterConfig = field(default_factory=LocalCluster)
+    follow: Annotated[bool, Doc("action=logs continues until the run ends.")] = False
+    force: Annotated[
+        bool, Doc("Submit the run even if the plan says that it is of no use.")
+    ] = False
+    plan_first: Annotated[bool, Doc("Make a plan before the run is submitted.")] = True
+    output: Annotated[
+        str | None, Doc("The folder that action=render writes to. null prints.")
+    ] = None
+
+
+def kind_in(arguments: Sequence[str]) -> str:
+    """Return the kind of cluster in a command line; `local` if it names none."""
+    chosen = [a.partition("=")[2] for a in arguments if a.startswith("cluster=")]
+    return chosen[-1] if chosen and chosen[-1] in KINDS else "local"
+
+
+def kind_of(cluster: ClusterConfig) -> str:
+    """Return the kind that has these keys."""
+    return next(kind for kind, keys in KINDS.items() if keys is type(cluster))
+
+
+def schema_of(kind: str) -> type:
+    """Return the dataclass of all keys of `python -m launch`, with this kind's own."""
+    own: Any = field(default_factory=KINDS[kind])
+    cluster = ("cluster", KINDS[kind], own)
+    return dataclasses.make_dataclass(
+        "LaunchConfig", [cluster], bases=(LaunchConfig,), frozen=True
+    )

@@ -1,0 +1,119 @@
+"""The configuration of training as frozen dataclasses, one module for each topic.
+
+Types, defaults, bounds and meanings are declared here, once. The YAML files under
+`configs/` hold what a preset changes, and docs/config.md lists every key. Code that
+needs one section takes that section; code that builds or describes a whole start takes
+`Config`. Rules between keys are in `train/cli/rules.py`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from typing_extensions import Doc
+
+from data.config import Count, DataConfig, Number, RunSeed
+from model.config import ModelConfig
+from train.config.bounds import Batches, NotNegative, Seconds, Step
+from train.config.machine import (
+    DistributedConfig,
+    Platform,
+    RuntimeConfig,
+    WatchdogConfig,
+)
+from train.config.mesh import MESH_AXES, DcnConfig, MeshConfig
+from train.config.monitoring import (
+    EvalConfig,
+    EvalSet,
+    LogConfig,
+    MlflowConfig,
+    TensorBoardConfig,
+    TraceConfig,
+    TrackerConfig,
+    WandbConfig,
+)
+from train.config.optimizer import (
+    MomentDtype,
+    OptimizerConfig,
+    OptimizerName,
+    Schedule,
+    ScheduleConfig,
+)
+from train.config.run import CheckpointConfig, RunConfig
+from train.config.training import Remat, TrainConfig
+
+__all__ = [
+    "MESH_AXES",
+    "Batches",
+    "CheckpointConfig",
+    "Config",
+    "Count",
+    "DcnConfig",
+    "DistributedConfig",
+    "EvalConfig",
+    "EvalSet",
+    "LayoutConfig",
+    "LogConfig",
+    "MeshConfig",
+    "MlflowConfig",
+    "MomentDtype",
+    "NotNegative",
+    "Number",
+    "OptimizerConfig",
+    "OptimizerName",
+    "Platform",
+    "Remat",
+    "RunConfig",
+    "RuntimeConfig",
+    "Schedule",
+    "ScheduleConfig",
+    "Seconds",
+    "Step",
+    "TensorBoardConfig",
+    "TraceConfig",
+    "TrackerConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "WatchdogConfig",
+]
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """What `python -m train.plan` shows of the layout."""
+
+    array: Annotated[
+        str | None,
+        Doc("The name of a parameter: show which device holds which slice of it."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """All keys of `python -m train`."""
+
+    seed: Annotated[
+        RunSeed, Doc("The seed of the weights, the order of the data, and sampling.")
+    ] = 0
+    init_from: Annotated[
+        str | None,
+        Doc(
+            "A folder written by transformers or train.export, or the directory of "
+            "another run. Its weights are those of step 0. null initialises them."
+        ),
+    ] = None
+    run: RunConfig = field(default_factory=RunConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    profile: TraceConfig = field(default_factory=TraceConfig)
+    plan: LayoutConfig = field(default_factory=LayoutConfig)

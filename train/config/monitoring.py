@@ -1,0 +1,153 @@
+"""What is observed of a run: validation, logs, trackers and traces.
+
+None of these keys changes what is trained.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+from typing_extensions import Doc
+
+from data.config import Count, Number
+from train.config.bounds import Batches
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A text to evaluate on, in addition to the validation split."""
+
+    path: Annotated[
+        str,
+        Doc(
+            "A token store, whose validation split is used if it has one; or text, if "
+            "data.path is text."
+        ),
+    ] = ""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation during training."""
+
+    interval_steps: Annotated[
+        Count, Doc("The number of steps between evaluations.")
+    ] = 500
+    num_batches: Annotated[
+        Batches, Doc("The number of batches of each set. -1 takes the whole set.")
+    ] = 16
+    final_num_batches: Annotated[
+        Batches,
+        Doc("The same for the evaluation at the end of the run."),
+    ] = -1
+    sets: Annotated[
+        dict[str, EvalSet],
+        Doc("Further sets by name, such as {code: {path: stores/code}}."),
+    ] = field(default_factory=dict)
+    by_source: Annotated[
+        bool, Doc("Each source of a mixture is also scored separately.")
+    ] = True
+    tasks: Annotated[
+        list[str],
+        Doc(
+            "Tasks of lm-evaluation-harness (the extra `eval`) to score, such as "
+            "[hellaswag,piqa]."
+        ),
+    ] = field(default_factory=list)
+    task_path: Annotated[
+        str | None, Doc("A folder with further task files. null has none.")
+    ] = None
+    task_interval_steps: Annotated[
+        Count,
+        Doc(
+            "The number of steps between scores of tasks. The last step is scored too."
+        ),
+    ] = 2000
+    task_limit: Annotated[
+        Annotated[float, Gt(0)] | None,
+        Doc(
+            "The number of examples of each task, or below 1 the fraction of them. "
+            "null takes all."
+        ),
+    ] = 100
+    task_num_fewshot: Annotated[
+        Number | None,
+        Doc("The number of examples in each prompt. null: what the task says."),
+    ] = None
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Return the path of each set, by name."""
+        return {name: each.path for name, each in self.sets.items()}
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """How often metrics are read from the device and written."""
+
+    interval_steps: Annotated[
+        Count, Doc("The number of steps between two lines of metrics.jsonl.")
+    ] = 10
+    numerics_interval_steps: Annotated[
+        Count | None,
+        Doc(
+            "The number of steps between statistics of each layer's activations, "
+            "gradients and updates, and of what eight bits flush to zero or clip. null "
+            "collects none."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """W&B works offline unless told otherwise."""
+
+    enabled: Annotated[bool, Doc("Write to W&B; tracker=wandb sets this.")] = False
+    project: Annotated[str, Doc("The W&B project.")] = "longhaul"
+    mode: Annotated[
+        Literal["offline", "online"],
+        Doc("offline only writes files, which `wandb sync` can upload later."),
+    ] = "offline"
+
+
+@dataclass(frozen=True)
+class TensorBoardConfig:
+    """Event files in the run's directory."""
+
+    enabled: Annotated[
+        bool, Doc("Write event files; tracker=tensorboard sets this.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """An MLflow server, or files in the run's directory."""
+
+    enabled: Annotated[bool, Doc("Write to MLflow; tracker=mlflow sets this.")] = False
+    uri: Annotated[
+        str | None,
+        Doc(
+            "The URI of a server. null means $MLFLOW_TRACKING_URI, or files in the "
+            "run's directory if that is not set."
+        ),
+    ] = None
+    experiment: Annotated[str, Doc("The MLflow experiment of the run.")] = "longhaul"
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl, such as tracker=[wandb,tensorboard]."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """Traces of jax.profiler."""
+
+    steps: Annotated[
+        list[Number],
+        Doc("[first,last] traces these steps into <run.dir>/profiles/<first>."),
+    ] = field(default_factory=list)

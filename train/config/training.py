@@ -1,0 +1,99 @@
+"""The training loop and the training step."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+from typing_extensions import Doc
+
+from data.config import Count, Number
+from model.choices import Dtype, Intermediate, OffloadName
+from train.config.bounds import NotNegative
+
+
+class Remat(StrEnum):
+    """What the backward pass recomputes: nothing, all but matrix products, all."""
+
+    none = "none"
+    dots = "dots"
+    full = "full"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop and the training step."""
+
+    num_steps: Annotated[
+        Count, Doc("The number of updates in the whole run, and the schedule's length.")
+    ] = 1600
+    accumulation_steps: Annotated[
+        Count,
+        Doc(
+            "The number of microbatches in a step. An evaluation divides its batches "
+            "the same way."
+        ),
+    ] = 1
+    pipeline_microbatches: Annotated[
+        Count | None,
+        Doc(
+            "The number of parts of a microbatch that are in the stages of "
+            "mesh.pipeline at once. null: as many as there are stages."
+        ),
+    ] = None
+    max_skipped_steps: Annotated[
+        Number,
+        Doc(
+            "The run ends with exit code 3 if more updates than this are skipped in a "
+            "row."
+        ),
+    ] = 10
+    skip_sigma: Annotated[
+        Annotated[float, Gt(0)] | None,
+        Doc(
+            "Skip updates whose loss or gradient norm is this many standard deviations "
+            "above the recent ones. null skips none of them."
+        ),
+    ] = None
+    skip_window: Annotated[
+        int, Ge(4), Le(2**16), Doc("The number of steps that count as recent.")
+    ] = 128
+    replica_check_interval_steps: Annotated[
+        Count | None,
+        Doc(
+            "The number of steps between comparisons of the replicas of the state. "
+            "null never compares them."
+        ),
+    ] = 500
+    remat: Annotated[
+        Remat | tuple[Intermediate, ...],
+        Doc(
+            "What the backward pass recomputes of each layer, or a list of the results "
+            "that are saved and not recomputed."
+        ),
+    ] = Remat.none
+    offload: Annotated[
+        tuple[OffloadName, ...],
+        Doc(
+            "A list of the results of each layer that wait for the backward pass in "
+            "host memory. residual is the input of the layer."
+        ),
+    ] = ()
+    reduce_dtype: Annotated[
+        Dtype,
+        Doc(
+            "The dtype in which gradients of matrices and tables travel between "
+            "devices. auto: model.compute_dtype, bfloat16 if that has eight bits, "
+            "float32 between the devices of a CPU."
+        ),
+    ] = Dtype.auto
+    loss_chunk_tokens: Annotated[
+        Count | None,
+        Doc(
+            "The number of positions per device whose logits exist at once. null: the "
+            "smallest number that is fast."
+        ),
+    ] = None
+    z_loss: Annotated[
+        NotNegative, Doc("The weight of the squared logarithm of the softmax's sum.")
+    ] = 0.0
