@@ -104,10 +104,10 @@ TPU = Achievable(
 # does; Mixtral 8x7B on v6e-256 judges it.
 TPU_V6E = replace(TPU, products=0.65)
 
-# Sources, GPU:
-# half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,
-#     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each the double.
-# attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal, 512 to 16384
+# Sources, GPU: half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N =
+# 8192: 386,     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each
+# twice the last. attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal,
+# 512 to 16384
 #     tokens: heads of 128 315 to 539 TFLOP/s, of 64 225 to 388; backward 305 to 516 and
 #     266 to 433; FlashAttention-2 191 to 335, 180 to 299; 214 to 322, 198 to 291.
 #     Weighed as 2 products forward and 5 backward. A100: arXiv:2307.08691: up to 73 %
@@ -119,10 +119,10 @@ TPU_V6E = replace(TPU, products=0.65)
 #     80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
 # grouped: as other products; no public run judged it.
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
-# products: settled on public runs; the best of many shapes, briefly, is 0.87 on A100,
+# products: fitted to public runs; the best of many shapes, briefly, is 0.87 on A100,
 #     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
 #     on H100 (huggingface/gpu-fryer, README.md). Blackwell as Hopper: no public run.
-# memory: settled on public runs, all chips alike; NVIDIA's own figure for the A100 is
+# memory: fitted to public runs, equal for all chips; NVIDIA's figure for the A100 is
 #     95 % of the bandwidth.
 # spread: as between slices of TPUs.
 HOPPER = Achievable(
@@ -144,7 +144,7 @@ BLACKWELL = HOPPER
 
 
 def slowest(parts: int, spread: float) -> float:
-    """Return the slowest of so many step times over their mean, normally distributed.
+    """Return the expected maximum of n normal step times, divided by their mean.
 
     Source: the expected maximum of n normal variables is close to sqrt(2 ln n) standard
     deviations.

@@ -1,4 +1,4 @@
-"""What chips can do, as their vendors state it."""
+"""The rates of chips that their vendors state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,7 +152,7 @@ CHIPS = {
         scatters_whole=True,
     ),
     "a100": Chip(
-        "A100",  # with 80 GB
+        "A100",  # the one of 80 GB
         _flops(312),
         hbm_bytes=85_100_068_864,
         hbm_bandwidth=2039 * GB,

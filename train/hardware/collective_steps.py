@@ -46,7 +46,7 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
         near = members[::slices]
         slice_ = slice_of(mesh, device)
         gather, scatter = _gather(near, slice_, chip), _scatter(near, slice_, chip)
-        # On a 2D torus XLA gathers small arrays by an all-reduce.
+        # XLA gathers small arrays by an all-reduce on a 2D torus.
         small = scatter if chip.links == 4 else gather
         steps = AxisSteps(
             axis, *((*sizes, slices) for sizes in (gather, small, scatter))
@@ -89,7 +89,7 @@ def _scatter(
     planes, lines = planes_and_lines
     over_planes = (1 - 1 / planes) / links(members[::lines])
     over_lines = (1 / planes - 1 / size) / links(members[:lines])
-    # At equal times the form wins that sends fewer bytes.
+    # If times are equal, the form that sends fewer bytes wins.
     limit = one_step * (1.001 if all_reduced else 0.999)
     return planes_and_lines if over_planes + over_lines < limit else (size,)
 

@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 _LIBTPU_NAMES = {"v5p": "v5"}
 _MEGACORE = ("v4", "v5p")  # both cores of a chip are one JAX device
 
-# What XLA knows of GPUs: name and proto fields beside those of `hardware/chips.py`.
+# XLA's descriptions of GPUs: names and proto fields, in addition to hardware/chips.py.
 # Source: openxla/xla, xla/backends/gpu/target_config/specs.
 _AMPERE = """
   cuda_compute_capability { major: 8 }

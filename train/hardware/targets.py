@@ -44,7 +44,7 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """What one chip can do."""
+        """The rates of one chip."""
         return CHIPS[self.family]
 
     @property
@@ -81,10 +81,10 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Find the machine of a name.
+    """Find the machine with this name.
 
     Raises:
-        ConfigError: if there is no such machine; says what there is.
+        ConfigError: there is no such machine. The message lists the machines.
     """
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
     family = match[1] if match else ""

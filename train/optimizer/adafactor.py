@@ -19,8 +19,8 @@ import optax
 from model.params import ParamInfo, is_info
 
 _LEAST_SQUARE, _LEAST_SCALE = 1e-30, 1e-3
-_LIMIT = 1.0  # of the root mean square of an update
-_EXPONENT = 0.8  # of the decay 1 - t**-0.8
+_LIMIT = 1.0  # the largest root mean square of an update
+_EXPONENT = 0.8  # the decay is 1 - t**-0.8
 
 
 class Factored(NamedTuple):

@@ -29,13 +29,14 @@ def layer_by_layer(
     """Return parameters and moments after an update, and whether it was accepted.
 
     Args:
-        update: of trees in which some leaves are left out (`optax.MaskedNode`).
+        update: a function of trees in which leaves may be missing (`optax.MaskedNode`).
         grads: tree of arrays.
-        moments: of an optax transformation.
+        moments: the state of an optax transformation.
         params: tree of arrays.
-        on_host: whether moments lie in host memory, but for vectors' and counts.
-        in_place: whether new moments take the old ones' place in each iteration; else
-            they are stacked anew, and the host holds both until the loop's end.
+        on_host: whether moments are in host memory, except those of vectors, and
+            counts.
+        in_place: whether new moments replace the old ones in each iteration. Otherwise
+            they are stacked again, and the host holds both until the end of the loop.
     """
     home = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts, accepted = [], jnp.bool_(True)
@@ -115,7 +116,7 @@ def _to_device(tree: Any, dims: int) -> Any:
 
 
 def _moved(tree: Any, dims: int, space: Any) -> Any:
-    """Move arrays of so many dims at least."""
+    """Move arrays with at least `dims` dims."""
     return jax.tree.map(
         lambda x: jax.device_put(x, space) if x.ndim >= dims else x, tree
     )

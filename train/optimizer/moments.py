@@ -1,23 +1,24 @@
 """How moments are kept between steps: in float32, bfloat16 or eight bits.
 
-An update computes in float32: moments are unpacked before it, and packed behind it with
-stochastic rounding (train/optimizer/rounding.py). Entry by entry, and alike on every
-mesh: of what lies elsewhere only maxima are needed, which are exact in any order.
+An update computes in float32: moments are unpacked before it, and packed after it with
+stochastic rounding (train/optimizer/rounding.py). This works entry by entry, and gives
+the same on every mesh: only maxima of other devices are needed, which are exact in any
+order.
 
 Eight bits are the code c of a level c**p, times a scale:
 
-- The scale of an entry is the least of the largest entries of its row and its column,
-  of the matrix that the parameter is. So one large entry coarsens none but itself, as
-  in blocks, but nothing is cut into blocks: these would have to fit into the parts of
-  every mesh, and into a TPU's tiles. Source: rank-1 normalization of Li, Chen and Zhu,
-  Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.2.
-- A mean has a sign and 127 levels of p = 2, a mean square 255 of p = 4: the square
-  root, of which the update is a quotient with the mean, has p = 2 too. So levels grow
-  finer towards zero, both alike, and of an entry a thousandth as large as its scale
-  four levels, or eight, are below. Evenly spaced levels have none there.
-- A mean square never falls to zero where its scale is not (level 1 is the least): the
-  update divides by it. Section 4.1 of the same source shows what becomes of it else.
-  Where all of a row or column is zero the scale is, and so is what is unpacked.
+- The scale of an entry of a matrix is the smaller of the largest entries of its row and
+  its column. One large entry therefore coarsens only itself, as with blocks. Blocks
+  would have to fit into the shards of every mesh, and into a TPU's tiles. Source:
+  rank-1 normalization of Li, Chen and Zhu, Memory Efficient Optimizers with 4-bit
+  States, arXiv:2309.01507, section 4.2.
+- A mean has a sign and 127 levels with p = 2. A mean square has 255 levels with p = 4,
+  because its square root, by which the update divides the mean, then has p = 2 too.
+  Levels become finer towards zero: below a thousandth of the scale there are still four
+  or eight levels, where evenly spaced levels have none.
+- A mean square never becomes zero unless its scale is zero (the least level is 1),
+  because the update divides by it; section 4.1 of the same source shows the damage. If
+  a whole row or column is zero, so are its scale and its unpacked values.
 """
 
 from collections.abc import Mapping
@@ -100,7 +101,7 @@ class Storage:
 
     def repacked(self, state: Any, step: jax.Array) -> Any:
         """Convert a state whose moments were stored in another way."""
-        state = jax.device_put(state, jax.memory.Space.Device)  # from the host's, too
+        state = jax.device_put(state, jax.memory.Space.Device)  # also from host memory
         return self.packed(unpacked(state), step)
 
     def rounded(

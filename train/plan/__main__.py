@@ -180,7 +180,7 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
 
 
 def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
-    """Return what the page shows beside the figures."""
+    """Return the values that the page shows in addition to the figures."""
     from train.plan.advice import remedy, summary
     from train.plan.compiled.trip_counts import read
     from train.plan.page import page_data

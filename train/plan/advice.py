@@ -1,4 +1,4 @@
-"""What a predicted step waits for, in a sentence, and what to type to change it."""
+"""Name the bottleneck of a predicted step, and the override that would change it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _RANGE = {
     "tpu": "low: all that can overlap does; high: only what is scheduled to",
     "gpu": "20 % to either side of kernels one after the other",
 }
-# Of public runs, by platform (benchmarks/results/*_published.json).
+# Comparisons with public runs, by platform (benchmarks/results/*_published.json).
 _SEEN = {
     "tpu": "nine public runs that nothing was settled on took 0.93 to 1.19 times the "
     "middle, 6 % off on average; six lay in the range",
@@ -48,11 +48,11 @@ class SuggestedChange:
 
 @dataclass(frozen=True)
 class Advice:
-    """What limits a step, and what to change, in words.
+    """The bottleneck of a step and the remedy, in words.
 
-    bottleneck: what the step waits for most, or has no room for.
-    change: what to do about it.
-    override: what to type; "" if no single key helps.
+    bottleneck: the resource that the step waits for most, or lacks.
+    change: the remedy.
+    override: the override to type; "" if no single key helps.
     changes: if the step does not fit, the changes that make it smaller.
     """
 

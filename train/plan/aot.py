@@ -33,7 +33,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Compilation:
-    """What compiling took in this process."""
+    """The cost of compiling in this process."""
 
     seconds: float
     peak_rss_bytes: int

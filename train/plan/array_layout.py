@@ -1,8 +1,8 @@
-"""Which chip holds which slice of an array, as a grid over the machine's coordinates.
+"""Show which chip holds which slice of an array, on a grid of the machine.
 
-A panel is what lies in one plane: a slice of TPUs in two dims, a plane of one in three,
-a node of GPUs. Panels are alike but for where their first device lies in the mesh, so
-the page carries each pattern once, and its script works out who holds what.
+A panel is one plane of the machine: a 2D slice of TPUs, a plane of a 3D slice, or a
+node of GPUs. Panels differ only in the mesh coordinates of their first device, so the
+page holds each pattern once, and its script computes which device holds what.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def layout_data(program: Program) -> dict[str, Any]:
 
 
 def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
-    """Add a panel to the last run if it goes on like it, else begin a run."""
+    """Add a panel to the last run if it continues it; otherwise begin a new run."""
     if runs and runs[-1][0] == pattern:
         _, first, step, first_host, host_step, count = runs[-1]
         if count == 1:

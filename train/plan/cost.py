@@ -1,17 +1,17 @@
-"""What one device computes, moves and sends in one step.
+"""The FLOPs, bytes and collectives of one device in one step.
 
-Known in two ways: read in the text of the compiled program (compiled/step.py), or
-estimated without a compiler (estimated/step.py). Both count alike.
+They are read from the text of the compiled program (compiled/step.py), or estimated
+without a compiler (estimated/step.py). Both count in the same way.
 
-FLOPs are those of matrix products alone, two for each multiplication and addition.
-Bytes of main memory are what each instruction reads and writes by itself, as if no
-cache held anything from one to the next.
+FLOPs are those of matrix products only, two for each multiplication and addition. Bytes
+of main memory are those that each instruction reads and writes by itself, as if no
+cache kept anything from one to the next.
 
-Of collectives, n being the size of a group: `payload` is the bytes of the whole
-gathered array, of the array that is reduced (and scattered), of what one device gives
-to an all-to-all or a permute. `sent` is the bytes that each device puts on its links
-when rings are used: (n-1)/n of the payload, twice that for an all-reduce, all of it for
-a permute.
+For a collective in groups of n devices, `payload` is the bytes of the gathered array,
+of the array that is reduced (and scattered), or of one device's input of an all-to-all
+or a
+permute. `sent` is the bytes that each device sends over its links if rings are used:
+(n-1)/n of the payload, twice that for an all-reduce, and all of it for a permute.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from train.console import print_table
 from train.units import format_bytes, format_flops
 
 COMPILED, ESTIMATED = "compiled", "estimated"
-# Those that carry activations, which layers wait for.
+# The mesh axes along which activations are sent, for which layers wait.
 ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
 # How many products over [T, S] an attention kernel computes. Splash: the backward pass
 # is two kernels, each of which makes the scores and their cotangent again. cuDNN: two
 # of the forward pass; scores again and the four gradients.
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-CUDNN_PRODUCTS = {False: 2, True: 5}  # by whether it is the backward pass
+CUDNN_PRODUCTS = {False: 2, True: 5}  # True: the backward pass
 _TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
 
 
@@ -126,9 +126,9 @@ class CollectiveTotal:
     axes: mesh axes along which the members of a group differ.
     network: the slowest that a group crosses.
     sent: bytes, by each device.
-    overlapped: the part of `sent` that is scheduled beside matrix products.
+    overlapped: the part of `sent` that is overlapped with matrix products.
     serves: the part of the model it belongs to, where totals are itemized by that.
-    links: of a chip, over which its groups send within a slice of TPUs; 0: not known.
+    links: the links of a chip over which a group sends in a slice of TPUs; 0: unknown.
     """
 
     axes: tuple[str, ...]

@@ -117,9 +117,9 @@ def _recompute(program: Program) -> list[_Try]:
 
 
 def _cut_batch(program: Program) -> list[_Try]:
-    """Give 2, 4, 8, ... times the microbatches, down to a row of each a device.
+    """Try 2, 4, 8, ... times the microbatches, down to one row of each on a device.
 
-    A pipeline cuts a device's rows of each once more.
+    A pipeline divides a device's rows of each microbatch again.
     """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)

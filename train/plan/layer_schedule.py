@@ -1,18 +1,18 @@
-"""One layer on the clock: what a device computes, sends and waits for, and when.
+"""The timeline of one layer: what a device computes, sends and waits for, and when.
 
-The layer is one trip of the loop over layers in a compiled step, laid out in the order
-in which XLA scheduled its instructions. The model:
+The layer is one iteration of the loop over layers in a compiled step, in the order in
+which XLA scheduled its instructions. The model of time:
 
-- A device runs one instruction after the other. Each takes as long as its FLOPs or its
-  bytes from and to main memory, whichever is longer, at the rates given.
-- A collective takes the bytes that a device sends at the rate of its group. Collectives
-  of the same network and the same mesh axes run one after the other.
-- What is asynchronous starts when its lane is free, and the instruction that needs it
-  waits for its end; anything else is waited for at once.
-- Asynchronous copies between memories have a lane of their own; that they take
-  bandwidth from the instructions beside them is left out.
+- A device runs one instruction after another. Each takes the time of its FLOPs or of
+  its bytes to and from main memory, whichever is longer.
+- A collective takes the time of the bytes that a device sends, at the rate of its
+  group. Collectives of the same network and mesh axes run one after another.
+- An asynchronous operation starts when its lane is free, and the instruction that needs
+  its result waits for its end. Synchronous operations are awaited at once.
+- Asynchronous copies between memories have their own lane. The bandwidth that they take
+  from overlapped instructions is ignored.
 
-So these are the shortest times that the schedule allows; no instruction has overhead.
+These are the shortest times that the schedule allows; instructions have no overhead.
 """
 
 import functools
@@ -35,7 +35,7 @@ from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Mo
 from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
 
-COMPUTE, COPIES = "compute", "copies between memories"  # lanes beside the networks
+COMPUTE, COPIES = "compute", "copies between memories"  # lanes other than networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
 _HOST = ("send", "recv", "send-done", "recv-done")
 
@@ -115,7 +115,7 @@ def layer_loops(module: Module) -> dict[str, Loop]:
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an instruction does. `copied`: who awaits the copy that it only starts."""
+    """The work of an instruction. `copied`: the instruction that awaits its copy."""
 
     kind: str
     seconds: float
@@ -131,8 +131,10 @@ class _Device:
     def __init__(self, module: Module, mesh: Mesh, rates: Rates):
         self._mesh, self._rates = mesh, rates
         self._now = 0.0
-        self._free = dict[str, float]()  # by lane: when it is
-        self._pending = dict[str, tuple[float, str]]()  # by who waits: end, for what
+        self._free = dict[str, float]()  # lane -> when it is free
+        self._pending = dict[
+            str, tuple[float, str]
+        ]()  # waiting instruction -> end, label
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
@@ -140,7 +142,7 @@ class _Device:
         self._cost_of = functools.cache(self._cost)
 
     def finish(self) -> list[Span]:
-        """Wait for what nobody waited for, and give all that took time."""
+        """Complete pending asynchronous operations and return all spans."""
         for name in sorted(self._pending, key=lambda name: self._pending[name]):
             self._wait(name)
         return [span for span in self._spans if span.seconds > 0]
@@ -155,7 +157,7 @@ class _Device:
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
-                # Of branches the one that is taken most often.
+                # The branch that is taken most often represents all.
                 self.run(max(instruction.called, key=self._times))
             else:
                 self._step(instruction, self._cost_of(executed))

@@ -26,7 +26,7 @@ from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
-HELD = ("parameters", "optimizer state", "batch")  # from the first step to the last
+HELD = ("parameters", "optimizer state", "batch")  # resident during the whole run
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a step needs.
+    """The memory that a step needs.
 
-    parts: of one device, by name; not a sum: arguments are the state and the batch,
-        gradients are among the temporaries.
-    needed: of one device, all in all.
-    host: of what a step keeps in host memory, the part of one device, by name.
-    devices_per_host: that share one host's memory.
-    host_save: of one host, at most, while an asynchronous save copies from it.
-    checkpoint: on disk, before compression.
-    temporaries: what those of one device hold.
+    parts: bytes on one device, by name. They overlap: arguments are the state and the
+        batch, and gradients are among the temporaries.
+    needed: the total on one device.
+    host: bytes in host memory for one device, by name.
+    devices_per_host: the number of devices that share one host's memory.
+    host_save: the most bytes on one host while an asynchronous save copies from it.
+    checkpoint: bytes on disk, before compression.
+    temporaries: the contents of one device's temporaries, by name.
     """
 
     parts: dict[str, Figure]

@@ -1,7 +1,7 @@
-"""The picture of a plan: `plan.html`, one file that needs no network.
+"""The page of a plan: `plan.html`, one file that needs no network.
 
-Drawn by `plan.html` beside this file from what `plan.json` holds: the plan's figures,
-and with them one layer on the clock and where arrays lie.
+The template `plan.html` next to this file draws the content of `plan.json`: the plan's
+figures, the timeline of one layer, and how arrays are sharded.
 """
 
 import shlex
@@ -29,7 +29,7 @@ from train.plan.rates import rates_of
 from train.program import Program
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-_PIXELS = 1000  # as if a timeline were drawn this wide
+_PIXELS = 1000  # the assumed width of a timeline
 _LONGEST = 8
 
 
@@ -39,13 +39,13 @@ def page_data(
     summary: Sequence[tuple[str, str]],
     command: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what the page shows beside the plan's figures, as plain values.
+    """Return what the page shows in addition to the plan's figures, as plain values.
 
     Args:
-        program: on the devices in question.
-        module: its compiled step; None: nothing was compiled.
-        summary: names and sentences: what the step's speed is predicted to be.
-        command: the arguments that make this plan.
+        program: the planned program.
+        module: its compiled step; None if nothing was compiled.
+        summary: names and sentences about the predicted speed.
+        command: the arguments of this plan.
     """
     data = program.config.data
     return {
@@ -120,13 +120,13 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join neighbours that nobody could tell apart, and drop what is too small to see.
+    """Join neighbouring spans that look the same, and drop those too short to see.
 
-    Several that are joined bear the name of the longest.
+    Joined spans get the name of the longest.
 
     Args:
-        spans: of one lane, by their starts.
-        resolution_s: the shortest time that shows.
+        spans: the spans of one lane, sorted by start.
+        resolution_s: the shortest visible time.
     """
     groups, merged = list[list[Span]](), list[Span]()
     for span in spans:

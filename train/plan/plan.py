@@ -1,6 +1,7 @@
-"""What a step would do on its devices: memory, cost, speed, and what to change.
+"""Plan a step on its devices: memory, cost, speed, and what to change.
 
-Compiled where the devices' compiler is at hand, else estimated without one.
+The step is compiled if the compiler of the devices is available, and otherwise
+estimated.
 """
 
 from contextlib import suppress
@@ -33,7 +34,7 @@ from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
 from train.units import format_flops
 
-_ROUNDING = 0.98  # what counting may lose
+_ROUNDING = 0.98  # the tolerance of counting FLOPs
 
 
 class ImpossibleCost(Exception):
@@ -42,14 +43,14 @@ class ImpossibleCost(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one step, its figures of one device. Each part is computed once.
+    """The plan of one step, with figures for one device. Each part is computed once.
 
-    program: on the devices in question.
-    budget: the memory that a device has.
-    memory: what the step needs of it.
-    cost: what the step computes, moves and sends.
-    text: the compiled program; None: it was not compiled, or found to be too large.
-    compilation: what compiling took.
+    program: the planned program.
+    budget: the memory of a device.
+    memory: the memory that the step needs.
+    cost: the step's FLOPs, bytes and collectives.
+    text: the compiled program; None if it was not compiled, or found to be too large.
+    compilation: the cost of compiling.
     """
 
     program: Program
@@ -66,7 +67,7 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The speed; None where nobody says how fast the machine is (any CPU)."""
+        """The predicted speed; None if the machine's rates are unknown, as for a CPU."""
         return self._predicted if isinstance(self._predicted, Prediction) else None
 
     @property
@@ -137,7 +138,7 @@ class Plan:
 
     @cached_property
     def scaling(self) -> list[Scaled]:
-        """What more slices give; [] for a single one, or a step that does not fit."""
+        """Weak scaling; [] for a single slice, or a step that does not fit."""
         program, chip = self.program, self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []

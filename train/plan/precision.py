@@ -1,8 +1,8 @@
-"""What a step gains by fewer bits, or by the hosts' memory.
+"""Changes that save memory or time by fewer bits, or by host memory.
 
-These change what is learned, if little, or have hosts send a part of the state over
-PCIe in each step: they are advised where nothing else makes a step fit, and a search
-weighs them when it is asked to (`search_precision`).
+They change learning slightly, or send a part of the state over PCIe in each step. They
+are therefore advised only if nothing else makes a step fit, and a search weighs them
+only with `search_precision`.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
     @property
     def override(self) -> str:
-        """What to type."""
+        """The override to type."""
         value = self.value
         if isinstance(value, tuple):
             value = f"[{','.join(value)}]"
@@ -47,7 +47,8 @@ class Change(NamedTuple):
         return getattr(section, self.field) == getattr(type(section)(), self.field)
 
 
-# What needs less memory first, the cheapest in time first; then what is only faster.
+# First the changes that save memory, beginning with the cheapest in time; then those
+# that only save time.
 SMALLER = (
     Change("optimizer", "moment_dtype", MomentDtype.bfloat16, "bfloat16 moments"),
     Change("optimizer", "moment_dtype", MomentDtype.int8, "moments of eight bits"),

@@ -21,12 +21,12 @@ from train.plan.cost import StepCost
 
 @dataclass(frozen=True)
 class Rates:
-    """What one JAX device does in a second.
+    """The rates of one JAX device, each for one second.
 
-    flops: of matrix products that fill the units.
-    memory: bytes from and to main memory.
-    send: bytes to a group.
-    eight_bits: likewise of matrix products whose operands have eight bits.
+    flops: FLOPs of matrix products that fill the units.
+    memory: bytes to and from main memory.
+    send: bytes that the device sends to a group.
+    eight_bits: FLOPs of matrix products whose operands have eight bits.
     """
 
     flops: float
@@ -54,11 +54,12 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
 
 @dataclass(frozen=True)
 class Busy:
-    """What a device's units do in a step.
+    """The busy times of a device's units in a step.
 
-    products: seconds of matrix products, if memory is no obstacle.
-    memory: seconds of all memory traffic; product_memory: of those beside products.
-    fill: part of the rate of products that the model's dims allow.
+    products: seconds of matrix products, ignoring memory.
+    memory: seconds of all memory traffic.
+    product_memory: seconds of the memory traffic of products.
+    fill: the fraction of the rate of products that the model's dims allow.
     """
 
     products: float
@@ -89,7 +90,7 @@ def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
         fill = depth_fill(model, tensor, chip.achievable.half_depth)
         peak = chip.flops["bfloat16"] / chip.devices
         attention = flops.attention / (kernel.part(model.head_size, length) * peak)
-        # What short contractions lose is time that does not depend on the operands.
+        # The time lost in short contractions does not depend on the operands.
         products = flops.products / fill / rates.flops - saved + attention
     part = chip.achievable.grouped
     slowed = max(1 / part.rate, rates.flops * fill / (part.intensity * rates.memory))

@@ -1,9 +1,10 @@
 """The ways to recompute a layer that a plan weighs, and how to type them.
 
-Bytes kept for each FLOP saved are alike for every product of a layer: in bfloat16
-2 / (2 D), D being what it sums over. Attention's output costs 2 / (2 T) by T positions,
-and a FLOP of its kernel takes longer than one of a product. So it is kept first, then
-what lies around it, and last what the MLP makes, which is the most.
+The bytes saved for each FLOP that is not recomputed are equal for every product of a
+layer: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output costs
+2 / (2 T) for T positions, and a FLOP of its kernel takes longer than one of a product.
+It is therefore saved first, then the products around it, and last those of the MLP,
+which are the largest.
 """
 
 from collections.abc import Sequence

@@ -1,23 +1,23 @@
-"""How long a step takes: what it computes, reads and sends, at the rates of chips.
+"""Predict the time of a step from its FLOPs, bytes, collectives and the chips' rates.
 
 Each resource gets the time that it is busy: matrix units, main memory, and every
-network along every set of mesh axes (a link). From those follows the time of a step.
-TPU:
+network along every set of mesh axes (a link). The time of a step follows from these.
+For TPUs there are two cases:
 
-optimistic: matrix units and memory work at the same time, and collectives beside both,
-    but for those that a layer must wait for: activations along tensor, context and
-    expert axes that the schedule does not put beside products.
-pessimistic: only matrix products hide their own memory traffic, all other instructions
-    wait for memory one after the other; no collective hides behind anything but the
-    products that it is scheduled beside, one after the other.
+optimistic: matrix units, memory and collectives all overlap, except collectives that a
+    layer must wait for: activations along the tensor, context and expert axes that the
+    schedule does not overlap with products.
+pessimistic: only matrix products hide their own memory traffic; all other instructions
+    wait for memory one after another. A collective is hidden only by the products that
+    the schedule overlaps it with.
 
-The middle of a range is the mean of both times. GPU: kernels run one after the other,
-as in the pessimistic case; the range is what public runs were off. Between slices or
-nodes hosts start each collective once a hop, and all wait for the slowest.
+The middle of a range is the mean of both times. On GPUs kernels run one after another,
+as in the pessimistic case; the range is the error seen in public runs. Between slices
+or nodes, hosts start each collective once for each hop, and all wait for the slowest.
 
-Rates are the vendors' times what programs get of them (hardware/achievable.py), and for
-matrix products times what the model's dims allow (rates.py). Input, checkpoints and
-launches of kernels are not in it.
+Rates are those of the vendors times the fraction that programs achieve
+(hardware/achievable.py), and for matrix products times what the model's dims allow
+(rates.py). Input, checkpoints and kernel launches are not included.
 
 FLOPs, bytes and seconds are of one JAX device and one step.
 """
@@ -39,7 +39,7 @@ from train.plan.rates import Busy, busy
 
 PCIE = "PCIe"  # between a device and its host's memory
 FAR = ("DCN", "network")  # networks between slices, or nodes
-# Nine of ten public runs lie as far from the middle at most (docs/log.md).
+# Nine of ten public runs are within this distance of the middle (docs/log/planner.md).
 GPU_SPREAD = 0.2
 
 
@@ -61,10 +61,10 @@ class Link:
     """One network along one set of mesh axes.
 
     bandwidth: bytes a second that a device can send, averaged over its collectives,
-        which may use some of a chip's links only.
-    seconds: that its collectives take, if nothing else slows them.
-    hidden: seconds of those that are scheduled beside matrix products.
-    waited_for: of the others, seconds that no schedule could hide.
+        which may use only some of a chip's links.
+    seconds: the time of its collectives, if nothing else slows them.
+    hidden: the seconds that are overlapped with matrix products.
+    waited_for: of the other seconds, those that no schedule could hide.
     """
 
     axes: tuple[str, ...]
@@ -77,19 +77,19 @@ class Link:
 
     @property
     def exposed(self) -> float:
-        """Seconds of collectives that nothing is scheduled beside."""
+        """Seconds of collectives that are not overlapped."""
         return self.seconds - self.hidden
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A description for people."""
         axis = "host memory" if self.network == PCIE else "no axis"
         return f"{' and '.join(self.axes) or axis} over {self.network}"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step that takes so long gives."""
+    """The speed that follows from the time of a step."""
 
     step_s: float
     tokens_per_second: float
@@ -101,15 +101,16 @@ class Speed:
 class Prediction:
     """The speed of a program.
 
-    products: seconds of matrix products, if memory is no obstacle.
-    memory: seconds of all memory traffic; product_memory: of those beside products.
+    products: seconds of matrix products, ignoring memory.
+    memory: seconds of all memory traffic.
+    product_memory: seconds of the memory traffic of products.
     links: networks along mesh axes, the busiest first.
-    fill: part of the matrix units that the dims of the products use.
-    recomputed: executed FLOPs over the model's.
+    fill: the fraction of the matrix units that the dims of the products use.
+    recomputed: executed FLOPs over model FLOPs.
     step_s: seconds of a step.
-    tokens: of a step, all devices together.
-    peak: the model's FLOPs in a second at an MFU of 1.
-    how: compiled or estimated, what all this was computed from.
+    tokens: tokens of a step on all devices.
+    peak: model FLOPs in a second at an MFU of 1.
+    how: compiled or estimated: the source of these figures.
     platform: tpu or gpu.
     """
 
@@ -221,7 +222,7 @@ def _step(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
 def _links(
     sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, more: float
 ) -> tuple[Link, ...]:
-    """Time collectives, over so many times the slices or nodes of the mesh."""
+    """Time collectives on `more` times the slices or nodes of the mesh."""
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
     for total in sent:
         groups[total.axes, total.network].append(total)
@@ -253,9 +254,9 @@ def _links(
 def _timed(
     total: CollectiveTotal, rate: float, parts: float, mesh: Mesh, chip: Chip
 ) -> tuple[float, float]:
-    """Return seconds of collectives, and of those what products hide.
+    """Return the seconds of collectives, and the part that products hide.
 
-    Hosts start what is sent between slices of TPUs, which hides behind nothing.
+    Hosts start transfers between slices of TPUs; this start is never hidden.
     """
     part = chip.achievable
     far = hops(mesh, total.axes, total.network)

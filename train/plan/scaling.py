@@ -1,10 +1,10 @@
-"""What more slices give: the same rows a slice, more of them.
+"""Weak scaling: predict the speed of more slices with the same rows on each.
 
-From one program for several slices. With their number n grow the terms (n-1)/n of the
-rings, the hops that each collective starts, and how far the slowest slice is behind the
-mean; with a single slice the data center's network is idle. Between TPU slices one chip
-of each makes a ring; rings of GPUs go through all members in all nodes, in a single one
-over NVLink.
+The prediction starts from one program for several slices. With the number n of slices
+grow the terms (n-1)/n of the rings, the hops that each collective starts, and the delay
+of the slowest slice. A single slice does not use the data center's network. Between TPU
+slices one chip of each forms a ring; rings of GPUs go through all members in all nodes,
+and within a node over NVLink.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
-# Of a platform: its parts, what joins them, what a public run showed.
+# For each platform: its parts, their network, and the error seen in public runs.
 _WORDS = {
     "tpu": ("slices", "DCN", "four public runs on v5e, up to 32, within 3 points"),
     "gpu": ("nodes", "network", "no public series judged it"),
@@ -110,7 +110,7 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
 
 
 def _scaled(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
-    """Return a collective between slices as so many of them need it."""
+    """Return the collective for another number of slices."""
     if total.network not in FAR:
         return total
     near = 1  # members in a slice

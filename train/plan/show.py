@@ -1,4 +1,4 @@
-"""What XLA made of a step, for people: its texts in files, and what matters in them."""
+"""Show what XLA made of a step: its texts in files, and their most important facts."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from train.plan.compiled.inspection import Inspection
 from train.program import Program
 from train.units import format_bytes
 
-_NAMED = 3  # of what is not updated in place
+_NAMED = 3  # how many arrays that are not updated in place are named
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:

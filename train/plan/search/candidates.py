@@ -15,7 +15,7 @@ from train.plan.recomputing import parsed, typed, ways, ways_beside
 
 _ALWAYS = ("data", "fsdp", "tensor")  # typed even where they are 1
 _MOST_TENSOR = 16
-_LEAST_POSITIONS = 8192  # of a device: rows that are no longer are not shared
+_LEAST_POSITIONS = 8192  # shorter rows are not divided among devices
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
     dcn_context: int = 1
     dcn_expert: int = 1
     dcn_tensor: int = 1
-    changes: tuple[str, ...] = ()  # of plan/precision.py, as they are typed
+    changes: tuple[str, ...] = ()  # overrides of plan/precision.py
 
     @property
     def of_layers(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Layout:
         return DcnConfig(**{axis: getattr(self, f"dcn_{axis}") for axis in MESH_AXES})
 
     def overrides(self, config: Config) -> str:
-        """Return what to type behind a config's command, whose own sizes would stay."""
+        """Return the overrides to add to a config's command."""
         mesh, dcn = config.mesh, self.dcn
         sizes = {
             axis: getattr(self, axis)

@@ -1,4 +1,4 @@
-"""What a search among layouts came to."""
+"""The result of a layout search."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,9 @@ _SHOWN = 10  # layouts
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a layout needs and gives; bytes are of one device.
+    """The memory and speed of a layout. Bytes are those of one device.
 
-    held: of what is needed, the state and the batch.
+    held: bytes of the state and the batch, a part of `needed`.
     step_s, tokens_per_second, mfu: the middle of the prediction (plan/roofline.py).
     how: compiled or estimated.
     """
@@ -67,12 +67,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a layout search.
 
-    weighed: all layouts by shapes, the fastest that fits first.
-    compiled: those that were compiled, likewise.
+    weighed: all estimated layouts, the fastest that fits first.
+    compiled: the compiled layouts, in the same order.
     given: the layout of the config itself, if it is possible.
-    excluded: meshes that are impossible, by the key that says why.
+    excluded: impossible meshes, by the key of the broken rule.
     failed: layouts that could not be estimated, by the name of the error.
     """
 
@@ -99,7 +99,7 @@ class SearchResult:
 
     @property
     def closest(self) -> Candidate:
-        """What needs the least memory; what was compiled stands for its estimate."""
+        """The layout that needs the least memory, compiled if it was compiled."""
         done = {one.layout for one in self.compiled}
         candidates = (one for one in self.weighed if one.layout not in done)
         return min((*self.compiled, *candidates), key=lambda one: one.needed)
@@ -108,7 +108,7 @@ class SearchResult:
 def print_result(result: SearchResult, config: Config) -> None:
     """Print the frontier: each layout that no other beats in both speed and memory.
 
-    Each is what to type behind the command of the config that was searched for.
+    Each is printed as overrides to add to the command of the config.
     """
     print(
         f"searched    {len(result.weighed)} layouts by shapes, {len(result.compiled)} "
@@ -230,10 +230,10 @@ def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def as_candidate(layout: Layout, plan: Plan) -> Candidate:
-    """Return what a plan says of a layout.
+    """Return the candidate of a planned layout.
 
     Raises:
-        ConfigError: if nobody states how fast the devices are.
+        ConfigError: the rates of the devices are unknown.
     """
     needed, prediction = plan.memory.needed, plan.prediction
     if prediction is None:

@@ -55,23 +55,22 @@ def search(
     precision: bool = False,
     beat: Callable[[], object] = lambda: None,
 ) -> SearchResult:
-    """Look for the fastest layout that fits.
+    """Search for the fastest layout that fits.
 
-    What was found before, by the same code for the same config and devices, is kept in
-    the cache.
+    Results of the same code for the same config and devices are cached.
 
     Args:
-        config: settled; what it says of mesh, recomputation and microbatches is one of
-            the layouts.
-        devices: to lay the step out on, which need not be there.
+        config: the settled config. Its own mesh, recomputation and microbatches are one
+            of the layouts.
+        devices: the devices to plan for, which need not be present.
         budget: a device's memory.
-        compiles: how many to compile at least, until one fits; 0: none.
-        minutes: after which no more are compiled.
-        precision: weigh fewer bits and host memory too (plan/precision.py).
-        beat: called while layouts are weighed, and before each that is compiled.
+        compiles: compile at least this many, until one fits. 0 compiles none.
+        minutes: compile no more after this time.
+        precision: also weigh fewer bits and host memory (plan/precision.py).
+        beat: called while layouts are weighed, and before each compilation.
 
     Raises:
-        ConfigError: if nobody states how fast the devices are, or no mesh is possible.
+        ConfigError: the rates of the devices are unknown, or no mesh is possible.
     """
     requested = layout_of(config, len(devices))
     file = _cached(config, devices, budget, precision)
@@ -110,7 +109,7 @@ def search(
         seconds=time.monotonic() - start,
         failed=weighed.failed,
     )
-    if not result.failed:  # what failed may succeed another time
+    if not result.failed:  # a failed estimate may succeed another time
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
     return result

@@ -28,15 +28,15 @@ from train.plan.search.result import (
 )
 from train.program import Program, make_program
 
-_MUCH_SLOWER = 1.5  # what is recomputed, or accumulated, does not make up for that
+_MUCH_SLOWER = 1.5  # recomputation and microbatches cannot make up for this factor
 
 
 class Weighed(NamedTuple):
-    """What weighing layouts gave.
+    """The estimates of layouts.
 
-    candidates: what each layout needs and gives.
-    excluded: the meshes that are impossible, by the key that says why.
-    errors: what the estimate of the other layouts raised.
+    candidates: the memory and speed of each layout.
+    excluded: impossible meshes, by the key of the broken rule.
+    errors: the errors of the layouts that could not be estimated.
     """
 
     candidates: dict[Layout, Candidate]
@@ -132,11 +132,11 @@ def _weigh(
 def _lay_out(
     config: Config, devices: Sequence[Device], mesh: Layout
 ) -> tuple[Program, list[Layout]]:
-    """Lay out a mesh, and list its variants, first what computes the least.
+    """Make the program of a mesh, and list its variants, those of least FLOPs first.
 
     Raises:
-        ConfigError: if it does not fit the devices, or would be refused if it was
-            typed: training takes the best without asking once more.
+        ConfigError: the mesh does not fit the devices, or the command line would refuse
+            it. Training takes the best layout without checking it again.
     """
     program, offload = make_program(mesh.applied(config), devices), config.train.offload
     rows, passes = config.data.batch_size, program.pipeline.own
