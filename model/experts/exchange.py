@@ -55,20 +55,20 @@ def on_device(
     """Run a device's own tokens through the experts of all.
 
     Args:
-        x_BTD: own tokens.
-        experts_BTk: that they chose, of all devices' experts.
-        weights_BTk: of these.
-        matrices: of the device's own experts: up, gate if there is one, down.
-        biases: of all experts, likewise; or none.
-        config: of the model.
+        x_BTD: the local tokens.
+        experts_BTk: the global numbers of the experts that they chose.
+        weights_BTk: the weights of these experts.
+        matrices: of the local experts: up, gate if there is one, down.
+        biases: of all experts, in the same order; or none.
+        config: the model's config.
         execution: how the program runs.
         call: the context of this call.
-        apart: mesh axes along which devices have other tokens and other experts.
+        apart: mesh axes along which devices have different tokens and experts.
         shared: mesh axes along which devices share each expert.
 
     Returns:
-        What becomes of own tokens; and what float8 loses of all rows (model/taps.py),
-        if somebody watches.
+        The local tokens after the experts, and what float8 loses of all rows
+        (model/taps.py), if the step is watched.
     """
     n = math.prod(x_BTD.shape[:-1])
     arrays = x_BTD, experts_BTk, weights_BTk
@@ -86,7 +86,7 @@ def on_device(
         case ExpertExchange.ragged if apart:
             run = _by_sending
         case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
-            run = _by_gathering  # of one device's experts neither sends anything
+            run = _by_gathering  # with the experts on one device neither sends anything
         case _:
             assert_never(execution.expert_exchange)
     y_nD, counts = run(x_nD, experts_nk, weights_nk, held)

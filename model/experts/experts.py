@@ -85,10 +85,10 @@ class Experts(nnx.Module):
         execution: Execution,
         call: CallContext,
     ) -> Float[Array, "B T D"]:
-        """Add up what a token's experts make of it, by the router's weights.
+        """Sum the outputs of a token's experts, weighted by the router.
 
-        Weights are gathered, but for the experts' own dim, once for all chunks. Where
-        they lie apart, or tokens do, the backward pass does it all once more.
+        Matrices are gathered once for all chunks, except over the dim of experts. If
+        matrices or tokens are sharded, the backward pass recomputes everything.
         """
         weights = [w for w in (self.up, self.gate, self.down) if w is not None]
         biases = [self.up_bias, self.gate_bias, self.down_bias]

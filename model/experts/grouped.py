@@ -51,15 +51,15 @@ def grouped_product(
     """Multiply each row by its expert's matrix, differentiably.
 
     Args:
-        x_MD: rows, those of an expert together, experts in their order.
-        w_EDF: a matrix an expert.
+        x_MD: rows, sorted by expert.
+        w_EDF: one matrix for each expert.
         sizes_E: int32 rows of each expert; their sum is at most M.
         compute: dtype of the products' operands; sums are float32.
-        body: of the platform.
-        float8: instead of `compute`; each operand has one scale, whatever its expert.
+        body: the kernel of the platform.
+        float8: use it instead of `compute`. Each operand has one scale for all experts.
 
     Returns:
-        [M, F] in x's dtype; rows behind those of the last expert are zeros, and so is
+        [M, F] in x's dtype. Rows after those of the last expert are zeros, and so is
         their gradient. Each gradient has its operand's dtype.
     """
     return _product(x_MD, w_EDF, sizes_E, compute, body, float8)  # pyright: ignore[reportReturnType]
@@ -75,7 +75,7 @@ def _product(
 def _forward(
     x, w, sizes, compute: DTypeLike, body: Grouped, float8: Quantization | None
 ):
-    # As in `product`: of x what was rounded is kept, w is alive anyway.
+    # The rounded x is saved, as in `product`; w is alive anyway.
     rounded = x.astype(compute)
     (a, of_a), (b, of_b) = _operands(compute, float8, rounded, w)
     y = grouped_rows(a, b, sizes, False, x.dtype, body)

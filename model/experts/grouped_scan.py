@@ -81,7 +81,7 @@ def _blocks(
         return start + size, block(at, size, own[:, None], carry)
 
     state = first, carry
-    # Not one loop with a `switch` between sizes: XLA's CPU would copy the carry.
+    # One loop with a `switch` between sizes would make XLA:CPU copy the carry.
     *large, least = [size for size in _BLOCKS if size <= M] or [M]
     for size in large:
         more = partial(lambda size, state: end - state[0] >= size, size)

@@ -1,8 +1,8 @@
 """Grouped products on NVIDIA's GPUs: two Pallas kernels that Triton compiles.
 
-`by_rows` has a program for each block of rows of one expert and each tile of columns;
-`by_experts` one for each expert and tile of its matrix. A row or column that is not
-there is masked; blocks that no expert needs do nothing, and those behind the last
+`by_rows` has a program for each block of rows of one expert and each tile of columns,
+and `by_experts` one for each expert and tile of its matrix. Rows and columns beyond the
+end are masked. Blocks that no expert needs do nothing, and those after the last
 expert's rows store zeros.
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-_ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # of a tile; not tuned on a GPU
+_ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # the sizes of a tile, not tuned on a GPU
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 

@@ -1,4 +1,4 @@
-"""What a device's own experts make of rows: each is an MLP, with or without biases.
+"""Run rows through the local experts. Each is an MLP, with or without biases.
 
 Shapes: n tokens, k experts of each, R rows, D embed, F an expert's hidden dim, E
 experts of the device.
@@ -20,7 +20,7 @@ from model.linear import product
 from model.scopes import expected, part_scope
 from model.taps import count_rounding
 
-# What is made, and what float8 loses of the rows' operands if somebody watches.
+# The output, and what float8 loses of the operands if the step is watched.
 Made = tuple[jax.Array, jax.Array | None]
 
 

@@ -19,10 +19,10 @@ from model.params import Kind, ParamInfo
 
 
 class Routing(NamedTuple):
-    """What a layer's router did with the tokens of all devices, padding left out.
+    """The routing of all devices' tokens in one layer, without padding.
 
-    load_E: float32, how many tokens each expert got.
-    loss: float32, what it adds to the loss, summed over a device's own tokens.
+    load_E: float32, the number of tokens of each expert.
+    loss: float32, its addition to the loss, summed over the local tokens.
     """
 
     load_E: Float[Array, "*L E"]

@@ -47,11 +47,11 @@ from_rows.defvjp(
 
 
 class Pieces(NamedTuple):
-    """Where a device finds the rows that it sends, and where they are to lie.
+    """The pieces of rows that a device sends, and their places on the receivers.
 
-    starts, sizes: of what it sends, the pieces for one device together.
-    to: where each begins on its receiver.
-    received: sizes of what it gets, the pieces of one device together.
+    starts, sizes: of the pieces that it sends, sorted by receiver.
+    to: the start of each piece on its receiver.
+    received: the sizes of the pieces that it gets, sorted by sender.
     """
 
     starts: Int[Array, "P"]
@@ -73,7 +73,7 @@ def pieces(rows_SE: Int[Array, "S E"], axes: tuple[str, ...]) -> tuple[Pieces, P
     own = jax.lax.axis_index(axes)
     here_SE = jnp.cumsum(rows_SE, axis=1) - rows_SE
 
-    def by_receiver(x_SE: jax.Array) -> jax.Array:  # and the experts of each
+    def by_receiver(x_SE: jax.Array) -> jax.Array:  # [S, S, experts of a device]
         return x_SE.reshape(S, S, E // S)
 
     arriving = by_receiver(rows_SE).transpose(1, 2, 0)
@@ -94,15 +94,17 @@ def travel(
     axes: tuple[str, ...],
     emulated: bool,
 ) -> jax.Array:
-    """Send rows to other devices; what nobody sends is zeros. The gradient returns.
+    """Send rows to other devices. Rows that no device sends are zeros.
+
+    The gradient is sent back.
 
     Args:
-        x: rows, of any further dims.
-        out: where they go.
-        back: the same pieces, the other way.
-        lengths: rows that there is room for, at home and there.
-        axes: mesh axes along which devices exchange them.
-        emulated: by a gather of all rows, since XLA:CPU has no ragged all-to-all.
+        x: rows, with any further dims.
+        out: the pieces to send.
+        back: the same pieces in the other direction.
+        lengths: the capacity in rows of the sender and of the receiver.
+        axes: mesh axes along which devices exchange rows.
+        emulated: gather all rows instead, because XLA:CPU has no ragged all-to-all.
     """
     return _travel(x, out, back, lengths, axes, emulated)  # pyright: ignore[reportReturnType]
 

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The predicted speed; None if the machine's rates are unknown, as for a CPU."""
+        """The predicted speed; None if the machine's rates are unknown (any CPU)."""
         return self._predicted if isinstance(self._predicted, Prediction) else None
 
     @property

@@ -1,10 +1,11 @@
-"""Save the train state: when, in the background, and sealed.
+"""Save the train state in the background, and seal it.
 
 Saves are asynchronous, appear atomically, and are then sealed with digests of all their
-files. Which of them a start goes on from: train/run/restore.py.
+files. train/run/restore.py decides from which of them a start continues.
 
-A save that cannot be begun, or fails, costs a warning; the steps there are stay. Only
-`checkpoint.max_failed_saves` of them in a row, or the last one's failure, end the run.
+A save that cannot begin, or fails, costs a warning, and earlier checkpoints stay. The
+run ends only after `checkpoint.max_failed_saves` failures in a row, or if the last save
+fails.
 """
 
 import json
@@ -100,17 +101,17 @@ class Checkpoints:
         """Copy the state off the devices and write it in the background.
 
         Args:
-            step: completed updates.
-            state: of the devices; may be donated as soon as this returns.
-            metadata: JSON put beside it, with the step and the run: config, data
+            step: the number of completed updates.
+            state: arrays on the devices, which may be donated when this returns.
+            metadata: JSON that is stored with the state: step, run, config, data
                 fingerprints, mesh, versions.
-            last: no other will follow: wait for the one in flight first.
+            last: no save will follow, so wait for the one in flight first.
 
         Returns:
-            Why this save, or the one before, came to nothing; None if all is well.
+            Why this save, or the previous one, failed; None if neither did.
 
         Raises:
-            Exit: too many in a row came to nothing.
+            Exit: too many saves in a row failed.
         """
         self._saved_at, self._told_overdue = time.monotonic(), False
         if self._saving:
@@ -183,9 +184,10 @@ class Checkpoints:
             )
 
     def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
-        """Mark a step that is about to be written; return what stands against it.
+        """Mark a step that is about to be written, and return why it cannot be.
 
-        By a thread, which training leaves behind where the storage does not answer.
+        A thread writes the mark, and training does not wait for it if the storage does
+        not answer.
         """
         of = None
         while True:

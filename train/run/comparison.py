@@ -21,7 +21,7 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
 )
-_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # and their metrics
+_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # axis -> metric
 _FIGURES = (
     *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
     *("Best validation loss", "At step", "Bits per byte there"),

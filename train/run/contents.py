@@ -1,4 +1,4 @@
-"""What a saved step holds, against the state that is wanted of it.
+"""Compare the contents of a checkpoint with the state to restore.
 
 From one start to the next a run may begin or cease to keep an average of weights or
 recent steps, keep its moments in another format, or pad its vocabulary. All else must
@@ -18,10 +18,10 @@ _MAY_CEASE = ("optimizer.average.", "recent.")
 
 
 def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return what to load for a state; what has to begin anew is left out.
+    """Return what to load for a state, without the parts that have to be initialised.
 
     Args:
-        saved: shapes and dtypes, by name.
+        saved: shapes and dtypes of the saved arrays, by name.
         like: `jax.ShapeDtypeStruct` leaves with shardings.
 
     Raises:

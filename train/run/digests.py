@@ -24,7 +24,7 @@ from data.storage import is_remote, list_files, write_atomically
 
 SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax writes it last, under gs:// and s3://
-_DESCRIPTION = "_CHECKPOINT_METADATA"  # what Orbax was given to save beside the arrays
+_DESCRIPTION = "_CHECKPOINT_METADATA"  # Orbax's file of the metadata
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
 
@@ -44,10 +44,10 @@ def digests(
 
 
 def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
-    """Write the digests of all files beside them.
+    """Write the digests of all files of a step into its folder.
 
     Raises:
-        OSError: also if the step is not there any more.
+        OSError: it cannot be written, or the step does not exist any more.
     """
     text = json.dumps(hashed, indent=1)
     if is_remote(step):
@@ -56,7 +56,7 @@ def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
             (step / SEAL).unlink(missing_ok=True)
             raise FileNotFoundError(step)
         return
-    # Beside the step: in it a file that is left behind would count as damage.
+    # The temporary file is outside the step, in which a leftover would count as damage.
     write_atomically(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 

@@ -43,7 +43,7 @@ from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
 
-_CRASHES = 3  # at the same step: another start would be of no use
+_CRASHES = 3  # after this many crashes at one step another start would not help
 
 
 @dataclass
@@ -67,14 +67,14 @@ class RunDir:
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self):
-        """Prepare the report that is written beside the steps."""
+        """Prepare the report that a thread writes during training."""
         self.report = LiveReport(self.path)
 
     def start_at(self, step: int, sources: Sources) -> None:
-        """Record this start, which goes on after `step` updates, and begin to log.
+        """Record this start, which continues after `step` updates, and begin to log.
 
-        Lines of later steps are dropped, and the score of the last step where this
-        start will score it again.
+        Lines of later steps are dropped, and so is the score of the last step if this
+        start will evaluate it again.
         """
         if self.write:
             number, continuation = self.events.start, self.continuation

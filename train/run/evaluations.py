@@ -1,8 +1,8 @@
-"""What a run was given marks for: by tasks as it trained, and by `train.evaluate`.
+"""The evaluations of a run: by tasks during training, and by `train.evaluate`.
 
-Each answer of `train.evaluate` is a file, `evaluations/<step>-<what was asked>.json`:
-the step, what was asked, and the numbers under the names that `metrics.jsonl` has for
-them. The same question again replaces its answer.
+Each result of `train.evaluate` is a file, `evaluations/<step>-<settings>.json`, with
+the step, the settings, and the numbers under their names in `metrics.jsonl`. Another
+evaluation with the same settings replaces it.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Scored(NamedTuple):
 
     of: str
     metric: str
-    value: str  # with the standard error, where there is one
+    value: str  # with the standard error, if there is one
     step: int = 0
     how: str = ""
 

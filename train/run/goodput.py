@@ -1,10 +1,10 @@
-"""What the wall time of a run went to, from its events: it adds up to the wall time.
+"""Account for the wall time of a run, from its events.
 
-Every start's laps follow each other from its process' beginning on, and `idle` spans
-the starts; so the sum of the seconds is the wall time, by construction. What is missing
-all the same (a suspended machine, starts of earlier versions, which recorded spans) is
-`other`. Goodput is the share of the wall time that went to steps whose result is in the
-model: not to those that a later start did again.
+The laps of each start follow each other from the beginning of its process, and `idle`
+lies between starts, so the sum of the seconds is the wall time by construction. Time
+that is missing nevertheless (a suspended machine, starts of earlier versions) is
+`other`. Goodput is the fraction of the wall time spent on steps whose result is in the
+model, and not on steps that a later start repeated.
 """
 
 import math
@@ -32,7 +32,7 @@ BUCKETS = {  # in the order of a start; what people read
 }
 _BUCKET_OF = {event: event for event in BUCKETS if event not in ("wasted", "other")}
 _BUCKET_OF["compile"] = "prepare"
-_SLACK = 1e-3  # of a start: how far two clocks of a host may drift apart
+_SLACK = 1e-3  # how far two clocks of a host may drift apart, as a fraction of a start
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What all starts of a run together went to."""
+    """The accounted time of all starts of a run."""
 
     starts: list[Start]
 
@@ -81,7 +81,7 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
-        """From the first start's beginning to the end of the last lap."""
+        """The seconds from the beginning of the first start to the last lap's end."""
         return sum(self.buckets.values())
 
     @property
@@ -151,7 +151,7 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
     laps = [event for event in events if event.get("event") != "idle"]
     began = min((e["time"] - e["seconds"] for e in laps), default=0.0)
     ended = max((e["time"] for e in laps), default=events[-1]["time"])
-    # What comes after the last lap is idle time, whatever instants fall into it.
+    # Time after the last lap is idle, whatever instants it contains.
     lapped = max((e["time"] for e in laps if e["seconds"]), default=began)
     missing_s = lapped - began - sum(buckets.values())
     if missing_s > _SLACK * (lapped - began):

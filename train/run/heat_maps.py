@@ -24,7 +24,7 @@ _TITLES = {
 }
 _FIGURE = re.compile(r"numerics/(.+)/\d+")
 _MAX_COLUMNS = 120
-_RANGE = 1e6  # of values that have shades of their own
+_RANGE = 1e6  # the range of values that get different shades
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """JSON lines that survive kills, full disks and object stores.
 
-A log named `metrics` is `metrics.jsonl`, and after it the parts `metrics/1.jsonl`,
-`metrics/2.jsonl`, ... Readers (jsonl_reader.py) take what there is of both. On a local
-disk the newest file grows, and a line is with the operating system when `append`
-returns. Objects under `gs://` or `s3://` cannot grow: there the newest part is uploaded
-whole, in the background and at most once a minute, and from 1 MiB on the next begins.
+A log named `metrics` is `metrics.jsonl`, followed by the parts `metrics/1.jsonl`,
+`metrics/2.jsonl`, ... Readers (jsonl_reader.py) read both. On a local disk the newest
+file grows, and the operating system has a line when `append` returns. Objects under
+`gs://` or `s3://` cannot grow: the newest part is uploaded whole, in the background and
+at most once a minute, and the next part begins after 1 MiB.
 
-`append` never raises. What a full disk or a dead network does not take waits in memory,
-up to 10,000 lines, and is written once it can be; no line is torn, written twice or out
-of order. Only `flush` raises: after it all lines outlive this machine.
+`append` never raises. Up to 10,000 lines that a full disk or a dead network does not
+accept wait in memory and are written later. No line is torn, written twice or out of
+order. Only `flush` raises: after it, all lines survive a loss of this machine.
 """
 
 import abc
@@ -128,7 +128,7 @@ def open_lines(
     remote = is_remote(run_dir)
     parts = part_paths(run_dir, name)
     lines: list[bytes] = []
-    # From the end, so that after a kill in between what is left has no gap.
+    # Parts are removed from the end, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
         found = scan(path, keep, is_row)
         if found.kept or number == min(parts):
@@ -196,7 +196,7 @@ def _keep_copy(path: epath.Path) -> epath.Path:
         return copy
     try:
         os.link(path, copy)
-    except OSError:  # not every file system has links
+    except OSError:  # some file systems have no links
         shutil.copyfile(path, copy)
     return copy
 

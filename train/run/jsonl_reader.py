@@ -81,11 +81,11 @@ def parse_row(line: bytes, is_row: IsRow) -> Row | None:
 
 
 class Scan(NamedTuple):
-    """What a start finds in the newest file of a log.
+    """The content of the newest file of a log, as a start finds it.
 
-    end: offset in bytes at which the newest line to keep ends.
-    kept: bytes of all lines to keep.
-    damaged: lines that have an end, and are not rows.
+    end: the offset in bytes at which the newest line to keep ends.
+    kept: the bytes of all lines to keep.
+    damaged: complete lines that are not rows.
     """
 
     end: int
@@ -145,7 +145,7 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
         return
     with file:
         end = file.seek(0, 2)
-        pieces: list[bytes] = []  # of the line that begins before `end`, last first
+        pieces: list[bytes] = []  # pieces of the line before `end`, the last one first
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)

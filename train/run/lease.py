@@ -28,7 +28,8 @@ from train.run.liveness import Owner
 log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
-# No beat waits behind a checkpoint's many requests, and none need outlive a power cut.
+# Own limits, so that no beat waits for the many requests of a checkpoint. Beats need
+# not survive a power failure.
 _OWN = {"limit": 4}
 _CONTEXT = ts.Context(
     {
@@ -41,7 +42,7 @@ _CONTEXT = ts.Context(
 
 
 class Lease:
-    """A run directory is this process', as long as nobody else has taken it."""
+    """The ownership of a run directory, until another process takes it."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Lease:
                     f"{self._storage}: the lease of this process was {by}, after it "
                     f"was silent for too long. It ends here and saves no more",
                 )
-            self._version = version  # of a write that seemed to fail
+            self._version = version  # a write that seemed to fail had succeeded
 
 
 def take_lease(
@@ -175,14 +176,14 @@ def read_owner(folder: str) -> Owner | None:
 def _take(
     storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
-    """Write the lease once nobody alive has it; give its version."""
+    """Write the lease when no live process has it, and return its version."""
     watched, since, silent = None, 0.0, f"gave no sign of life for {timeout_s:g} s"
     while True:
         owner, version = _read(storage)
         why = "is dead"
         if owner is not None:
             if owner.token == me.token:
-                return version  # of a write that seemed to fail
+                return version  # a write that seemed to fail had succeeded
             alive = owner.alive()
             if alive is None:
                 if watched is None:

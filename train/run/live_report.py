@@ -1,4 +1,4 @@
-"""The report of a run that lives: written again now and then, beside the steps."""
+"""Rewrite the report of a live run from time to time, during training."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ from etils import epath
 
 log = logging.getLogger(__name__)
 _INTERVAL_S = 30.0
-_SHARE = 0.01  # of the time, at most, goes to writing it
+_SHARE = 0.01  # the largest fraction of the time to spend on writing it
 
 
 class LiveReport:
@@ -34,7 +34,7 @@ class LiveReport:
         self._write(live=False)
 
     def _write(self, live: bool = True) -> None:
-        from train.run.report import write_report  # not needed to take a step
+        from train.run.report import write_report  # steps do not need it
 
         began = time.monotonic()
         try:

@@ -80,9 +80,9 @@ class Process:
 class Owner(Process):
     """A process that owns, or owned, a run.
 
-    token: of this lease alone; nobody else writes it.
-    since: for people; never compared.
-    beat: how many times it has renewed the lease.
+    token: identifies this lease.
+    since: the time of the lease, for people. It is never compared.
+    beat: how many times the owner has renewed the lease.
     """
 
     token: str

@@ -120,13 +120,13 @@ def open_metrics(
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
-        last_step: number of completed updates in the state this start goes on
-            from (0 when fresh). Lines of later steps are dropped, atomically.
-        scored_again: drop scores of that step too: a start that was killed behind
-            them has left no results, and this one scores it once more.
+        last_step: the number of completed updates in the state from which this start
+            continues (0 if fresh). Lines of later steps are dropped atomically.
+        scored_again: also drop the scores of that step, because this start evaluates it
+            again after a start that was killed before it wrote its results.
 
     Raises:
-        OSError: if the lines there are cannot be read, or the later ones dropped.
+        OSError: the existing lines cannot be read, or the later ones not dropped.
     """
 
     def keep(row: Row) -> bool:
@@ -259,6 +259,6 @@ def process_began() -> float:
         _, start = state_and_start(os.getpid())
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         age_s -= int(start or "") / os.sysconf("SC_CLK_TCK")
-    except (AttributeError, ValueError):  # not Linux
+    except (AttributeError, ValueError):  # the system is not Linux
         return _IMPORTED
     return min(time.monotonic() - age_s, _IMPORTED)

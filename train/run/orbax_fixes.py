@@ -25,7 +25,7 @@ from data.storage import is_remote
 from train.config import CheckpointConfig
 from train.run.digests import check_descriptions
 
-SCORE = "eval/loss"  # the metric that is saved beside a step that was evaluated
+SCORE = "eval/loss"  # the metric that is saved with a step that was evaluated
 
 
 def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:

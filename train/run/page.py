@@ -1,8 +1,8 @@
 """Pages that need no network: a template's style and script around data as JSON.
 
-`page.html` holds what all pages share, a template beside the caller what only its page
-has. A browser draws the page; here it is only put together. Texts in the data stay
-texts: nothing in them can end the block they stand in.
+`page.html` holds what all pages share, and a template next to the caller the rest. A
+browser draws the page; this module only assembles it. Texts in the data stay texts:
+nothing in them can end their block.
 """
 
 import json

@@ -1,15 +1,16 @@
-"""Profiles of a run while it trains, asked for by a file in its directory.
+"""Profile a run while it trains, on request by a file in its directory.
 
-`python -m train.profile` leaves `profile_request.json`. Process 0 looks for it every
-two seconds, beside the steps; all processes agree on the step after which to begin
-(train/distributed/preemption.py), each traces its own devices, and they leave
+`python -m train.profile` writes `profile_request.json`. Process 0 looks for it every
+two seconds during training. All processes agree on the step after which to begin
+(train/distributed/preemption.py), each traces its own devices, and they write
 
     profiles/<step>/profile.json        what was traced; written last
     profiles/<step>/step.hlo.gz         the text of the compiled step
     profiles/<step>/plugins/profile/... the traces, for XProf and Perfetto
 
-for the first step that was traced. `profile.steps` goes the same way, without a
-request. A run that nobody asks pays for one look at its directory every two seconds.
+for the first step that was traced. `profile.steps` works in the same way, without a
+request. Without requests a run pays only for one look at its directory every two
+seconds.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ _KINDS = ".xplane.pb", ".trace.json.gz"
 
 
 def ask(run_dir: epath.Path, num_steps: int) -> str:
-    """Ask the trainer of a run for a profile of so many steps; return the answer's id.
+    """Ask the trainer of a run for a profile of `num_steps` steps; return its id.
 
     Raises:
         OSError: the request cannot be written.
@@ -58,7 +59,7 @@ def ask(run_dir: epath.Path, num_steps: int) -> str:
 
 
 def withdraw(run_dir: epath.Path) -> None:
-    """Take a request back that nobody has heard."""
+    """Withdraw a request that the trainer has not seen."""
     _request(run_dir).unlink(missing_ok=True)
 
 
@@ -67,7 +68,7 @@ def answer(run_dir: epath.Path, token: str) -> epath.Path | None:
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
         done = folder / "profile.json"
-        with contextlib.suppress(DataError):  # of another profile, which is damaged
+        with contextlib.suppress(DataError):  # another profile may be damaged
             if (read_record(done, "") or {}).get("id") == token:
                 return folder
     return None
@@ -88,7 +89,8 @@ class Profiler:
         text: Callable[[], str],
         pause: Callable[[str], AbstractContextManager],
     ):
-        """Begin to look for requests, on process 0; older ones are nobody's any more.
+        """Begin to look for requests, on process 0; older requests are dropped.
+
 
         Args:
             run: the run.

@@ -1,8 +1,9 @@
-"""The picture of a run: `report.html`, one file that needs no network.
+"""The report of a run: `report.html`, one file that needs no network.
 
-Drawn by `report.html` beside this file from the metrics, the events and `config.yaml`,
-whichever are there, so it can be written again at any time. A curve has about a
-thousand points, the extremes of every stretch kept, so that the page stays small.
+The template `report.html` next to this file draws the metrics, the events and
+`config.yaml`, as far as they exist, so the page can be written again at any time. A
+curve has about a thousand points, with the extremes of every stretch, so that the page
+stays small.
 """
 
 import re

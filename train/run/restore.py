@@ -116,7 +116,7 @@ class SavedSteps:
         try:
             return self._try_each(load, step, at_most)
         finally:
-            if self._moved:  # once: Orbax reads what is said of every step
+            if self._moved:  # only once, because Orbax reads the metadata of every step
                 self._moved = False
                 self._orbax.reload()
 
@@ -137,7 +137,8 @@ class SavedSteps:
             loaded = load(candidate) if wrong is None else None
             if loaded is not None:
                 for other in [] if self._read_only else unsealed:
-                    # Else the run would not save this step when it comes there again.
+                    # Otherwise the run would not save this step when it gets there
+                    # again.
                     self._warn("checkpoint of step %d was never hashed", other)
                     self._set_aside(other)
                 return loaded
@@ -158,9 +159,9 @@ class SavedSteps:
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Restore what to evaluate: the average of weights if kept, else the weights.
+        """Restore the weights to evaluate: the averaged ones if the run keeps them.
 
-        Nothing else of the state is read, nor has room in memory.
+        Nothing else of the state is read or allocated.
 
         Returns:
             The step, and the tree of parameters.

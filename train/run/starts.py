@@ -220,7 +220,7 @@ def record_start(
     Raises:
         OSError: if the folder cannot be written.
     """
-    import jax  # not for those who only read
+    import jax  # commands that only read do not need it
 
     first = first_config(path) or config
     if not (path / "config.yaml").exists():
@@ -246,7 +246,7 @@ def record_start(
 def checkpoint_metadata(
     config: Config, sources: Sources, mesh: Mapping[str, int], schedule_steps: int
 ) -> dict[str, Any]:
-    """Describe a checkpoint, as JSON beside it."""
+    """Return the metadata of a checkpoint, as JSON values."""
     return {
         "config": config_yaml(config),
         "data_fingerprint": sources.fingerprint,

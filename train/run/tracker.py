@@ -1,16 +1,16 @@
-"""Where people watch a run besides its own files: W&B, TensorBoard, MLflow.
+"""Copy the metrics of a run to trackers: W&B, TensorBoard, MLflow.
 
-A tracker is a courtesy. It never asks, never blocks and never breaks training: all of
-its library, the import included, happens on a thread of its own. Its first error is
-one warning, after which it is silent; if it does not answer, that is one warning too.
+A tracker never asks, blocks or breaks training: its library, including the import, runs
+on a separate thread. Its first error is one warning, after which it is silent; if it
+does not answer, that is one warning too.
 
-`metrics.jsonl` is the truth, a tracker its copy: a start first brings it the lines that
-it lacks, because it was not asked for before, or was away, or a kill cost them. So it
-has each step once, whatever ended the starts before. (The steps that `run.rewind_to`
-does again TensorBoard forgets; W&B and MLflow keep them as they were first.)
+`metrics.jsonl` is the truth, and a tracker is its copy. A start first sends the lines
+that the tracker lacks, because it is new, or could not be reached, or a kill lost them.
+It therefore has each step once, however earlier starts ended. (TensorBoard forgets the
+steps that `run.rewind_to` repeats; W&B and MLflow keep their first values.)
 
-All files of a tracker lie under `<run_dir>/<tracker>/`; those of a remote run in a
-temporary folder, copied there at the end.
+The files of a tracker are in `<run_dir>/<tracker>/`. Those of a remote run are in a
+temporary folder, which is copied there at the end.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
 from train.run.trackers.writer import Line, Tracked, Writer
 
 _logger = logging.getLogger(__name__)
-_SILENT_S = 60.0  # that a call may take before a word is said about it
+_SILENT_S = 60.0  # a call that takes longer is reported
 _MAX_WAITING = 10_000  # lines
 _AT_ONCE = 100  # lines
 
@@ -76,13 +76,13 @@ def open_tracker(
     """Return the trackers that `config` enables, as one; it is usable at once.
 
     Args:
-        config: which, and their own keys.
+        config: the enabled trackers, and their settings.
         run_dir: the run's directory. `metrics.jsonl` there has no lines after `step`.
-        run_name: what people shall see.
-        run_config: likewise.
-        step: completed updates that this start goes on from.
-        start: which start of the run, from 1.
-        write: False on every process but the first.
+        run_name: the name that the tracker shows.
+        run_config: the config that the tracker shows.
+        step: the number of completed updates from which this start continues.
+        start: the number of the start, from 1.
+        write: False on every process except the first.
     """
     run = Tracked(epath.Path(run_dir), run_name, run_config, step, start)
     writers: list[Writer] = []
@@ -96,7 +96,7 @@ def open_tracker(
 
 
 class _Thread:
-    """Writes to one tracker, behind a bounded queue.
+    """Writes to one tracker, from a bounded queue.
 
     `<folder>/last_step` is the step up to which all lines were written.
     """
@@ -163,7 +163,7 @@ class _Thread:
                 if lines := [line for line in lines if line[0] > last]:
                     self._writer.write(lines)
                     step = lines[-1][0]
-                    # Of this step another line may follow.
+                    # Another line of this step may follow.
                     write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
             write_atomically(epath.Path(folder / "last_step"), str(step))

@@ -1,1 +1,1 @@
-"""What a step costs, estimated from shapes alone."""
+"""Estimates the cost of a step from shapes alone."""

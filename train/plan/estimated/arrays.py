@@ -1,7 +1,7 @@
-"""What one device holds of an array, and how that follows through an operation.
+"""The local part of an array, and how it follows through an operation.
 
-A dim knows its size on a device and the mesh axes that cut it. What is made of
-constants alone has the size that was traced; beside anything else it takes that one's.
+A dim knows its local size and the mesh axes that shard it. The result of constants
+alone has the traced size; combined with another array it takes the size of that one.
 """
 
 import math
@@ -23,7 +23,7 @@ class Dim(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an operation stands: how often it runs, its scopes, the loop's body."""
+    """The position of an operation: how often it runs, its scopes, the loop's body."""
 
     times: int
     scope: str

@@ -1,8 +1,8 @@
-"""What a device sends: gathered parameters, reduced sums, arrays laid out anew.
+"""The collectives of a device: gathers of parameters, reductions, and resharding.
 
 A parameter is gathered once in each loop that uses it, forward and backward, in the
-dtype of its use. A sum over the batch is reduced where the loop makes it: scattered, as
-far as devices keep a part of the parameter each, if a product made it.
+dtype of its use. A sum over the batch is reduced in the loop that makes it. If a
+product made it, it is scattered along the axes that shard the parameter.
 
 Definitions of payload and sent: train/plan/cost.py.
 """
@@ -74,7 +74,7 @@ class Sending:
     def gather(self, array: Array, axes: Axes, place: Place) -> None:
         """Gather a parameter along axes, unless this loop has done so.
 
-        XLA's GPU compiler gathers once more for what is recomputed.
+        XLA:GPU gathers again for recomputation.
         """
         axes = self.wide(axes)
         again = place.recomputed and self.platform == "gpu"
@@ -107,10 +107,10 @@ class Sending:
     def lay_out(
         self, array: Array, spec: Sequence, place: Place, strict: bool = False
     ) -> tuple[Dim, ...]:
-        """Bring an array to a PartitionSpec; return its dims afterwards.
+        """Reshard an array to a PartitionSpec, and return its new dims.
 
-        Where an update drops a parameter's sharding it stays until the result, unless
-        `strict`: XLA lays out what is free as what comes behind it.
+        If an update drops a parameter's sharding, it is kept until the result, unless
+        `strict`: XLA chooses free shardings by the operations that follow.
         """
         entries = self.entries(spec, len(array.dims))
         wanted = {axis for axes in entries for axis in axes}

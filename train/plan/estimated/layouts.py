@@ -16,7 +16,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import Sending
 
-_LANES = 128  # of a TPU's vectors
+_LANES = 128  # the lanes of a TPU's vectors
 Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 

@@ -1,4 +1,4 @@
-"""What one device does in one step: the walks over its gradients and its update."""
+"""The step of one device: the walks over its gradients and its update."""
 
 import functools
 from dataclasses import dataclass
@@ -28,9 +28,11 @@ _FORWARD = "splash_mha_fwd"
 class LocalStep:
     """One device's part of a step.
 
-    gradients: of one of its `microbatches`; update: behind them.
-    params: its part of each parameter; batch: of each field of a microbatch.
-    exchanges: of the whole step.
+    gradients: the operations of one of its `microbatches`.
+    update: the operations after all microbatches.
+    params: the local part of each parameter.
+    batch: the local part of each field of a microbatch.
+    exchanges: the collectives of the whole step.
     """
 
     program: Program
@@ -66,12 +68,12 @@ class LocalStep:
 
     @property
     def layers(self) -> list[Operation]:
-        """Those over the layers, forward and backward."""
+        """The loops over the layers, forward and backward."""
         return [loop for loop in self.loops if loop.place.in_layers]
 
     @property
     def flops(self) -> Flops:
-        """What a device multiplies: matrices, and in attention kernels."""
+        """The FLOPs of matrix products and attention kernels."""
         products = sum(op.place.times * op.flops for op in self.update.each())
         whole = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
@@ -117,7 +119,7 @@ def local_step(program: Program) -> LocalStep:
     gradients = Walk(sizes, platform)
     loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
     gradients.sending.reduce(loss, ())
-    # Behind the gradients comes what experts got, which is whole everywhere.
+    # After the gradients come the loads of experts, which are replicated.
     for result, param in zip(results, params, strict=False):
         gradients.sending.reduce(result, param.axes, param.label)
     each = [

@@ -1,4 +1,4 @@
-"""What a walk over a program yields: one equation, or a loop of them."""
+"""The operations of a walked program: one equation, or a loop of them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

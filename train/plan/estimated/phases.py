@@ -24,7 +24,7 @@ class Phase(NamedTuple):
     exchange: Exchange
     network: str
     size: int
-    links: int = 0  # as in `Group`
+    links: int = 0  # the same as in `Group`
 
 
 def phases(

@@ -17,13 +17,13 @@ def multiply(
 ) -> tuple[Array, Array, tuple[tuple[Dim, ...], Axes], float]:
     """Lay out `dot_general` on a device.
 
-    An axis that cuts both operands, but not in dims that meet, or one where only the
-    other is contracted, is gathered: of the parameter; of two parameters' updates
-    the contracted one, else the smaller.
+    Some axes shard both operands, but in dims that do not match, or shard a contracted
+    dim of one operand only. They are gathered: those of the parameter, and for updates
+    of two parameters those of the contracted dim, or else of the smaller operand.
 
     Returns:
-        The operands as they are multiplied, the result's dims with the axes along
-        which it is a partial sum, and FLOPs.
+        The operands of the local product, the result's dims with the axes along which
+        it is a partial sum, and the FLOPs.
     """
     (in_a, in_b), (batch_a, batch_b) = pairs
     met = dict(zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True))
@@ -78,7 +78,7 @@ def grouped(
     rows, other, sizes = operands
     numbers = params["ragged_dot_dimension_numbers"]
     (_, contracted), _ = numbers.dot_dimension_numbers
-    if numbers.rhs_group_dimensions:  # by the matrices [E, K, N], or [E, N, K]
+    if numbers.rhs_group_dimensions:  # products with matrices [E, K, N] or [E, N, K]
         dims = rows.dims[0], other.dims[3 - contracted[0]]
     else:  # to matrices
         dims = sizes.dims[0], rows.dims[1], other.dims[1]

@@ -39,9 +39,9 @@ class Schedule:
     def __init__(self, loop: Operation, transposes: bool):
         """Order a loop's body; kernels may want their operands' dims in its order."""
         self.transposes, self.passes = transposes, list[Pass]()
-        # Of what is not in memory, the arrays in memory behind it.
+        # For each array that is not in memory, the arrays in memory that it comes from.
         self._made_of: dict[Array, list[Array]] = {}
-        self._products: dict[Array, Pass] = {}  # whose results nothing has used yet
+        self._products: dict[Array, Pass] = {}  # products with unused results
         # The array that has an array's bytes, and whether in the same order.
         self._same: dict[Array, tuple[Array, bool]] = {}
         for operation in loop.body:

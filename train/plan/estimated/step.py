@@ -1,7 +1,7 @@
-"""What a step does and needs, from shapes and shardings, without a compiler.
+"""Estimate the cost and memory of a step from shapes and shardings, without a compiler.
 
-Milliseconds for each candidate of a search; the compilers' own figures are
-`read_step` and `device_memory`. How far apart they are: `benchmarks/estimates.py`.
+This takes milliseconds for each candidate of a search. `read_step` and `device_memory`
+give the compiler's figures, and `benchmarks/estimates.py` compares both.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
 
-# The part of the layers' collectives that XLA schedules beside products, by what runs
-# them and kind; other kinds, and those outside the layers, wait. Read off the schedules
-# of benchmarks/estimates.py. On 3D tori none does (v5p), nor where SparseCores may not.
-# What TPU's hosts send between slices runs beside the layer.
+# The fraction of the layers' collectives that XLA overlaps with products, by runner and
+# kind; other kinds, and those outside the layers, wait. Source: the schedules of
+# benchmarks/estimates.py. None overlap on 3D tori (v5p), or without SparseCores (v6e).
+# Transfers between TPU slices by the hosts overlap with the layer.
 _BESIDE = {
     "tpu": {"all-gather": 1.0},
     "SparseCores": {"reduce-scatter": 0.7},  # small layers' gathers, too

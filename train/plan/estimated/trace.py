@@ -138,12 +138,12 @@ def _least(axis: str, program: Program) -> int:
     rules = program.execution.placement.rules
     params = dict(rules.params)
     if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
-        return size  # on it depends in how many chunks tokens go, or in which loops
+        return size  # the number of chunks of tokens, or of loops, depends on it
     if program.config.model.expert_layers and axis in mesh_axes(params["mlp"]):
         return size  # it is manual around experts, so shapes in there depend on it
     rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
     if axis in sequence:
-        return size  # on it depends how often keys are sent on
+        return size  # the number of steps of the ring depends on it
     if size > 1:
         return next((n for n in range(2, size) if size % n == 0), size)
     cut = [

@@ -1,9 +1,10 @@
-"""What one device does of a traced program, equation by equation.
+"""Walk over a traced program, and list what one device does, equation by equation.
 
-Each array's part follows from those of the arguments and from the constraints in the
-program. Where operands do not fit together something is sent, by textbooks' rules: a
-parameter gives way to what the batch makes (it is gathered where it is used), and a sum
-over a dim that is cut stays a partial one until something needs all of it.
+The local part of each array follows from those of the arguments and from the
+constraints in the program. If the shardings of operands do not match, data is sent by
+the usual
+rules: a parameter gives way to activations (it is gathered where it is used), and a sum
+over a sharded dim stays a partial sum until something needs all of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
     *("concatenate", "stack", "unstack"),
 }
-# Of whose results a parameter's are still the parameter.
+# Operations whose result for a parameter is still this parameter.
 _OWN = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
 
 
@@ -43,14 +44,14 @@ class Walk:
     def __init__(self, sizes: Mapping[str, int], platform: str):
         """Start on a mesh."""
         self.operations: list[Operation] = []
-        self.in_branches: list[Operation] = []  # that count by what they multiply
+        self.in_branches: list[Operation] = []  # of these only products count
         self.sending = Sending(sizes, platform)
         self._times, self._scope = 1, ""
         self._layouts = Layouts(self.sending)
 
     @property
     def place(self) -> Place:
-        """Where the walk stands."""
+        """The position of the walk."""
         return Place(self._times, self._scope, id(self.operations))
 
     def each(self) -> Iterator[Operation]:
@@ -67,7 +68,7 @@ class Walk:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
-            if not equation.outvars:  # left behind where a kernel's results are kept
+            if not equation.outvars:  # saving a kernel's results leaves such equations
                 continue
             before, own = self._scope, str(equation.source_info.name_stack)
             self._scope = f"{before}/{own}" if own else before
@@ -78,7 +79,7 @@ class Walk:
 
     def _equation(self, equation: Any, operands: list[Array]) -> list[Array]:
         name, params = equation.primitive.name, equation.params
-        if name == "name":  # of what a policy keeps
+        if name == "name":  # names a result for a rematerialisation policy
             return operands
         if name == "scan":
             return self._scan(equation, operands)
@@ -87,7 +88,7 @@ class Walk:
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if name == "cond":
             return self._branches(params["branches"], operands[1:])
-        if name == "while":  # of unknown length: once
+        if name == "while":  # the length is unknown: it counts once
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
         if inner is None or name == "pallas_call":
@@ -153,7 +154,7 @@ class Walk:
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[Array]) -> list[Array]:
-        """Walk what devices do on their own: dims by hand are a device's own there."""
+        """Walk the per-device program: dims over manual axes are local there."""
         by_hand, sending = params["newly_manual_axes"], self.sending
         arguments, results = list[Array](), list[Array]()
         for array, spec in zip(operands, params["in_specs"], strict=True):

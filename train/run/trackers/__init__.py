@@ -1,1 +1,1 @@
-"""The libraries that trackers are written with, each behind a `Writer`."""
+"""The libraries of trackers, each wrapped in a `Writer`."""

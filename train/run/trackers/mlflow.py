@@ -15,8 +15,8 @@ from train.config import MlflowConfig
 from train.identity import leaves
 from train.run.trackers.writer import Line, Tracked, Writer
 
-_PARAMS, _METRICS = 100, 1000  # at most, in a request
-_VALUE_LENGTH = 500  # that every server takes
+_PARAMS, _METRICS = 100, 1000  # the limits of one request
+_VALUE_LENGTH = 500  # every server accepts this length
 
 
 class MlflowWriter(Writer):
@@ -76,5 +76,5 @@ class MlflowWriter(Writer):
             self._client.log_batch(self._id, metrics[first : first + _METRICS])
 
     def close(self) -> None:
-        """Say that nobody is at the run."""
+        """Mark the run as ended."""
         self._client.set_terminated(self._id)

@@ -30,7 +30,7 @@ _QUIET = {
     "x_disable_viewer": True,
     "x_save_requirements": False,
     "init_timeout": FINISH_TIMEOUT_S,
-    # wandb waits for its uploads at exit once more, by default for ever.
+    # wandb waits for its uploads again at exit, by default forever.
     "finish_timeout": FINISH_TIMEOUT_S,
 }
 
@@ -70,7 +70,7 @@ class WandbWriter(Writer):
         return self._wandb.starting_step - 1 if mode == "online" else marked
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Log; wandb's own step restarts at 0 in each offline session: ours goes on."""
+        """Log with our step, because wandb's restarts at 0 in each offline session."""
         for step, values in lines:
             self._wandb.log({"step": step, **values}, step=step)
 

@@ -1,4 +1,4 @@
-"""What a tracker's library is asked to do, on the thread of `train/run/tracker.py`."""
+"""The interface to a tracker's library, used by a thread of `train/run/tracker.py`."""
 
 import abc
 import secrets
@@ -14,10 +14,10 @@ Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
 
 @dataclass(frozen=True)
 class Tracked:
-    """The start of a run that is tracked.
+    """The tracked start of a run.
 
-    step: completed updates that it goes on from.
-    start: which start of the run, from 1.
+    step: the number of completed updates from which it continues.
+    start: the number of the start, from 1.
     """
 
     run_dir: epath.Path
@@ -49,7 +49,7 @@ class Tracked:
 class Writer(abc.ABC):
     """Writes the lines of a run to one tracker. May block, and raise anything."""
 
-    name: str  # of the tracker, its extra, and its folder in the run's directory
+    name: str  # the name of the tracker, its extra, and its folder in the run
 
     @abc.abstractmethod
     def open(self, folder: Path, marked: int) -> int:
