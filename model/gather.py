@@ -1,10 +1,11 @@
-"""The one way to bring a weight together, and its gradient back to its parts.
+"""The collectives of weights: gather in the forward pass, reduce-scatter of gradients.
 
-Of a weight W[D_fsdp, F] a device holds W[D/fsdp, F]. It is gathered where it is used,
-once a pass, in the compute dtype, and lives no longer than its products. The gradient
-dW[D, F] of a device's own rows is added up over devices by a scatter, in the reduce
-dtype, to dW[D/fsdp, F]. Left to XLA's partitioner the form of both, and with it the
-bytes, changes with the number of devices (docs/log.md).
+Of a weight W[D_fsdp, F] a device holds W[D/fsdp, F]. The weight is gathered where it is
+used, once in each pass, in the compute dtype, and lives no longer than its products.
+Each device has the gradient dW[D, F] of its local rows. A reduce-scatter sums it over
+devices, in the reduce dtype, to dW[D/fsdp, F]. If both were left to XLA's partitioner,
+their form, and with it the bytes sent, would depend on the number of devices
+(docs/log.md).
 """
 
 import math
@@ -20,8 +21,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-_SUBLANES, _LANES = 8, 128  # of a TPU's vectors, along the last two dims
-_SMALL = 2**25  # bytes of a small weight (docs/log.md)
+_SUBLANES, _LANES = 8, 128  # A TPU's vectors have this size, along the last two dims.
+_SMALL = 2**25  # Smaller weights, in bytes, are gathered in other steps (docs/log.md).
 
 
 class AxisSteps(NamedTuple):
@@ -53,7 +54,7 @@ class CollectiveStep(NamedTuple):
 
 
 class WeightPlacement(NamedTuple):
-    """Where a weight lies, and the collectives that its use causes.
+    """The sharding of a weight, and the collectives that its use causes.
 
     sharded_dims: pairs (dim, manual mesh axes that shard it).
     replica_axes: the manual mesh axes over which the weight is replicated and
@@ -81,8 +82,8 @@ class WeightPlacement(NamedTuple):
 
     def without_dims(self, *dims: int) -> "WeightPlacement":
         """Return a placement that leaves these dims sharded."""
-        kept = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
-        return self._replace(sharded_dims=kept)
+        gathered = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
+        return self._replace(sharded_dims=gathered)
 
     def gather(self, local: jax.Array) -> jax.Array:
         """Return the whole weight, over the manual axes, from its local part."""
@@ -98,7 +99,7 @@ class WeightPlacement(NamedTuple):
                 jax.lax.all_gather, axis_name=axis, axis_index_groups=groups, tiled=True
             )
             if self.platform == "tpu":
-                local = from_rows(gather(rows_of(local, dim)), local.shape, dim)
+                local = weight_of_rows(gather(rows_of(local, dim)), local.shape, dim)
             else:
                 local = gather(self._in_order(local, dim), axis=dim)
         return local
@@ -181,38 +182,39 @@ def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
         # Along lanes it would be an all-reduce.
         rows = with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, axis, tiled=True, axis_index_groups=groups)
-    return from_rows(rows[..., :size], shape, dim)
+    return weight_of_rows(rows[..., :size], shape, dim)
 
 
 def rows_of(x: jax.Array, dim: int) -> jax.Array:
-    """Put the dim first along which a TPU gathers or scatters.
+    """Return x with the dim first along which a TPU gathers or scatters.
 
-    It had better not cut its lanes, the last dim. Where the last two dims fill vectors
-    in part (heads of 64 dims, or four heads), all but the first become one: what is
-    empty would travel too, and XLA would make an all-reduce of a scatter.
+    Collectives should not divide the lanes, which are the last dim. If the last two
+    dims fill vectors only in part (heads of 64 dims, or four heads), all dims but the
+    first become one. Otherwise the padding of vectors would travel too, and XLA would
+    replace a scatter by an all-reduce.
     """
     x = jnp.moveaxis(x, dim, 0)
-    partial = x.ndim > 2 and (x.shape[-2] % _SUBLANES or x.shape[-1] % _LANES)
-    return x.reshape(len(x), -1) if partial else x
+    partial_vectors = x.ndim > 2 and (x.shape[-2] % _SUBLANES or x.shape[-1] % _LANES)
+    return x.reshape(len(x), -1) if partial_vectors else x
 
 
-def from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
-    """Undo `rows_of` an array of this shape, whatever became of the number of rows."""
-    others = shape[:dim] + shape[dim + 1 :]
-    return jnp.moveaxis(rows.reshape(len(rows), *others), 0, dim)
+def weight_of_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    """Undo `rows_of` for an array of this shape, with any number of rows."""
+    row_shape = shape[:dim] + shape[dim + 1 :]
+    return jnp.moveaxis(rows.reshape(-1, *row_shape), 0, dim)
 
 
 def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Group the devices along an axis for the steps of a scatter over all.
+    """Return the groups of devices along an axis for each step of a scatter.
 
-    First devices far apart share what there is, then those close by, so that device i
-    ends with part i. Last come the slices, when each chip is left with the least.
+    The first steps are between devices that are far apart, then between neighbours, and
+    device i ends with part i. Slices come last, when each chip has the least left.
 
     Args:
-        sizes: the number of devices in a group of each step; (): one step.
+        sizes: the number of devices in a group of each step. () means one step.
 
     Returns:
-        The groups of each step; None stands for one group of all devices.
+        The groups of each step. None means one group of all devices.
     """
     steps = [n for n in sizes if n > 1]
     if len(steps) < 2:
@@ -224,10 +226,10 @@ def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
 
 
 def multiple(size: int) -> int:
-    """Return what the last dim of what a TPU scatters must be a multiple of.
+    """Return the padding multiple for the last dim of a TPU reduce-scatter.
 
-    XLA cuts it in two until at most some 90 tiles of lanes are left, and makes an
-    all-reduce of what it cannot cut (docs/log.md).
+    XLA halves this dim until it has at most about 90 tiles of lanes, and replaces a
+    scatter of a dim that it cannot halve by an all-reduce (docs/log.md).
     """
     tiles = size / _LANES
     return _LANES * 2 ** math.ceil(math.log2(tiles / 64)) if tiles > 64 else 1

@@ -1,12 +1,11 @@
-"""The one way to multiply: every product with a weight, or between activations.
+"""The one way to multiply: every product with a weight, and the linear layer.
 
-Operands are rounded to the compute dtype, products accumulate in float32, and the
-backward pass rounds the cotangent too, so that all three products of a linear layer
-run on the machine's fast units; those of eight bits have forms of their own
-(model/eight_bits/). Plain `x @ w` does neither: with bfloat16 operands
-XLA's CPU upcasts them, and a float32 cotangent drops a GPU's backward pass to TF32
-(docs/log.md has the figures). Nothing is flattened or transposed on the way: einsums
-with the weight's own dims are the form that XLA's CPU is fast on.
+Operands are rounded to the compute dtype, and products accumulate in float32. The
+backward pass rounds the cotangent too, so that all three products of a linear layer run
+on fast units. Products in eight bits have their own forms (model/eight_bits/). With
+plain `x @ w`, XLA's CPU backend would convert bfloat16 operands to float32, and a
+float32 cotangent would make a GPU multiply in TF32 (docs/log.md). Operands are neither
+flattened nor transposed: XLA's CPU backend is fast on einsums with the weight's dims.
 """
 
 import re
@@ -42,20 +41,22 @@ def product(
 ) -> Float[Array, "..."]:
     """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
 
-    Every letter of an operand must stand in the other operand or in the result. The
-    result has a's dtype, each gradient has its operand's.
+    Every letter of an operand must also be in the other operand or in the result. With
+    quantization, no letter may be in all three.
 
     Args:
         spec: the einsum.
         a: left operand.
         b: right operand.
-        compute: dtype that operands are rounded to; sums are float32.
-        placement: where b lies if it is a weight. The product gathers it and
+        compute: the dtype to which operands are rounded.
+        placement: where b lies if it is a weight. The product gathers it, and
             reduce-scatters its gradient.
-        quantization: to eight bits instead; None: none. No letter may then stand in
-            both operands and the result.
-        keys_BT: for int8, of a's positions, to round the cotangent at random; None: to
-            the nearest.
+        quantization: how to multiply in eight bits. None multiplies in `compute`.
+        keys_BT: random keys of the positions of a, with which int8 rounds the cotangent
+            stochastically. None rounds to the nearest.
+
+    Returns:
+        An array in a's dtype. Each gradient has the dtype of its operand.
     """
     if quantization is not None:
         emulated = quantization.emulated
@@ -76,13 +77,13 @@ def product(
 
 
 def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
-    """Round a left operand as `product` does where it is quantized."""
+    """Return a left operand as `product` quantizes it."""
     match dtype:
         case ComputeDtype.float8:
             return to_float8(a, FORWARD, float8_scale(a, FORWARD))
         case ComputeDtype.int8:
-            left, _, result = re.split(",|->", spec)
-            return to_int8(a, contracted(left, result))
+            dims, _, result = re.split(",|->", spec)
+            return to_int8(a, contracted(dims, result))
         case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
             raise AssertionError(f"{dtype} has no eight bits")
         case _:
@@ -103,7 +104,7 @@ def _product(
 def einsum(
     spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, out: DTypeLike
 ) -> jax.Array:
-    """Contract two arrays rounded to `compute`, for a backward pass of one's own."""
+    """Contract two arrays rounded to `compute`. The result has the dtype `out`."""
     return jnp.einsum(
         spec, a.astype(compute), b.astype(compute), preferred_element_type=out
     )
@@ -116,9 +117,9 @@ def _forward(
     compute: DTypeLike,
     placement: WeightPlacement,
 ):
-    # Only the rounded a is kept: it is what the backward pass needs. b is mostly a
-    # parameter, alive anyway, and rounding it again is cheaper than keeping both. What
-    # was gathered is kept where all of a layer is recomputed: it lives that long.
+    # The backward pass needs only the rounded a. Parameters such as b are alive anyway,
+    # and rounding them again is cheaper than saving both. A gathered b is saved if the
+    # layer is recomputed, because then it does not live longer than the layer.
     a_rounded = a.astype(compute)
     gathered = placement.gather(b.astype(compute)) if placement.sharded_dims else b
     y = einsum(spec, a_rounded, gathered, compute, a.dtype)
@@ -184,7 +185,7 @@ gather_weight.defvjp(_gather_forward, _gather_backward)
 
 
 def leading(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
-    """Return x with dims of size 1 in front, `ndim` in all."""
+    """Return x with leading dims of size 1, so that it has `ndim` dims."""
     return jnp.expand_dims(x, range(ndim - x.ndim))
 
 
@@ -205,19 +206,19 @@ class Linear(nnx.Module):
         kind: Kind = Kind.matrix,
         padding: int = 0,
     ):
-        """Draw the weight from N(0, std²).
+        """Draw the weight from N(0, std²). The bias starts at zero.
 
         Args:
-            name: in traced programs.
+            name: the name of its scope in traced programs.
             spec: the einsum, as `product` takes it.
-            shape: of the weight.
-            axes: its logical axes.
-            std: of the initial values.
-            bias: whether to add one, zero at first.
-            dtype: of the parameters.
-            rngs: to draw from.
+            shape: the shape of the weight, without padding.
+            axes: the logical axes of the weight.
+            std: the standard deviation of the initial values.
+            bias: whether there is a bias.
+            dtype: the dtype of the parameters.
+            rngs: random numbers.
             kind: how optimizers see the weight.
-            padding: zeros to add behind its last dim.
+            padding: the number of zeros after the last entry of the last dim.
         """
         operands, result = spec.split("->")
         inputs = sum(letter not in result for letter in operands.split(",")[1])

@@ -91,12 +91,12 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
 
 def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
     """Return the values of all stacks' layers in the order of layers."""
-    first, between, last = (stacks.get(name) for name in STACKED)
+    dense, plain, last = (stacks.get(name) for name in STACKED)
     assert last is not None
-    if between is not None:
-        groups = between.reshape(last.size, -1), last.reshape(-1, 1)
+    if plain is not None:
+        groups = plain.reshape(last.size, -1), last.reshape(-1, 1)
         last = jnp.concatenate(groups, axis=1).ravel()
-    return last if first is None else jnp.concatenate([first, last])
+    return last if dense is None else jnp.concatenate([dense, last])
 
 
 def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator:

@@ -26,9 +26,9 @@ def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return checkpoint_name(x, _INPUT)
 
 
-def saveable(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
+def saveable(x: Float[Array, "..."], name: Intermediate) -> Float[Array, "..."]:
     """Name an intermediate result, so that a policy can save it."""
-    return checkpoint_name(x, what)
+    return checkpoint_name(x, name)
 
 
 def rematerialized(
@@ -69,8 +69,8 @@ def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     keep = _keep_all_but_slices if policy == "none" else _keep(policy)
-    both = jax.checkpoint_policies.save_from_both_policies(inputs, keep)
-    return jax.checkpoint(stage, policy=both, prevent_cse=False)
+    keep = jax.checkpoint_policies.save_from_both_policies(inputs, keep)
+    return jax.checkpoint(stage, policy=keep, prevent_cse=False)
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

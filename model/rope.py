@@ -1,10 +1,10 @@
-"""Rotary positions, and the formulas that stretch them.
+"""Rotary positions, and the formulas that stretch them to longer rows.
 
-Pair i of position p is rotated by p f, f = theta^(-2i/R) being its frequency. A model
-that goes on to longer rows keeps the fast pairs, which tell near positions apart, and
-slows the others down.
+At position p, pair i is rotated by p f, with the frequency f = theta^(-2i/R). A model
+that continues with longer rows keeps the fast pairs, which tell near positions apart,
+and slows down the others.
 
-Shapes: B batch, T time, N heads, H head dim, P pairs that are rotated, R = 2P.
+Shapes: B batch, T time, N heads, H head dim, P rotated pairs, R = 2P.
 """
 
 import math
@@ -19,14 +19,14 @@ from model.config import ModelConfig
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines [B, T, 1, P] of the angles by which positions rotate pairs."""
+    """Cosines and sines of the angle of each position and pair."""
 
     cos: Float[Array, "B T 1 P"]
     sin: Float[Array, "B T 1 P"]
 
 
 class Rotations(NamedTuple):
-    """The rotation of each kind of layer; local ones may have none of their own."""
+    """The rotation of global layers, and of local layers if it is another one."""
 
     usual: Rotation
     local: Rotation | None
@@ -37,28 +37,25 @@ class Rotations(NamedTuple):
             return self.usual
         if local is True:
             return self.local
-        both = zip(self.local, self.usual, strict=True)
-        return Rotation(*(jnp.where(local.flag, own, usual) for own, usual in both))
+        pairs = zip(self.local, self.usual, strict=True)
+        return Rotation(*(jnp.where(local.flag, a, b) for a, b in pairs))
 
 
 def rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:
-    """Return by what positions are rotated.
-
-    Source: RoFormer, arXiv:2104.09864, section 3.2.2.
-    """
-    scaling, local = config.rope_scaling, None
+    """Return the rotations of positions. Source: RoFormer, arXiv:2104.09864."""
+    R, local = config.rotary_dim, None
     if config.rope_theta_local is not None:
-        unscaled = config.rope_theta_local, RopeScaling()
-        local = _rotation(positions_BT, config.rotary_dim, *unscaled)
-    usual = _rotation(positions_BT, config.rotary_dim, config.rope_theta, scaling)
+        local = _rotation(positions_BT, R, config.rope_theta_local, RopeScaling())
+    usual = _rotation(positions_BT, R, config.rope_theta, config.rope_scaling)
     return Rotations(usual, local)
 
 
 def _rotation(
     positions_BT: Int[Array, "B T"], R: int, theta: float, scaling: RopeScaling
 ) -> Rotation:
-    rates = frequencies(R, theta, scaling)
-    angles = positions_BT[..., None, None].astype(jnp.float32) * rates[None, None, None]
+    rates_P = frequencies(R, theta, scaling)
+    positions_BT11 = positions_BT[..., None, None].astype(jnp.float32)
+    angles = positions_BT11 * rates_P[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.kind is not Scaling.yarn:
         return Rotation(cos, sin)
@@ -68,8 +65,8 @@ def _rotation(
 def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]:
     """Return the frequencies of R/2 pairs.
 
-    Sources: arXiv:2306.15595 (linear), Llama 3.1's own code (llama3), YaRN,
-    arXiv:2309.00071, section 3.2; bounds of the last are whole pairs with `truncate`.
+    Sources: arXiv:2306.15595 (linear), the code of Llama 3.1 (llama3), YaRN,
+    arXiv:2309.00071, section 3.2. With `truncate`, the bounds of the last are integers.
     """
     pairs = R // 2
     usual = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
@@ -82,9 +79,9 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
             return slowed
         case Scaling.llama3:
             turns = usual * (length / (2 * math.pi))
-            kept = jnp.clip((turns - slow) / (fast - slow), 0, 1)
+            kept_share = jnp.clip((turns - slow) / (fast - slow), 0, 1)
         case Scaling.yarn:
-            # The pairs that turn so often in a row of the earlier training.
+            # The pairs that turn this often in a row of the earlier training.
             first, last = (
                 R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
                 for turns in (fast, slow)
@@ -92,17 +89,19 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
             if scaling.truncate:
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, R - 1)
-            behind = jnp.arange(pairs, dtype=jnp.float32) - first
-            kept = 1 - jnp.clip(behind / (last - first or 0.001), 0, 1)
+            distance = jnp.arange(pairs, dtype=jnp.float32) - first
+            kept_share = 1 - jnp.clip(distance / (last - first or 0.001), 0, 1)
         case _:
             assert_never(scaling.kind)
-    return kept * usual + (1 - kept) * slowed
+    return kept_share * usual + (1 - kept_share) * slowed
 
 
-def rotate(x_BTNH: Float[Array, "B T N H"], by: Rotation) -> Float[Array, "B T N H"]:
-    """Rotate the first 2P head dims, pair (i, i+P); the others stay."""
-    pairs = by.cos.shape[-1]
-    x = x_BTNH.astype(jnp.float32)
+def rotate(
+    x_BTNH: Float[Array, "B T N H"], rotation: Rotation
+) -> Float[Array, "B T N H"]:
+    """Rotate the first 2P head dims, in pairs (i, i + P); keep the others."""
+    cos, sin = rotation
+    pairs, x = cos.shape[-1], x_BTNH.astype(jnp.float32)
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    turned = [first * by.cos - second * by.sin, second * by.cos + first * by.sin]
-    return jnp.concatenate([*turned, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)

@@ -14,6 +14,5 @@ def row_max(x: Float[Array, "... S"]) -> Float[Array, "... 1"]:
     than the exponentials of a softmax (docs/log.md).
     """
     while x.shape[-1] > _NARROW and x.shape[-1] % 2 == 0:
-        left, right = jnp.split(x, 2, axis=-1)
-        x = jnp.maximum(left, right)
+        x = jnp.maximum(*jnp.split(x, 2, axis=-1))
     return jnp.max(x, axis=-1, keepdims=True)

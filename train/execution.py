@@ -1,12 +1,15 @@
-"""How a step runs on a device: dtypes, kernels, the form of collectives.
+"""Choose how a program runs on its devices: dtypes, kernels and placement.
 
-What the device cannot do is an error, before anything is compiled.
+A choice that a device cannot run is an error before anything is compiled.
 """
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from model.attention.across import choose_context_attention
 from model.attention.kernel import choose_kernel
@@ -23,37 +26,73 @@ from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
 from model.execution import Execution, Numerics
 from model.experts.grouped import choose_grouped
+from model.gather import AxisSteps
+from model.placement import Placement
 from train.config import Config, MomentDtype
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.mesh import Device
 from train.mesh_sizes import num_shards, pipeline_of
 from train.runtime import cpu_prefers_bfloat16
+from train.sharding import axis_rules
 
-_CUDNN_HEAD = 128  # dims of the largest head that cuDNN takes before Hopper
+_CUDNN_HEAD = 128  # The largest head dim that cuDNN supports before Hopper.
+
+
+class BatchShards(NamedTuple):
+    """How many shards a batch has along its rows and along the positions of a row."""
+
+    rows: int
+    sequence: int
+
+
+def batch_shards(rules: AxisRules, sizes: Mapping[str, int]) -> BatchShards:
+    """Return how many shards a batch has on a mesh with these axis sizes."""
+    rows, sequence = rules.spec("batch", "seq")
+    return BatchShards(num_shards(sizes, rows), num_shards(sizes, sequence))
+
+
+def choose_placement(
+    config: Config, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]
+) -> Placement:
+    """Return where arrays lie, and how devices exchange weights and gradients."""
+    rules, train = axis_rules(config.mesh), config.train
+    tokens = config.data.batch_size * config.data.sequence_length
+    shards = math.prod(batch_shards(rules, mesh.shape))
+    local_tokens = tokens // (train.accumulation_steps * shards)
+    pipelined = mesh.shape["pipeline"] > 1
+    return Placement(
+        mesh=mesh,
+        rules=rules,
+        platform=mesh.devices.flat[0].platform,
+        axis_steps=axis_steps,
+        # A layer has one backward pass in each step.
+        reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
+        exchange_embedding_rows=local_tokens < config.model.vocab_rows,
+    )
 
 
 def choose_execution(
-    config: Config, device: Device, rules: AxisRules, sizes: Mapping[str, int]
+    config: Config, device: Device, sizes: Mapping[str, int]
 ) -> Execution:
-    """Choose dtypes, kernels and the form of collectives. The placement is left open.
+    """Choose dtypes and kernels. The placement is left open.
 
-    On a CPU only the operands of products are rounded to bfloat16, what passes between
-    layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
+    On a CPU, only the operands of products are rounded to bfloat16, and activations
+    between layers stay float32: XLA's CPU backend is slow at other operations in
+    bfloat16.
 
     Args:
-        config: settled.
-        device: one of them.
-        rules: where arrays lie.
-        sizes: of the mesh axes.
+        config: the settled config.
+        device: one of the devices.
+        sizes: the sizes of the mesh axes.
 
     Raises:
-        ConfigError: if the platform cannot run the attention kernel or the products
-            asked for or hold moments where asked for, or devices cannot share a row as
-            asked for.
+        ConfigError: if the platform cannot run the attention kernel or the products,
+            cannot hold the moments where the config wants them, or if devices cannot
+            share rows as the config wants.
     """
     model, train = config.model, config.train
-    platform = device.platform
+    platform, rules = device.platform, axis_rules(config.mesh)
     kernel, quantization, _ = check_all(
         lambda: _kernel(config, device),
         lambda: _quantization(config, device),
@@ -93,42 +132,44 @@ def choose_execution(
 def _context_attention(
     config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ContextAttention:
-    """Choose how devices that share a row attend; no matter which where none do."""
-    asked, length = config.mesh.context_attention, config.data.sequence_length
+    """Choose how devices that share a row attend. If none do, the choice is unused."""
+    setting, length = config.mesh.context_attention, config.data.sequence_length
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
         return ContextAttention.ring
     model = config.model
-    of_queries, of_keys = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
-    kv_heads = model.kv_heads // num_shards(sizes, of_keys)
-    if of_queries != of_keys:  # there is a key for each query then
-        kv_heads = model.num_heads // num_shards(sizes, of_queries)
+    head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
+    kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
+    if head_axes != kv_axes:  # Then each query has a key of its own.
+        kv_heads = model.num_heads // num_shards(sizes, head_axes)
     if rate := model.dropout.attention:
         rule = (
-            f"must be 0 where {devices} devices share a row, each with other weights "
+            f"must be 0 if {devices} devices share a row, because no device has all "
+            "weights of a query; set mesh.context=1, or use only "
+            "model.dropout.embedding and model.dropout.residual"
         )
-        rule += "of its keys; take mesh.context=1, or embedding and residual alone"
         raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
     try:
-        return choose_context_attention(asked, kernel, devices, length, kv_heads)
+        return choose_context_attention(setting, kernel, devices, length, kv_heads)
     except ValueError as error:
-        rule = f"cannot serve: {error}; change one of them"
-        raise ConfigError([Mistake("mesh.context_attention", asked, rule)]) from None
+        rule = f"is not possible: {error}; change one of them"
+        raise ConfigError([Mistake("mesh.context_attention", setting, rule)]) from None
 
 
 def _expert_exchange(
     config: Config, platform: str, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ExpertExchange:
-    """Choose how tokens reach experts on other devices; no matter where none do.
+    """Choose how tokens reach experts on other devices.
 
-    Of n tokens of a device, k rows each, among S devices, a gather and a scatter send
-    2 n (S - 1) rows; rows there and back are 2 n k (S - 1) / S, and pass through main
-    memory once instead of once a chunk. Not on GPUs unless asked for: others saw wrong
-    gradients there (marin-community/marin#8077), and nobody has checked ours.
+    A device has n tokens with k rows each, and S devices share the experts. A gather
+    and a reduce-scatter send 2 n (S - 1) rows. Sending rows to their experts and back
+    takes 2 n k (S - 1) / S rows, which pass through main memory once instead of once in
+    each chunk. On GPUs it must be chosen explicitly: wrong gradients were reported
+    there (marin-community/marin#8077), and ours have not been checked.
     """
-    asked = config.mesh.expert_exchange
-    if asked is not ExpertExchange.auto:
-        return asked
+    setting = config.mesh.expert_exchange
+    if setting is not ExpertExchange.auto:
+        return setting
     devices = num_shards(sizes, dict(rules.params)["experts"])
     ragged = devices >= config.model.experts_per_token and platform == "tpu"
     return ExpertExchange.ragged if ragged else ExpertExchange.all_gather
@@ -155,26 +196,29 @@ def _kernel(config: Config, device: Device) -> Attention:
 
 
 def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> str:
-    """Say what NVIDIA's kernel cannot do on this GPU; empty if it serves."""
+    """Return why NVIDIA's kernel cannot run on this GPU, or an empty string."""
     name, slower = device.device_kind, "or model.attention=xla (slower)"
     chip, version = chip_of(name), getattr(device, "compute_capability", None)
     hopper = chip is None or chip.gains_by("float8")
     if version is not None:
         hopper = float(version) >= 9
     if model.compute_dtype is ComputeDtype.float32:
-        return f"does not multiply float32; take model.compute_dtype=auto {slower}"
+        return f"does not multiply float32; set model.compute_dtype=auto {slower}"
     if kernel is Attention.cudnn_packed and not hopper:
-        return f"needs Hopper or later, not {name}; take cudnn {slower}"
+        return f"needs Hopper or later, not {name}; set model.attention=cudnn {slower}"
     if model.head_size > _CUDNN_HEAD and not hopper:
-        rule = f"takes heads of up to {_CUDNN_HEAD} dims on {name}, which is before "
-        return f"{rule}Hopper, not {model.head_size}; take model.attention=xla (slower)"
+        return (
+            f"needs heads of at most {_CUDNN_HEAD} dims on {name}, not "
+            f"{model.head_size}; set model.attention=xla (slower), or use Hopper or "
+            "later"
+        )
     return ""
 
 
 def _quantization(config: Config, device: Device) -> Quantization | None:
-    """Return how linear layers are quantized, None where they are not.
+    """Return how linear layers are quantized, or None if they are not.
 
-    A CPU emulates, so that what another machine is to run can be tried.
+    A CPU emulates the products of other machines, so that these can be tried.
     """
     dtype = config.model.compute_dtype
     if dtype not in (ComputeDtype.float8, ComputeDtype.int8):
@@ -183,18 +227,20 @@ def _quantization(config: Config, device: Device) -> Quantization | None:
         return Quantization(dtype, emulated=True)
     chip = chip_of(device.device_kind)
     if chip is None or not chip.gains_by(dtype):
-        rule = f"is no faster than bfloat16 on {device.device_kind}; take bfloat16"
-        other = {"float8": "int8", "int8": "float8"}[dtype]
-        rule += f" or {other}" if chip and chip.gains_by(other) else ""
+        rule = f"is no faster than bfloat16 on {device.device_kind}; set bfloat16"
+        alternative = {"float8": "int8", "int8": "float8"}[dtype]
+        rule += f" or {alternative}" if chip and chip.gains_by(alternative) else ""
         raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
     return Quantization(dtype)
 
 
 def _check_host_memory(config: Config, platform: str) -> None:
-    """Refuse what jax 0.10's libtpu (0.0.42) cannot compile; 0.11's (0.0.44) can."""
+    """Refuse a program that libtpu 0.0.42 (jax 0.10) cannot compile; 0.0.44 can."""
     optimizer, old = config.optimizer, jax.__version_info__ < (0, 11)
-    in_eight = optimizer.moment_dtype is MomentDtype.int8
-    if old and platform == "tpu" and optimizer.offload and in_eight:
-        rule = f"cannot be in a TPU's host memory with jax {jax.__version__}; install "
-        rule += "jax 0.11 or later (Python 3.12), or take bfloat16"
+    int8 = optimizer.moment_dtype is MomentDtype.int8
+    if old and platform == "tpu" and optimizer.offload and int8:
+        rule = (
+            f"cannot be in a TPU's host memory with jax {jax.__version__}; install jax "
+            "0.11 or later (Python 3.12), or set bfloat16"
+        )
         raise ConfigError([Mistake("optimizer.moment_dtype", "int8", rule)])

@@ -14,19 +14,20 @@ from train.config import MESH_AXES, MeshConfig
 from train.errors import ConfigError, Mistake, check_all
 from train.mesh_sizes import axis_sizes, least_sizes
 
-Device = Any  # jax.Device, which its stubs have as a variable
+Device = Any  # The stubs of JAX declare jax.Device as a variable.
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return the mesh, laid out so that the fast network carries the axes it can.
+    """Return the mesh, laid out so that fast networks carry as many axes as possible.
 
-    With `mesh.dcn` factors the axes cross slices (or, where there are none, processes;
-    or else equal blocks of devices, to try a layout on one machine), one behind the
-    other. Along fsdp on TPUs neighbours are in different slices instead: of gradients
-    scattered over each slice first, least is left to pass between (model/gather.py).
+    Axes with `mesh.dcn` factors cross slices. Without slices they cross processes, and
+    otherwise equal blocks of devices, so that a layout can be tried on one machine. On
+    TPUs, neighbours along fsdp are in different slices: gradients are first scattered
+    within each slice, so that the least is left to send between slices
+    (model/gather.py).
 
     Raises:
-        ConfigError: if sizes and devices do not fit together, with all that do not.
+        ConfigError: if sizes and devices do not fit together. It lists all mistakes.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes, granules = check_all(
@@ -37,7 +38,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     blocks = [_lay(inner, granule) for granule in granules]
     grid = np.array(blocks).reshape(*dcn, *inner)
     rank = len(MESH_AXES)
-    order = np.arange(2 * rank).reshape(2, rank).T  # of each axis: between, within
+    # For each axis, the dim of `grid` between slices and the dim within a slice.
+    order = np.arange(2 * rank).reshape(2, rank).T
     if devices[0].platform == "tpu":
         fsdp = MESH_AXES.index("fsdp")
         order[fsdp] = order[fsdp, ::-1]
@@ -50,22 +52,21 @@ def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
     """Group devices into the slices or hosts that `mesh.dcn` crosses.
 
     Raises:
-        ConfigError: if its factors do not fit the axes, or what there is to cross.
+        ConfigError: if its factors do not fit the axes, or the slices or hosts.
     """
     sizes = least_sizes(config, len(devices))
-    known = math.prod(sizes.values()) == len(devices)
+    sizes_fit = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
     mistakes = [
         Mistake(f"mesh.dcn.{axis}", dcn[axis], f"must divide mesh.{axis}={size}")
         for axis, size in sizes.items()
-        if size % dcn[axis] and (known or getattr(config, axis) != -1)
+        if size % dcn[axis] and (sizes_fit or getattr(config, axis) != -1)
     ]
     granules = _granules(devices, math.prod(dcn.values()))
     if len(granules) != math.prod(dcn.values()):
         rule = (
-            f"must multiply to the {len(granules)} slices (or hosts) there are, of the "
-            f"axes that cross them; say mesh.dcn.data={len(granules)} and mesh.data a "
-            "multiple of it"
+            f"must multiply to the number of slices (or hosts), {len(granules)}; set "
+            f"mesh.dcn.data={len(granules)}, and mesh.data to a multiple of it"
         )
         shown = " x ".join(f"{axis} {factor}" for axis, factor in dcn.items())
         mistakes.append(Mistake("mesh.dcn", shown, rule))
@@ -75,7 +76,7 @@ def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
 
 
 def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
-    """Lay axes over a slice, along whole dims of a TPU's torus where that can be."""
+    """Lay axes over a slice, along whole dims of a TPU's torus if possible."""
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
@@ -97,13 +98,13 @@ def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
     slices = groups_by(slice_of)
-    # Between slices of TPUs there is no link that a mesh could use unawares.
+    # TPU slices have no links between them that a mesh could use without knowing.
     if wanted == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
     for groups in (slices, groups_by(process_of)):
         if len(groups) > 1:
             return groups
-    size, rest = divmod(len(devices), wanted)
-    if rest:
+    size, remainder = divmod(len(devices), wanted)
+    if remainder:
         return [devices]
     return [devices[i * size : (i + 1) * size] for i in range(wanted)]

@@ -1,20 +1,20 @@
-"""Numbers of each layer: how large they are, and which layer is to blame for a bad one.
+"""Figures of each layer that show which layer causes a bad step.
 
-A watched step (`log.numerics_interval_steps`) has these among its metrics, float32 [L],
-reduced over all devices and microbatches:
+The metrics of a watched step (`log.numerics_interval_steps`) include these figures,
+float32 [L], reduced over all devices and microbatches:
 
-    numerics/residual       largest absolute value of what goes into the layer
-    numerics/attention      ... of what its attention gives, before it is added
-    numerics/mlp            ... of what its MLP or experts give
-    numerics/grad_largest   ... of its weights' gradients
-    numerics/grad_norm      norm of these
-    numerics/update_ratio   RMS of the update over RMS of the weights
-    numerics/flushed        share of the operands that its linear layers and experts
-                            multiply by weights that eight bits flush to zero
-    numerics/saturated      ... and that they round to their largest value
+    numerics/residual       the largest absolute value of the layer's input
+    numerics/attention      ... of the output of attention, before it is added
+    numerics/mlp            ... of the output of the MLP or of the experts
+    numerics/grad_largest   ... of the gradients of the layer's weights
+    numerics/grad_norm      the norm of these gradients
+    numerics/update_ratio   the RMS of the update over the RMS of the weights
+    numerics/flushed        the share of operands of linear layers and experts that
+                            eight bits flush to zero
+    numerics/saturated      ... and that eight bits round to the largest value
 
-The last two are there where `model.compute_dtype` has eight bits. What is not finite
-counts as infinite. A step that is not watched is another program, without any of it.
+The last two exist if `model.compute_dtype` has eight bits. Values that are not finite
+count as infinite. Other steps run another program, without any of these figures.
 """
 
 import functools
@@ -33,7 +33,7 @@ Reduce = Callable[[jax.Array], jax.Array]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
 PREFIX = "numerics/"
 _WORDS = {
-    "residual": "what goes into it",
+    "residual": "its input",
     "attention": "its attention",
     "mlp": "its MLP",
     "grad_largest": "its largest gradient",
@@ -41,38 +41,40 @@ _WORDS = {
 }
 _ACTIVATIONS = "residual", "attention", "mlp"
 _GRADIENTS = "grad_largest", "grad_norm"
-# The square of what is larger, which norms take, is infinite in float32.
+# Norms take squares, and the square of a larger value is infinite in float32.
 _TOO_LARGE = math.sqrt(jnp.finfo(jnp.float32).max)
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-_MUCH = 4.0  # times what it was when last seen
+_GROWTH = 4.0  # A quantity that has grown by more than this factor is suspicious.
 
 
-def numerics(
-    noted: Noted, grads: Any, before: Any, after: Any
+def layer_figures(
+    noted: Noted, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
     """Return the figures of a watched step.
 
     Args:
-        noted: by the layers' taps.
+        noted: the figures from the layers' taps.
         grads: tree of gradients, before clipping.
-        before: tree of parameters.
-        after: likewise, once the optimizer has moved them.
+        params: tree of parameters before the update.
+        new_params: tree of parameters after the update.
     """
-    moved = jax.tree.map(lambda new, old: new.astype(jnp.float32) - old, after, before)
+    updates = jax.tree.map(
+        lambda new, old: new.astype(jnp.float32) - old, new_params, params
+    )
     figures = {
         **noted.largest,
         **noted.shares,
         "grad_largest": _by_layer(grads, _largest, jnp.maximum),
         "grad_norm": jnp.sqrt(_by_layer(grads, _squares, jnp.add)),
         "update_ratio": jnp.sqrt(
-            _by_layer(moved, _squares, jnp.add) / _by_layer(before, _squares, jnp.add)
+            _by_layer(updates, _squares, jnp.add) / _by_layer(params, _squares, jnp.add)
         ),
     }
     return {PREFIX + name: values for name, values in figures.items()}
 
 
 def by_layer(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a watched step as lines of metrics have them; else none."""
+    """Return the figures of a watched step in the form of metrics.jsonl."""
     figures = {name: v for name, v in metrics.items() if name.startswith(PREFIX)}
     return {
         f"{name}/{layer}": float(f"{value:.4g}")
@@ -82,7 +84,7 @@ def by_layer(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Culprit(NamedTuple):
-    """What is to blame for a bad step: a quantity of a layer, counted from 0."""
+    """The quantity of a layer, counted from 0, that is to blame for a bad step."""
 
     quantity: str
     layer: int
@@ -93,35 +95,36 @@ class Culprit(NamedTuple):
         return f"layer {self.layer}: {_WORDS[self.quantity]} is {value}"
 
 
-def culprit(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> Culprit | None:
-    """Name what is to blame for a step that was left out; None where nothing shows.
+def culprit(
+    metrics: Mapping[str, Any], earlier: Mapping[str, Any] | None
+) -> Culprit | None:
+    """Return what is to blame for a skipped step, or None if nothing shows.
 
-    That is, in the order of the forward pass, the first result too large for its square
-    to be finite; else, since gradients go the other way, the last layer whose gradients
-    are; else what has grown most since an earlier step, if it is several times as
-    large.
+    This is the first result of the forward pass whose square is not finite. Otherwise,
+    it is the last layer whose gradients are not, because gradients travel backwards.
+    Otherwise, it is the quantity that has grown most since an earlier step.
 
     Args:
-        now: metrics of that step, a watched one.
-        before: those of an earlier one that was not left out, if there was one.
+        metrics: the metrics of the skipped step, which is watched.
+        earlier: the metrics of an earlier watched step that was not skipped.
     """
-    forward = [*_values(now, _ACTIVATIONS)]
-    backward = [*_values(now, _GRADIENTS)]
-    for found in (forward, backward[::-1]):
-        for own in found:
-            if not own.value < _TOO_LARGE:
-                return own
-    if before is None:
+    forward = [*_values(metrics, _ACTIVATIONS)]
+    backward = [*_values(metrics, _GRADIENTS)]
+    for candidate in (*forward, *backward[::-1]):
+        if not candidate.value < _TOO_LARGE:
+            return candidate
+    if earlier is None:
         return None
-    earlier = [*_values(before, _ACTIVATIONS), *_values(before, _GRADIENTS)]
-    pairs = zip([*forward, *backward], earlier, strict=True)
-    grown = [(own.value / max(then.value, _TINY), own) for own, then in pairs]
-    most, found = max(grown)
-    return found if most > _MUCH else None
+    old = [*_values(earlier, _ACTIVATIONS), *_values(earlier, _GRADIENTS)]
+    growth, candidate = max(
+        (now.value / max(then.value, _TINY), now)
+        for now, then in zip([*forward, *backward], old, strict=True)
+    )
+    return candidate if growth > _GROWTH else None
 
 
 def _values(figures: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Culprit]:
-    """Yield the figures of some quantities, layer by layer."""
+    """Yield the figures with these names, layer by layer."""
     for layer in range(len(figures[PREFIX + names[0]])):
         for name in names:
             yield Culprit(name, layer, float(figures[PREFIX + name][layer]))

@@ -1,14 +1,13 @@
-"""From a config to everything that `jit` needs, on a given set of devices.
+"""Turn a config into everything that `jit` needs, on a given set of devices.
 
-Training, evaluation, sampling and the plan all start here, so that what is planned is
-what runs.
+Training, evaluation, sampling and the plan all start here, so that the plan describes
+the program that runs.
 """
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
 from data.config import DataConfig
-from model.axes import AxisRules
 from model.choices import Position
 from model.execution import Execution
-from model.gpt import (
-    GPT,
-    abstract_gpt,
-    num_active_params,
-    num_params,
-    params_of,
-)
+from model.gpt import GPT, abstract_gpt, num_active_params, num_params, params_of
 from model.params import param_infos
-from model.placement import Placement
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
-from train.execution import choose_execution
+from train.execution import (
+    BatchShards,
+    batch_shards,
+    choose_execution,
+    choose_placement,
+)
 from train.hardware.collective_steps import collective_steps
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
@@ -38,7 +34,6 @@ from train.mesh_sizes import (
     check_batch,
     check_pipeline,
     least_sizes,
-    num_shards,
     pipeline_of,
 )
 from train.model_flops import attention_flops, weight_flops
@@ -55,54 +50,36 @@ from train.state import TrainState, abstract_state, initial_state
 from train.step import make_eval_step, make_train_step
 
 
-class BatchShards(NamedTuple):
-    """How many shards a batch has along its rows and along the positions of a row."""
-
-    rows: int
-    sequence: int
-
-
-def batch_shards(rules: AxisRules, sizes: Mapping[str, int]) -> BatchShards:
-    """Return how many shards a batch has on a mesh with these axis sizes."""
-    rows, sequence = rules.spec("batch", "seq")
-    return BatchShards(num_shards(sizes, rows), num_shards(sizes, sequence))
-
-
-def _rows_are_smaller(config: Config, shards: BatchShards) -> bool:
-    """Return whether a device looks up fewer embedding rows than the table has."""
-    tokens = config.data.batch_size * config.data.sequence_length
-    local_tokens = tokens // (config.train.accumulation_steps * math.prod(shards))
-    return local_tokens < config.model.vocab_rows
-
-
-def _reduces_in_layers(config: Config, pipeline: Pipeline) -> bool:
-    """Return whether each step has one backward pass through each layer."""
-    return config.train.accumulation_steps == 1 == pipeline.stages
-
-
 @dataclass(frozen=True)
 class Program:
-    """A settled config on a mesh. `state` holds shapes, dtypes and shardings."""
+    """A settled config on a mesh.
+
+    model: the abstract model.
+    infos: tree of `ParamInfo`, shaped like the parameters.
+    execution: how the program runs the model.
+    state, batch: the shapes, dtypes and shardings of both.
+    num_tokens: the number of ids that the tokenizer has. None means that it has all ids
+        of the vocabulary.
+    """
 
     config: Config
     mesh: Mesh
-    model: GPT  # abstract
+    model: GPT
     infos: Any
     optimizer: Optimizer
     execution: Execution
-    state: TrainState  # of jax.ShapeDtypeStruct
-    batch: Batch  # of jax.ShapeDtypeStruct
-    # The tokenizer's ids, as `loss_sum` takes them; None: the whole vocabulary.
+    state: TrainState
+    batch: Batch
     num_tokens: int | None = None
 
     @property
     def shardings(self) -> TrainState:
-        """Where each leaf of the state lies."""
+        """The sharding of each leaf of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     @functools.cached_property
     def init(self):
-        """Jitted: () -> the state of step 0, born sharded."""
+        """Jitted: () -> the state of step 0, which is sharded from the start."""
         config = self.config
         start = functools.partial(
             initial_state, config.model, self.optimizer, config.train, config.seed
@@ -116,7 +93,7 @@ class Program:
 
     @functools.cached_property
     def watched_step(self):
-        """Jitted: a train step whose metrics have figures of its layers too."""
+        """Jitted: a train step whose metrics include figures of its layers."""
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
@@ -156,28 +133,28 @@ class Program:
 
     @property
     def host_state(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What of the state lies in host memory, by name."""
+        """The leaves of the state that are in host memory, by name."""
         offload = self.config.optimizer.offload
         return dict(moments_of(self.state)) if offload else {}
 
     @property
     def batch_shardings(self) -> Batch:
-        """Where each field of a batch lies."""
+        """The sharding of each field of a batch."""
         return jax.tree.map(lambda field: field.sharding, self.batch)
 
     @property
     def replicated(self) -> NamedSharding:
-        """On every device, whole."""
+        """The sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """The number of tokens in a global batch."""
         return self.config.data.batch_size * self.config.data.sequence_length
 
     @property
     def pipeline(self) -> Pipeline:
-        """How microbatches pass through stages of layers."""
+        """How microbatches pass through the stages of a pipeline."""
         return pipeline_of(self.config, self.mesh.shape["pipeline"])
 
     @functools.cached_property
@@ -187,7 +164,7 @@ class Program:
 
     @functools.cached_property
     def num_active_params(self) -> int:
-        """The number of those that a token meets."""
+        """The number of parameters that one token uses."""
         return num_active_params(self.config.model)
 
     @property
@@ -204,26 +181,23 @@ class Program:
 
     def with_train_config(self, train: TrainConfig) -> "Program":
         """Return the same program with other microbatches or recomputation."""
-        config, placement = replace(self.config, train=train), self.execution.placement
-        placement = replace(
-            placement,
-            exchange_embedding_rows=_rows_are_smaller(config, self.batch_shards),
-            reduce_in_layers=_reduces_in_layers(config, self.pipeline),
-        )
+        config = replace(self.config, train=train)
+        axis_steps = self.execution.placement.axis_steps
         execution = self.execution._replace(
-            remat=train.remat, offload=train.offload, placement=placement
+            remat=train.remat,
+            offload=train.offload,
+            placement=choose_placement(config, self.mesh, axis_steps),
         )
         return replace(self, config=config, execution=execution)
 
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
-    """Fill in what the model takes from the data: vocabulary and longest row.
+    """Return a config whose model has the vocabulary and the longest row of the data.
 
     Args:
-        config: as composed.
-        vocab_size: the tokenizer's, padded to a multiple of 128.
-        num_tokens: the tokenizer's own, which the model's vocabulary must hold; 0
-            leaves that unchecked.
+        config: the composed config.
+        vocab_size: the size of the tokenizer's vocabulary, padded to a multiple of 128.
+        num_tokens: the number of ids that the tokenizer has. 0 skips the check.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
@@ -233,8 +207,8 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
         model = replace(model, vocab_size=vocab_size)
     elif model.vocab_size < num_tokens:
         rule = (
-            f"must hold the {num_tokens} tokens of data.tokenizer="
-            f"{config.data.tokenizer}; raise it, or null for just as many"
+            f"must be at least the {num_tokens} tokens of data.tokenizer="
+            f"{config.data.tokenizer}; raise it, or set it to null for as many"
         )
         raise ConfigError([Mistake("model.vocab_size", model.vocab_size, rule)])
     if model.position is Position.learned and model.max_sequence_length is None:
@@ -248,59 +222,53 @@ def make_program(
     schedule_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> Program:
-    """Lay a settled config out on devices.
+    """Return the program of a settled config on a set of devices.
 
     Args:
-        config: settled.
-        devices: default: all there are.
-        schedule_steps: the schedule's length, if not train.num_steps: a run that goes
-            on beyond its first end keeps its schedule, at the last value.
+        config: the settled config.
+        devices: the devices of the mesh. None means all devices of this run.
+        schedule_steps: the length of the schedule. None means train.num_steps. A run
+            that is extended keeps the schedule of its first start.
         num_tokens: the number of ids that the tokenizer has. Larger ids have no
-            probability. With None, all ids of the model's vocabulary have one.
+            probability. None means that all ids of the vocabulary have one.
 
     Raises:
-        ConfigError: if it does not fit on them, with all that does not.
+        ConfigError: if mesh, batch, model and devices do not fit together. It lists all
+            mistakes.
     """
     devices = jax.devices() if devices is None else devices
     sizes = least_sizes(config.mesh, len(devices))
-    rules = axis_rules(config.mesh)
     data, train = config.data, config.train
-    shards = batch_shards(rules, sizes)
+    shards = batch_shards(axis_rules(config.mesh), sizes)
     model = abstract_gpt(config.model)
     infos = param_infos(model)
     pipeline = pipeline_of(config, sizes["pipeline"])
     mesh, execution, _, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
-        lambda: choose_execution(config, devices[0], rules, sizes),
+        lambda: choose_execution(config, devices[0], sizes),
         lambda: check_pipeline(config, sizes),
         lambda: check_batch(
             data.batch_size, train.accumulation_steps, shards.rows, pipeline.own
         ),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
-    placement = Placement(
-        mesh=mesh,
-        rules=rules,
-        platform=devices[0].platform,
-        axis_steps=collective_steps(mesh),
-        reduce_in_layers=_reduces_in_layers(config, pipeline),
-        exchange_embedding_rows=_rows_are_smaller(config, shards),
-    )
+    placement = choose_placement(config, mesh, collective_steps(mesh))
     execution = execution._replace(placement=placement)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule,
         schedule_steps or train.num_steps,
         infos,
-        execution.numerics.compute_dtype,
-        mesh,
-        specs,
-        config.seed,
+        compute=execution.numerics.compute_dtype,
+        mesh=mesh,
+        specs=specs,
+        seed=config.seed,
         platform=devices[0].platform,
     )
     state = abstract_state(config.model, optimizer, train)
-    offload = config.optimizer.offload
-    shardings = state_shardings(state, infos, mesh, config.mesh.params, offload)
+    shardings = state_shardings(
+        state, infos, mesh, config.mesh.params, config.optimizer.offload
+    )
     return Program(
         config=config,
         mesh=mesh,
@@ -311,7 +279,7 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=_abstract_batch(config.data, batch_sharding(mesh, rules)),
+        batch=_abstract_batch(data, batch_sharding(mesh, placement.rules)),
         num_tokens=num_tokens,
     )
 

@@ -116,14 +116,14 @@ def _manual_spec(info: ParamInfo, placement: Placement) -> PartitionSpec:
     return PartitionSpec(*(dim or None for dim in manual))
 
 
-def split(rows: Any, parts: int) -> Any:
-    """Cut arrays [B, ...] into microbatches [parts, B/parts, ...].
+def split(rows: Any, count: int) -> Any:
+    """Split arrays [B, ...] into microbatches [count, B / count, ...].
 
-    Each microbatch is spread over all devices.
-    Every parts-th row goes to the same microbatch, so that no row changes its device.
+    Microbatch i has every count-th row from row i, so that no row changes its device
+    and each device has the same number of rows of each microbatch.
     """
     return jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1),
+        lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1),
         rows,
     )
 
@@ -131,7 +131,7 @@ def split(rows: Any, parts: int) -> Any:
 def sum_over_microbatches(
     value_and_grad: Callable[..., Any],
     params: Any,
-    parts: Any,
+    microbatches: Any,
     load_shape: tuple[int, int] | None,
 ) -> tuple[Any, tuple[jax.Array, jax.Array | None, Noted | None]]:
     """Sum float32 gradients, losses and loads over microbatches, by one scan.
@@ -139,15 +139,16 @@ def sum_over_microbatches(
     Args:
         value_and_grad: (params, rows) -> (gradients, (loss, load, figures of layers)).
         params: tree of parameters.
-        parts: rows of each microbatch, along a leading dim.
-        load_shape: of the experts' load, [layers, experts]; None without experts.
+        microbatches: the rows of all microbatches, stacked.
+        load_shape: the shape [layers, experts] of the load. None without experts.
 
     Returns:
-        As `value_and_grad`; of the layers' figures the largest values and mean shares.
+        The same values as `value_and_grad`. Of the figures of layers, largest values
+        are maxima over microbatches, and shares are means.
     """
 
-    def add(total, part: Any):
-        grads, (loss, load, noted) = value_and_grad(params, part)
+    def add(total, rows: Any):
+        grads, (loss, load, noted) = value_and_grad(params, rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return jax.tree.map(jnp.add, total, ((loss, load), grads)), noted
 
@@ -155,7 +156,7 @@ def sum_over_microbatches(
     no_load = None if load_shape is None else jnp.zeros(load_shape, jnp.float32)
     start = (jnp.zeros((), jnp.float32), no_load), zeros
     with jax.named_scope("microbatches"):
-        ((loss, load), grads), noted = jax.lax.scan(add, start, parts)
+        ((loss, load), grads), noted = jax.lax.scan(add, start, microbatches)
     if noted is not None:
         mean = partial(jnp.mean, axis=0)
         noted = noted.reduced(partial(jnp.max, axis=0), mean)

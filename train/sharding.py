@@ -1,4 +1,4 @@
-"""Where every array lies: the only place that decides.
+"""Decide where every array lies. Nothing else decides this.
 
 A rule table maps the logical axes of a parameter to mesh axes. `state_shardings` turns
 it into one `NamedSharding` per leaf of the train state, which initialisation, the step,
@@ -21,12 +21,12 @@ from train.mesh_sizes import dim_mistakes, num_shards
 
 
 def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
-    """Freeze a rule table: lists of mesh axes become tuples."""
+    """Return a rule table whose lists of mesh axes are tuples."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 def axis_rules(config: MeshConfig) -> AxisRules:
-    """Return both tables in the form that the model takes."""
+    """Return both rule tables of a mesh."""
     activations, params = rule_table(config.activations), rule_table(config.params)
     return AxisRules(tuple(activations.items()), tuple(params.items()))
 
@@ -44,28 +44,28 @@ def param_specs(
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`.
         infos: the same tree of `ParamInfo`.
-        sizes: of the mesh axes.
+        sizes: the sizes of the mesh axes.
         table: `mesh.params`.
 
     Raises:
-        ConfigError: naming every dim that its mesh axes do not divide, every logical
-            axis without a rule, and every parameter with two dims on one mesh axis.
+        ConfigError: if mesh axes do not divide a dim, if a logical axis has no rule, or
+            if two dims of a parameter are on one mesh axis. It lists all mistakes.
     """
     rules, mistakes = rule_table(table), dict[str, Mistake]()
 
     def spec(path: Any, param: Any, info: ParamInfo) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         try:
-            own = partition_spec(rules, info.axes)
+            entries = partition_spec(rules, info.axes)
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
-        own = PartitionSpec(*(_plain(entry, sizes) for entry in own))
-        for dim, axis, entry in zip(param.shape, info.axes, own, strict=True):
-            what = f"the {axis} dim {dim} of {name}"
-            for mistake in dim_mistakes(sizes, str(axis), entry, dim, what):
+        result = PartitionSpec(*(_plain(entry, sizes) for entry in entries))
+        for dim, axis, entry in zip(param.shape, info.axes, result, strict=True):
+            dim_name = f"the {axis} dim {dim} of {name}"
+            for mistake in dim_mistakes(sizes, str(axis), entry, dim, dim_name):
                 mistakes.setdefault(mistake.key, mistake)
-        return own
+        return result
 
     specs = jax.tree_util.tree_map_with_path(spec, params, infos)
     if mistakes:
@@ -74,7 +74,7 @@ def param_specs(
 
 
 def _plain(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
-    """Leave out axes of one device where a dim lies on several axes, but for one."""
+    """Remove mesh axes of one device from a dim on several axes; keep at least one."""
     if not isinstance(entry, tuple):
         return entry
     wide = tuple(axis for axis in entry if sizes[axis] > 1) or entry[:1]
@@ -90,11 +90,11 @@ def state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every leaf of a train state.
 
-    A leaf of the optimizer whose path is a parameter's, or a part of one (`codes`,
-    `rows`), and which has its shape (a moment, an average) lies where the parameter
-    lies; where some dims are 1 instead, along the others. Anything else (step, counts)
-    is replicated. `tx.init` under `jit` alone would replicate the moments.
-    `offload` puts what `moments_of` lists into host memory.
+    A leaf of the optimizer belongs to a parameter if its path ends in the parameter's
+    path, or in one more name (`codes`, `rows`), and if it has the same shape, apart
+    from dims of size 1. It is sharded like the parameter. All other leaves (step,
+    counts) are replicated. `tx.init` under `jit` alone would replicate the moments.
+    With `offload`, the leaves that `moments_of` lists are in host memory.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
@@ -112,26 +112,27 @@ def state_shardings(
             if len(shape) != leaf.ndim or not spec:
                 continue
             dims = [*zip(leaf.shape, shape, spec, strict=True)]
-            if all(own in (1, dim) for own, dim, _ in dims):
-                entries = (entry if own == dim else None for own, dim, entry in dims)
+            if all(size in (1, dim) for size, dim, _ in dims):
+                entries = (entry if size == dim else None for size, dim, entry in dims)
                 return NamedSharding(mesh, PartitionSpec(*entries))
         return NamedSharding(mesh, PartitionSpec())
 
     shardings = jax.tree_util.tree_map_with_path(sharding, abstract_state)
-    if not (offload and hasattr(mesh.devices.flat[0], "client")):  # or a stand-in
+    # The stand-ins for devices of a plan have no client.
+    if not (offload and hasattr(mesh.devices.flat[0], "client")):
         return shardings
     names = {name for name, _ in moments_of(abstract_state)}
-    places = [
-        place.with_memory_kind("pinned_host") if name in names else place
-        for name, place in named(shardings)
+    leaves = [
+        sharding.with_memory_kind("pinned_host") if name in names else sharding
+        for name, sharding in named(shardings)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shardings), places)
+    return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
 
 
 def moments_of(state: Any) -> list[tuple[str, Any]]:
-    """List matrices' and tables' moments by name, the optimizer's arrays of two dims.
+    """Return (name, leaf) of the moments of matrices and tables.
 
-    What is kept of vectors, such as a norm's scales, is too little to be moved.
+    The moments of vectors, such as the scales of norms, are too small to be moved.
     """
     start = "optimizer.transform."
     return [

@@ -1,7 +1,7 @@
 """One update: gradients over microbatches, the optimizer, and the guard around both."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from model.placement import Placement
 from model.taps import Noted, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
-from train.numerics import numerics
+from train.numerics import layer_figures
 from train.optimizer.update import Optimizer
 from train.rows import (
     REPLICATED,
@@ -36,6 +36,30 @@ Load = Float[Array, "L E"] | None
 Metrics = dict[str, Float[Array, "..."]]
 
 
+class Gradients(NamedTuple):
+    """The results of a backward pass through all microbatches.
+
+    loss: nats per target.
+    grads: tree of gradients.
+    load_LE: the number of tokens of each expert, without padding.
+    num_targets: the number of targets in the batch.
+    noted: the figures of layers, if they are watched (model/taps.py).
+    """
+
+    loss: Float[Array, ""]
+    grads: Any
+    load_LE: Load
+    num_targets: Int[Array, ""]
+    noted: Noted | None
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, with an int32 seed for each position."""
+
+    batch: Batch
+    seeds_BT: Int[Array, "B T"] | None
+
+
 def make_train_step(
     model: GPT,
     optimizer: Optimizer,
@@ -45,68 +69,64 @@ def make_train_step(
     watched: bool = False,
     num_tokens: int | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Build `train_step(state, batch) -> (state, metrics)`, pure, meant for `jit`.
+    """Return `train_step(state, batch) -> (state, metrics)`, a pure function for `jit`.
 
-    What it draws at random is a function of seed, step and position.
-
-    The batch's fields are int32 [B, T]. Metrics are float32 scalars: loss (nats per
-    target), grad_norm (before clipping), learning_rate, skipped (1 if the update was
-    left out: one of the first two was not finite or a spike, or the update overflows),
-    overflow (1 if that was why), targets (how many the batch has). With experts also
-    expert_load, of each layer that has them: the tokens of the expert that got
-    most over the mean. A watched step makes the same update, and has figures of its
-    layers besides (train/numerics.py).
+    Random numbers are a function of seed, step and position. The batch's fields are
+    int32 [B, T]. Metrics are float32 scalars: loss (nats per target), grad_norm (before
+    clipping), learning_rate, skipped (1 if loss, norm or update was not finite, or if
+    loss or norm was a spike), overflow (1 if the update was not finite) and targets
+    (the number of targets). With experts there is expert_load for each layer that has
+    them: the tokens of the busiest expert over the mean. A watched step makes the same
+    update, and its metrics include figures of its layers (train/numerics.py).
     """
-    gradients = make_gradients(model, execution, config, watched, num_tokens)
+    compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
+    drops = model.config.dropout != Dropout()
+    is_random = drops or execution.numerics.rounds_stochastically
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
-        if (
-            execution.numerics.rounds_stochastically
-            or model.config.dropout != Dropout()
-        ):
+        if is_random:
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
-        loss, grads, load, num_targets, *noted = gradients(
-            state.params, batch, seeds_BT
-        )
+        results = compute_gradients(state.params, batch, seeds_BT)
+        loss, grads, load_LE = results.loss, results.grads, results.load_LE
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
-        now = jnp.stack([loss, norm])
+        current = jnp.stack([loss, norm])
         if recent is not None and config.skip_sigma is not None:
-            accepted &= ~is_spike(recent, now, config.skip_sigma)
+            accepted &= ~is_spike(recent, current, config.skip_sigma)
         with jax.named_scope("optimizer"):
-            params, opt, fine = optimizer.update(
+            params, optimizer_state, updated = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step, accepted
             )
-        overflow = accepted & ~fine
-        accepted = fine
+        overflow = accepted & ~updated
         if recent is not None:
             recent = jax.tree.map(
-                lambda new, old: jnp.where(accepted, new, old),
-                *(remember(recent, now), recent),
+                lambda new, old: jnp.where(updated, new, old),
+                remember(recent, current),
+                recent,
             )
-        of_layers = {}
-        if noted:
-            of_layers = numerics(noted[0], grads, state.params, params)
-        params = balanced(params, load, accepted, model.config)
+        figures = {}
+        if results.noted is not None:
+            figures = layer_figures(results.noted, grads, state.params, params)
+        params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": optimizer.learning_rate(state.step),
-            "skipped": jnp.where(accepted, 0.0, 1.0),
+            "skipped": jnp.where(updated, 0.0, 1.0),
             "overflow": jnp.where(overflow, 1.0, 0.0),
-            "targets": num_targets.astype(jnp.float32),
+            "targets": results.num_targets.astype(jnp.float32),
         }
-        if load is not None:
-            metrics["expert_load"] = jnp.max(load, axis=1) / jnp.maximum(
-                jnp.mean(load, axis=1),
-                1e-9,  # a batch may be all padding
-            )
-        return TrainState(state.step + 1, params, opt, recent), metrics | of_layers
+        if load_LE is not None:
+            largest_L, mean_L = jnp.max(load_LE, axis=1), jnp.mean(load_LE, axis=1)
+            # A batch may consist of padding only, so that the mean is zero.
+            metrics["expert_load"] = largest_L / jnp.maximum(mean_L, 1e-9)
+        new_state = TrainState(state.step + 1, params, optimizer_state, recent)
+        return new_state, metrics | figures
 
-    if watched:  # the compiled program bears this name: profiles tell it apart
+    if watched:  # Profiles recognise the compiled program by this name.
         train_step.__name__ = train_step.__qualname__ = "watched_step"
     return train_step
 
@@ -117,112 +137,105 @@ def make_gradients(
     config: TrainConfig,
     watched: bool = False,
     num_tokens: int | None = None,
-) -> Callable[..., tuple[Any, ...]]:
-    """Build `gradients(params, batch, seeds_BT=None)`.
+) -> Callable[..., Gradients]:
+    """Return `compute_gradients(params, batch, seeds_BT=None) -> Gradients`.
 
-    It returns the loss, its gradients, the load and the number of targets, of all
-    microbatches. The load is how many tokens each expert got, [L, E], without padding;
-    None without experts. What is drawn at random has int32 seeds, one a position.
-    Where layers are watched, what they noted comes after these (model/taps.py).
-
-    Each device takes its own rows: weights are gathered and their gradients scattered
-    where they are used (model/gather.py). Copies along other axes (data) add up once a
-    step: those of a layer's matrices in its backward pass, beside the products of the
-    next one, or where there are several microbatches behind all of them.
+    Each device computes the gradients of its local rows. Weights are gathered and their
+    gradients reduce-scattered where they are used (model/gather.py). Sums over replicas
+    (data) take place once in each step: in the backward pass of each layer, overlapped
+    with the products of the next one, or after all microbatches if there are several.
     """
+    placement, infos = execution.placement, param_infos(model)
+    load_shape = model.config.expert_layers, model.config.num_experts
+    has_experts = load_shape[0] > 0
 
-    placement = execution.placement
-
-    def gradients(params: Any, rows: tuple[Batch, jax.Array | None]):
-        batch, _ = rows
+    def on_device(params: Any, rows: Rows) -> Gradients:
         with jax.named_scope("targets"):
-            found, num_counted = _counts(batch, placement, routed=shape[0] > 0)
-            num_targets = jnp.maximum(1, found)
-        rows = after_count(num_targets, rows) if placement.platform == "cpu" else rows
+            total_targets, num_counted = _counts(rows.batch, placement, has_experts)
+            num_targets = jnp.maximum(1, total_targets)
+        if placement.platform == "cpu":
+            rows = after_count(num_targets, rows)
 
         def mean_loss(
-            params: Any, rows: tuple[Batch, jax.Array | None]
+            params: Any, rows: Rows
         ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Noted | None]]:
-            bound, chunk = bind(model, params), config.loss_chunk_tokens
-            taps = Taps() if watched else None
-            (part, seeds_BT), keys_BT = rows, None
+            batch, seeds_BT = rows
+            taps, keys_BT = Taps() if watched else None, None
             if seeds_BT is not None:
                 keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
             loss, nats, routing = loss_sum(
-                bound,
-                part,
+                bind(model, params),
+                batch,
                 execution,
                 z_loss=config.z_loss,
-                chunk=chunk,
+                chunk=config.loss_chunk_tokens,
                 num_tokens=num_tokens,
                 call=CallContext(keys_BT=keys_BT, taps=taps),
             )
-            loss, load = loss / num_targets, None
+            loss, load_LE = loss / num_targets, None
             if routing is not None:
                 loss += jnp.mean(routing.loss) / num_counted
-                load = routing.load_E
-            return loss, (nats / num_targets, load, taps and taps.of_stacks())
+                load_LE = routing.load_E
+            return loss, (nats / num_targets, load_LE, taps and taps.of_stacks())
 
         value_and_grad = jax.grad(mean_loss, has_aux=True)
         if config.accumulation_steps == 1:
-            grads, (loss, load, noted) = value_and_grad(params, rows)
+            grads, (loss, load_LE, noted) = value_and_grad(params, rows)
         else:
-            parts = split(rows, config.accumulation_steps)
-            grads, (loss, load, noted) = sum_over_microbatches(
-                value_and_grad, params, parts, load_shape=shape if shape[0] else None
+            grads, (loss, load_LE, noted) = sum_over_microbatches(
+                value_and_grad,
+                params,
+                split(rows, config.accumulation_steps),
+                load_shape=load_shape if has_experts else None,
             )
-        loss = sum_over_rows(loss, placement)
-        grads = reduce_over_replicas(grads, infos, execution)
-        result = loss, grads, load, found
-        return (
-            result if noted is None else (*result, reduce_over_rows(noted, placement))
+        return Gradients(
+            loss=sum_over_rows(loss, placement),
+            grads=reduce_over_replicas(grads, infos, execution),
+            load_LE=load_LE,
+            num_targets=total_targets,
+            noted=None if noted is None else reduce_over_rows(noted, placement),
         )
 
-    infos = param_infos(model)
-    shape = model.config.expert_layers, model.config.num_experts
+    def result_specs(param_specs: Any) -> Any:
+        spec: Any = REPLICATED
+        return Gradients(spec, param_specs, spec, spec, spec if watched else None)
 
-    def results(specs: Any) -> Any:
-        return REPLICATED, specs, REPLICATED, REPLICATED, *[REPLICATED] * watched
-
-    on_devices = run_per_device(gradients, execution, infos, results)
-    return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
+    run = run_per_device(on_device, execution, infos, result_specs)
+    return lambda params, batch, seeds_BT=None: run(params, Rows(batch, seeds_BT))
 
 
 def _counts(
-    batch: Batch, placement: Placement, routed: bool
+    batch: Batch, placement: Placement, has_experts: bool
 ) -> tuple[Int[Array, ""], Int[Array, ""] | int]:
-    """Count the targets of all devices' rows, and the positions that routers balance.
+    """Count the targets of all rows, and the positions over which routers balance.
 
-    One all-reduce does both. Positions that are not `routed` need no count.
+    One all-reduce sums both counts. Without experts, the second count is 1.
     """
     num_targets = jnp.sum(batch.targets >= 0)
-    if not routed:
+    if not has_experts:
         return sum_over_rows(num_targets, placement), 1
     if batch.segment_ids is None:
         return sum_over_rows((num_targets, batch.inputs.size), placement)
     num_counted = jnp.sum(batch.segment_ids > 0)
-    both = sum_over_rows(jnp.stack([num_targets, num_counted]), placement)
-    return both[0], jnp.maximum(1, both[1])
+    counts = sum_over_rows(jnp.stack([num_targets, num_counted]), placement)
+    return counts[0], jnp.maximum(1, counts[1])
 
 
-def after_count(
-    num_targets: Int[Array, ""], rows: tuple[Batch, jax.Array | None]
-) -> tuple[Batch, jax.Array | None]:
-    """Return the same rows, with which XLA cannot compute before the count is there.
+def after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
+    """Make the inputs depend on the count, so that XLA cannot start the layers early.
 
-    Virtual devices of a CPU share its threads. The first one to wait for the others'
-    counts would else go on with its layers on all threads that are left, and the others
-    would be late for every sum that follows (docs/log.md).
+    Virtual devices of a CPU share its threads. Otherwise the first device to wait for
+    the other counts would run its layers on all threads that are left, and the other
+    devices would be late for every following sum (docs/log.md).
     """
-    batch, seeds_BT = rows
-    inputs = jnp.where(num_targets > 0, batch.inputs, 0)
-    return batch._replace(inputs=inputs), seeds_BT
+    inputs = jnp.where(num_targets > 0, rows.batch.inputs, 0)
+    return rows._replace(batch=rows.batch._replace(inputs=inputs))
 
 
-def balanced(
+def balance_experts(
     params: Any, load_LE: Load, accepted: jax.Array, config: ModelConfig
 ) -> Any:
-    """Return parameters in which experts with too few tokens are likelier chosen.
+    """Return parameters whose routers prefer experts that got too few tokens.
 
     A step that is not accepted changes nothing.
 
@@ -234,9 +247,9 @@ def balanced(
     layers = params["layers"]
     mlp, router = layers["mlp"], layers["mlp"]["router"]
     bias_LE = router["balance"]
-    moved = bias_LE + config.router_bias_rate * missing_LE
-    moved = jnp.where(accepted, moved, bias_LE)
-    layers = layers | {"mlp": mlp | {"router": router | {"balance": moved}}}
+    new_bias_LE = bias_LE + config.router_bias_rate * missing_LE
+    new_bias_LE = jnp.where(accepted, new_bias_LE, bias_LE)
+    layers = layers | {"mlp": mlp | {"router": router | {"balance": new_bias_LE}}}
     return params | {"layers": layers}
 
 
@@ -246,10 +259,9 @@ def make_eval_step(
     config: TrainConfig,
     num_tokens: int | None = None,
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """Build `eval_step(params, batch) -> (sum of nats, number of targets)`.
+    """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
-    It runs in the microbatches of a train step: what fits the memory there fits it
-    here. `num_tokens` is as in `loss_sum`.
+    It takes the microbatches of a train step, so that it does not need more memory.
     """
     microbatches = config.accumulation_steps
 
@@ -278,17 +290,12 @@ def make_eval_step(
 def make_score_step(
     model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
-    """Build `score_step(params, batch) -> (nats, misses)` of each row, as `row_sums`.
-
-    `num_tokens` is as in `loss_sum`.
-    """
+    """Return `score_step(params, batch) -> (nats, misses)` of each row (`row_sums`)."""
 
     def score_step(params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens
         sums = row_sums(bind(model, params), batch, execution, num_tokens, chunk)
-        return jax.lax.psum(
-            sums, execution.placement.sequence_axes
-        )  # each has parts of rows
+        return jax.lax.psum(sums, execution.placement.sequence_axes)
 
     rows = execution.placement.rules.spec("batch")
     return run_per_device(score_step, execution, param_infos(model), lambda specs: rows)

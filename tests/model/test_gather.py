@@ -12,10 +12,10 @@ from jax.sharding import AxisType, PartitionSpec
 from model.gather import (
     AxisSteps,
     WeightPlacement,
-    from_rows,
     multiple,
     nested,
     rows_of,
+    weight_of_rows,
 )
 
 SHAPE = (16, 3, 24)
@@ -141,4 +141,4 @@ def test_nothing_empty_travels(shape, dim, rows):
     array = numbers(*shape)
     found = rows_of(array, dim)
     assert found.shape == rows
-    np.testing.assert_array_equal(from_rows(found, shape, dim), array)
+    np.testing.assert_array_equal(weight_of_rows(found, shape, dim), array)

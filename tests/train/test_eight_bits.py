@@ -16,7 +16,6 @@ from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution
 from train.feed import place
-from train.sharding import axis_rules
 
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 SMALL = ("data.batch_size=4", "data.sequence_length=32")
@@ -120,15 +119,15 @@ def test_microbatches_add_up_to_the_step(programs, store):
     [
         ("NVIDIA H100 80GB HBM3", "gpu", "float8", None),
         ("NVIDIA B200", "gpu", "float8", None),
-        ("NVIDIA A100-SXM4-80GB", "gpu", "float8", "take bfloat16"),
-        ("NVIDIA H100 80GB HBM3", "gpu", "int8", "take bfloat16 or float8"),
-        ("some GPU", "gpu", "float8", "take bfloat16"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", "float8", "set bfloat16"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "int8", "set bfloat16 or float8"),
+        ("some GPU", "gpu", "float8", "set bfloat16"),
         ("TPU v5 lite", "tpu", "int8", None),
         ("TPU v5", "tpu", "int8", None),
         ("TPU v6 lite", "tpu", "int8", None),
-        ("TPU v5 lite", "tpu", "float8", "take bfloat16 or int8"),
-        ("TPU v5", "tpu", "float8", "take bfloat16 or int8"),
-        ("TPU v4", "tpu", "int8", "take bfloat16"),
+        ("TPU v5 lite", "tpu", "float8", "set bfloat16 or int8"),
+        ("TPU v5", "tpu", "float8", "set bfloat16 or int8"),
+        ("TPU v4", "tpu", "int8", "set bfloat16"),
         ("TPU7x", "tpu", "float8", None),
     ],
 )
@@ -136,8 +135,7 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
     device: Any = SimpleNamespace(platform=platform, device_kind=kind)
     model = ModelConfig(compute_dtype=ComputeDtype(dtype), attention=Attention.xla)
     config = composed("mesh=ddp")
-    rules = axis_rules(config.mesh)
-    settings = replace(config, model=model), device, rules, dict.fromkeys(MESH_AXES, 1)
+    settings = replace(config, model=model), device, dict.fromkeys(MESH_AXES, 1)
     if instead:
         with pytest.raises(ConfigError) as caught:
             choose_execution(*settings)

@@ -13,8 +13,8 @@ from train.execution import _kernel
     [
         ("NVIDIA H100 80GB HBM3", "9.0", ["model.head_dim=256"], ""),
         ("NVIDIA A100-SXM4-80GB", "8.0", [], ""),
-        ("NVIDIA A100-SXM4-80GB", None, ["model.head_dim=256"], "up to 128 dims"),
-        ("NVIDIA L4", "8.9", ["model.head_dim=256"], "not 256; take model.attention=x"),
+        ("NVIDIA A100-SXM4-80GB", None, ["model.head_dim=256"], "at most 128 dims"),
+        ("NVIDIA L4", "8.9", ["model.head_dim=256"], "not 256; set model.attention=x"),
         ("NVIDIA L4", "8.9", ["model.attention=cudnn_packed"], "needs Hopper or later"),
         ("NVIDIA H100 80GB HBM3", "9.0", ["model.compute_dtype=float32"], "=auto or"),
     ],

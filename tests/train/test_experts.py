@@ -13,8 +13,7 @@ from tests.train.test_meshes import distance
 from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution
-from train.sharding import axis_rules
-from train.step import balanced
+from train.step import balance_experts
 
 MOE = (
     *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
@@ -84,7 +83,7 @@ def test_tokens_go_the_way_that_sends_less(configure, platform, devices, asked, 
     config = configure(*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}")
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
     device = SimpleNamespace(platform=platform, device_kind="")
-    execution = choose_execution(config, device, axis_rules(config.mesh), sizes)
+    execution = choose_execution(config, device, sizes)
     assert execution.expert_exchange == found
 
 
@@ -116,12 +115,12 @@ def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     mlp = {"router": {"balance": jnp.zeros((1, 4))}, "up": jnp.ones(3)}
     params = {"layers": {"mlp": mlp}, "norm": jnp.ones(2)}
     load = jnp.asarray([[0.0, 8.0, 4.0, 4.0]])
-    found = balanced(params, load, jnp.bool_(True), config)
+    found = balance_experts(params, load, jnp.bool_(True), config)
     rate = config.router_bias_rate
     expected = np.float32([[rate, -rate, 0, 0]])
     np.testing.assert_array_equal(found["layers"]["mlp"]["router"]["balance"], expected)
     assert found["layers"]["mlp"]["up"] is mlp["up"]
-    assert balanced(params, None, jnp.bool_(True), config) is params
+    assert balance_experts(params, None, jnp.bool_(True), config) is params
 
 
 @pytest.mark.slow

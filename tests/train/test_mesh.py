@@ -91,7 +91,7 @@ def test_processes_are_granules_where_there_are_no_slices(monkeypatch):
     ]
     with pytest.raises(ConfigError, match=r"mesh\.dcn") as error:
         make_mesh(MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), devices)
-    assert "the 4 slices (or hosts) there are" in str(error.value)
+    assert "the number of slices (or hosts), 4" in str(error.value)
 
 
 def test_a_dcn_factor_must_divide_its_axis():

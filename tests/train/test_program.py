@@ -95,7 +95,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
         settle(config, 384, 258)
     (mistake,) = error.value.mistakes
     assert (mistake.key, mistake.value) == ("model.vocab_size", 257)
-    assert "hold the 258 tokens" in mistake.rule
+    assert "the 258 tokens" in mistake.rule
 
 
 def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):

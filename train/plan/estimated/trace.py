@@ -21,9 +21,10 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
+from train.execution import batch_shards
 from train.hardware.interconnect import num_parts
 from train.optimizer.update import Optimizer
-from train.program import Program, batch_shards
+from train.program import Program
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
