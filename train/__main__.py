@@ -22,9 +22,9 @@ def main(config: Config) -> int:
 
 def outcome(config: Config) -> tuple[str, float | None]:
     """Return the directory of a run, and the loss of its last evaluation, if any."""
+    from train.preflight import settled_run_dir
     from train.run.folder import run_folder
     from train.run.starts import read_results
-    from train.start import settled_run_dir
 
     directory = settled_run_dir(config)
     return directory, read_results(run_folder(directory)).get("eval/loss")

@@ -1,4 +1,4 @@
-"""The steps between two log lines: their metrics and what their time went to."""
+"""The steps between two log lines: their metrics, and how their time was spent."""
 
 import logging
 import math
@@ -18,10 +18,11 @@ from train.program import Program
 from train.run.directory import RunDir
 from train.run.metrics import tokens_at
 from train.step import Metrics
+from train.units import few
 
-# A warning about slow data needs this share of the training time, over so many seconds.
+# Warn about slow data if waiting takes this fraction of at least this training time.
 _MUCH_WAITING, _WARNING_AFTER_S = 0.02, 30.0
-_NAMED = 8  # updates left out that one note names; events.jsonl names all
+_NAMED = 8  # skipped updates that one note names; events.jsonl names all
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,11 @@ class LogWindow:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
-        self.culprit: Culprit | None = None  # to blame for these, if one was watched
-        self._watched: Metrics | None = None  # the last such step that was accepted
-        self._trained_s = self._waited_s = 0.0  # since the end of the first window
-        self._first_window = True  # it also fills the buffer of batches
-        self._warned = False
+        self.culprit: Culprit | None = None  # the layer to blame, if one was watched
+        self._accepted: Metrics | None = None  # the last watched step not skipped
+        self._data_wait = DataWait(program.config.data.prefetch)
         self._lapped_wait = 0.0
-        self._tokens: int | None = None  # targets of all steps so far; None: not known
+        self._tokens: int | None = None  # targets of all steps so far, once known
         self._open()
 
     def _open(self) -> None:
@@ -51,24 +50,24 @@ class LogWindow:
         self._waited = self._feed.seconds_waited
 
     def is_to_watch(self, step: int) -> bool:
-        """Tell whether a step is to have figures of its layers."""
+        """Return whether a step shall return statistics of its layers."""
         interval = self._program.config.log.numerics_interval_steps
         if interval is None:
             return False
-        # What spoiled the last step may spoil the next, and is seen there.
+        # The cause of a skipped step often shows in the next one.
         all_read = self._read == len(self._metrics)
         return step % interval == 0 or (self.skipped_in_a_row > 0 and all_read)
 
     def add(self, metrics: Metrics) -> None:
-        """Keep the metrics of a step that was dispatched, unread."""
+        """Keep the metrics of a dispatched step, without reading them."""
         self._metrics.append(metrics)
 
     @contextmanager
     def pause(self, event: str) -> Iterator[None]:
-        """Exclude what the body does from the step time; record it as an event.
+        """Exclude the body from the step time, and record it as an event.
 
-        Waits for the devices before: a body that does would otherwise be taken to have
-        spent the time of the steps that were dispatched.
+        It first waits for the devices. Otherwise a body that waits for them would be
+        charged for the steps in flight.
         """
         jax.block_until_ready(self._metrics[self._read :])
         if len(self._metrics) > self._lapped_steps:
@@ -81,7 +80,7 @@ class LogWindow:
         self._paused += time.monotonic() - began
 
     def _lap(self, **fields: int) -> None:
-        """Record the steps since the last lap, apart from what they waited for data."""
+        """Record the steps since the last lap, and separately their wait for data."""
         waited = self._feed.seconds_waited
         self._run.events.lap(
             "step",
@@ -92,40 +91,40 @@ class LogWindow:
         self._lapped_steps, self._lapped_wait = len(self._metrics), waited
 
     def read(self, step: int, progress: Progress) -> None:
-        """Wait for the devices, and record what steps tell besides their line.
+        """Wait for the devices, and record everything except the log line.
 
-        It comes before a save: no start does again what that holds, so the number of
-        tokens so far gets a line too.
+        Call it before a save. No later start repeats the steps that the save holds, so
+        the number of tokens so far is recorded too.
 
         Args:
-            step: completed updates.
-            progress: what the user sees.
+            step: the number of completed updates.
+            progress: the display.
         """
         self._run.log(step, {"tokens": self._read_all(step, progress)})
 
     def _read_all(self, step: int, progress: Progress) -> int:
-        """Read and record the steps that are unread; return the tokens so far."""
+        """Read and record the unread steps; return the number of tokens so far."""
         steps = jax.device_get(self._metrics[self._read :])
         self._metrics[self._read :] = steps
-        self._read, before = len(self._metrics), step - len(steps)
+        self._read, first = len(self._metrics), step - len(steps)
         if self._tokens is None:
             run, per_step = self._run, self._program.tokens_per_step
-            self._tokens = tokens_at(run.path, before, per_step) if run.write else 0
+            self._tokens = tokens_at(run.path, first, per_step) if run.write else 0
         targets = sum(int(metrics["targets"]) for metrics in steps)
         self._targets, self._tokens = self._targets + targets, self._tokens + targets
-        self.record(before, steps, progress)
+        self.record(first, steps, progress)
         return self._tokens
 
     def close(self, step: int, progress: Progress, write: bool) -> float:
-        """Wait for the devices, show and record the window, open the next.
+        """Wait for the devices, show and record the window, and open the next one.
 
         Args:
-            step: completed updates.
-            progress: what the user sees.
-            write: whether `step` gets its line in metrics.jsonl.
+            step: the number of completed updates.
+            progress: the display.
+            write: whether `step` gets a line in metrics.jsonl.
 
         Returns:
-            The seconds that its steps took.
+            The duration of its steps, in seconds.
         """
         tokens = self._read_all(step, progress)
         steps = self._metrics
@@ -136,7 +135,8 @@ class LogWindow:
         speed = self._targets / seconds
         mfu = flops_per_token * speed / self.peak if self.peak else None
         self._lap(step=step)
-        self._warn(seconds, waited, progress)
+        if warning := self._data_wait.warning(seconds, waited):
+            progress.note(warning)
         loss = float(last["loss"])
         progress.update(step, loss, speed, mfu)
         if write:
@@ -151,15 +151,21 @@ class LogWindow:
         self._open()
         return seconds
 
-    def record(self, before: int, steps: list[Metrics], progress: Progress) -> None:
-        """Record figures of layers, and name the updates that were left out."""
-        named = []
-        for step, metrics in enumerate(steps, before + 1):
-            if figures := by_layer(metrics):
-                self._run.log(step, figures)
+    def record(self, first: int, steps: list[Metrics], progress: Progress) -> None:
+        """Record statistics of layers, and name the updates that were skipped.
+
+        Args:
+            first: the number of updates that were completed before these steps.
+            steps: the metrics of the steps, on the host.
+            progress: the display.
+        """
+        skipped = []
+        for step, metrics in enumerate(steps, first + 1):
+            if statistics := by_layer(metrics):
+                self._run.log(step, statistics)
             if not metrics["skipped"]:
                 self.skipped_in_a_row, self.culprit = 0, None
-                self._watched = metrics if figures else self._watched
+                self._accepted = metrics if statistics else self._accepted
                 continue
             self.skipped_in_a_row += 1
             values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
@@ -167,44 +173,54 @@ class LogWindow:
             if not all(map(math.isfinite, values.values())):
                 reason = "not finite"
             batch = self._order.batch_number(step - 1)
-            of_step = {"step": step, "batch": batch, **values, "reason": reason}
-            if figures and (found := culprit(metrics, self._watched)):
-                self.culprit, reason = found, f"{reason}, {found}"
-                of_step |= found._asdict()
-            self._run.events.record("skipped", **of_step)
-            named.append(f"step {step:,} (batch {batch:,}, {reason})")
-        if named:
-            more = f" and {len(named) - _NAMED:,} more" if named[_NAMED:] else ""
-            progress.note(f"updates left out: {', '.join(named[:_NAMED])}{more}")
+            event = {"step": step, "batch": batch, **values, "reason": reason}
+            if statistics and (layer := culprit(metrics, self._accepted)):
+                self.culprit, reason = layer, f"{reason}, {layer}"
+                event |= layer._asdict()
+            self._run.events.record("skipped", **event)
+            skipped.append(f"step {step:,} (batch {batch:,}, {reason})")
+        if skipped:
+            progress.note(f"updates skipped: {few(skipped, _NAMED)}")
 
-    def _warn(self, seconds: float, waited: float, progress: Progress) -> None:
-        """Note once that training waits for data, and what to do.
+
+class DataWait:
+    """Judges whether training waits for its data, and warns once."""
+
+    def __init__(self, prefetch: int) -> None:
+        """Judge a run that reads `prefetch` batches ahead."""
+        self._prefetch = prefetch
+        self._trained_s = self._waited_s = 0.0
+        self._warned = False
+        self._first_window = True  # not judged: it also fills the buffer of batches
+
+    def warning(self, seconds: float, waited: float) -> str | None:
+        """Return a warning, with what to do, after the window that makes it due.
 
         Args:
-            seconds: that the window took.
-            waited: seconds of these in which no batch was there.
-            progress: what the user sees.
+            seconds: the duration of the window.
+            waited: how long no batch was available in it.
         """
         if self._first_window or self._warned:
             self._first_window = False
-            return
+            return None
         self._trained_s += seconds
         self._waited_s += waited
-        share = self._waited_s / self._trained_s
-        if self._trained_s >= _WARNING_AFTER_S and share > _MUCH_WAITING:
-            self._warned = True
-            progress.note(
-                f"{share:.1%} of the training time is spent waiting for data: use a "
-                f"data.prefetch above {self._program.config.data.prefetch}, or bring "
-                "the token store nearer to this machine"
-            )
+        fraction = self._waited_s / self._trained_s
+        self._warned = self._trained_s >= _WARNING_AFTER_S and fraction > _MUCH_WAITING
+        if not self._warned:
+            return None
+        return (
+            f"{fraction:.1%} of the training time is spent waiting for data: use a "
+            f"data.prefetch above {self._prefetch}, or move the token store closer to "
+            "this machine"
+        )
 
 
 def _as_line(metrics: Metrics) -> dict[str, float]:
-    """Return all metrics of a step, but for the figures that `by_layer` gives.
+    """Return all metrics of a step, except the statistics that `by_layer` returns.
 
-    A metric of several layers has a key for each of them, and its largest value under
-    its own name.
+    A metric with a value for each layer gets a key for each value, and its largest
+    value under its own name.
     """
     values = dict[str, float]()
     for name, value in metrics.items():
@@ -212,5 +228,5 @@ def _as_line(metrics: Metrics) -> dict[str, float]:
             continue
         values[name] = float(np.max(value))
         if np.ndim(value):
-            values |= {f"{name}/{i}": float(each) for i, each in enumerate(value)}
+            values |= {f"{name}/{i}": float(x) for i, x in enumerate(value)}
     return values

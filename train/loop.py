@@ -1,8 +1,8 @@
 """The training loop: take a step, then log, evaluate and save what is due.
 
-A step is dispatched before the metrics of the one before it are read: the host waits
-for the devices only to log, to evaluate and to save. What a step computes is in
-train/step.py; what comes before the loop and after it, in train/start.py.
+A step is dispatched before the metrics of the previous one are read: the host waits for
+the devices only to log, to evaluate and to save. train/step.py holds what a step
+computes, and train/start.py what comes before and after the loop.
 """
 
 import functools
@@ -17,13 +17,13 @@ import jax
 
 from data.batches import Order
 from data.sources import Sources
-from train.config import Config
 from train.console import Progress
 from train.distributed.fault_injection import FaultInjection
 from train.distributed.preemption import SAVE, Preemption
 from train.distributed.processes import Cluster
 from train.distributed.replicas import compare, make_checksums
 from train.distributed.watchdog import Watchdog
+from train.due import Due, due_after
 from train.errors import ABORTED, DIVERGED, Exit
 from train.evaluate.results import validation_line
 from train.evaluate.tasks import Tasks
@@ -41,12 +41,33 @@ from train.units import few
 log = logging.getLogger(__name__)
 
 
+class CompiledSteps(NamedTuple):
+    """The compiled training step, and the one that also returns layer statistics.
+
+    watched: None unless `log.numerics_interval_steps` is set.
+    """
+
+    plain: Any
+    watched: Any | None
+
+
+class _Instruments(NamedTuple):
+    """The compiled steps, the batches, and everything that observes the steps."""
+
+    steps: CompiledSteps
+    feed: Feed
+    window: LogWindow
+    profiler: Profiler
+    faults: FaultInjection
+    progress: Progress
+
+
 @dataclass(frozen=True)
 class Trainer:
-    """What the loop works with, and what it does now and then."""
+    """The training loop, with everything that it uses."""
 
     program: Program
-    compiling: Future[list[Any]]  # the train step, and the watched one if need be
+    compiling: Future[CompiledSteps]
     sources: Sources
     order: Order
     run: RunDir
@@ -60,74 +81,117 @@ class Trainer:
         """Step until the end, a request to stop, or divergence.
 
         Returns:
-            The exit code, 0 at the end, and the state.
+            The exit code (0 at the end) and the state.
         """
-        program, run, config = self.program, self.run, self.program.config
-        preemption, watchdog = self.preemption, self.watchdog
-        checkpoints = self.checkpoints
+        config, watchdog = self.program.config, self.watchdog
         first, end = int(state.step), config.train.num_steps
         if first >= end:
             return 0, state
-        with self.phase("compile"):
-            train_step, *watched_step = self.compiling.result()
-            # Else who finds it in the cache would be found idle at its first step.
-            self.cluster.wait("compiled", config.watchdog.compile_timeout_s)
-        # What follows the last step may be more than a source with a limit has.
-        batches = self.order.batches(first, local_rows(program.batch), end)
-        feed = Feed(batches, program.batch, watchdog.phase)
-        window = LogWindow(program, run, self.order, feed)
-        rest = preemption, train_step.as_text, window.pause
-        profiler = Profiler(run, self.cluster, *rest)
-        allowed = config.runtime.allow_fault_injection
-        faults = FaultInjection(self.cluster.process, allowed)
-        await_steps = jax.default_backend() == "cpu"  # its devices deadlock otherwise
-        preemption.step_done(first)
-        shown = window.peak is not None, run.write
-        with closing(Progress(end, first, *shown)) as progress, closing(profiler):
+        steps = self._compiled_steps()
+        with self._instruments(first, steps) as instruments:
+            window, progress = instruments.window, instruments.progress
             for step in range(first + 1, end + 1):
-                profiler.before(step)
-                watched = window.is_to_watch(step)
-                take = watched_step[0] if watched else train_step
-                state, metrics = take(state, next(feed))
-                window.add(metrics)
-                if await_steps:
-                    jax.block_until_ready(metrics)
-                profiler.after(step, metrics)
-                watchdog.phase("log", step)
-                state = faults.after(step, state, program)
-                request = preemption.step_done(step)
-                due = due_after(step, config, request, checkpoints.due(step))
+                # Dispatch the step; its metrics stay on the devices.
+                state = self._take_step(step, state, instruments)
+
+                # Agree with the other processes on what follows it, and log.
+                request = self.preemption.step_done(step)
+                due = due_after(step, config, request, self.checkpoints.due(step))
                 if due.log or due.stop:
                     watchdog.pace(window.close(step, progress, write=due.log))
                 elif due.evaluate or due.judge or due.save:
                     window.read(step, progress)
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
-                    log.error(_DIVERGED, step, window.skipped_in_a_row)
-                    if watched_step and not window.culprit and step < end:
-                        # It may show what is wrong.
-                        state, metrics = watched_step[0](state, next(feed))
-                        window.add(metrics)
-                        window.read(step + 1, progress)
-                    return DIVERGED, state
+                    return DIVERGED, self._diverged(step, state, instruments)
+
+                # Evaluate, compare replicas and save.
                 if due.evaluate or due.judge:
                     with window.pause("eval"), watchdog.during("eval"):
                         due = self._evaluate(step, state, due, progress)
                 if due.check:
                     with window.pause("check"), watchdog.during("eval"):
-                        self._check_copies(step, state)
+                        self._check_replicas(step, state)
                 if due.save:
                     with window.pause("save"), watchdog.during("save"):
                         self._save(step, state, due.last, progress)
-                elif run.write and checkpoints.overdue():
-                    preemption.request(SAVE)
+                elif self.run.write and self.checkpoints.overdue():
+                    self.preemption.request(SAVE)
                 if due.stop:
                     progress.note(f"asked to stop: saved step {step:,}")
                     return due.stop, state
         return 0, state
 
+    def _compiled_steps(self) -> CompiledSteps:
+        """Wait until this process and all others have compiled the step.
+
+        Without this barrier a process that finds the step in the cache would be taken
+        for idle at its first step, while the others still compile.
+        """
+        with self.phase("compile"):
+            steps = self.compiling.result()
+            limit_s = self.program.config.watchdog.compile_timeout_s
+            self.cluster.wait("compiled", limit_s)
+        return steps
+
+    @contextmanager
+    def _instruments(self, first: int, steps: CompiledSteps) -> Iterator[_Instruments]:
+        """Open the instruments of a loop that begins after `first` completed steps."""
+        program, run, config = self.program, self.run, self.program.config
+        # Batches end with the run: a source with a limit may have no further ones.
+        end, rows = config.train.num_steps, local_rows(program.batch)
+        batches = self.order.batches(first, rows, end)
+        feed = Feed(batches, program.batch, self.watchdog.phase)
+        window = LogWindow(program, run, self.order, feed)
+        profiler = Profiler(
+            run,
+            self.cluster,
+            self.preemption,
+            text=steps.plain.as_text,
+            pause=window.pause,
+        )
+        allowed = config.runtime.allow_fault_injection
+        faults = FaultInjection(self.cluster.process, allowed)
+        self.preemption.step_done(first)
+        progress = Progress(
+            num_steps=end,
+            start_step=first,
+            peak_known=window.peak is not None,
+            show=run.write,
+        )
+        with closing(progress), closing(profiler):
+            yield _Instruments(steps, feed, window, profiler, faults, progress)
+
+    def _take_step(
+        self, step: int, state: TrainState, instruments: _Instruments
+    ) -> TrainState:
+        """Dispatch one step, and return the state that it will have made."""
+        steps, feed, window, profiler, faults, _ = instruments
+        profiler.before(step)
+        watched = steps.watched if window.is_to_watch(step) else None
+        state, metrics = (watched or steps.plain)(state, next(feed))
+        window.add(metrics)
+        if jax.default_backend() == "cpu":  # its virtual devices deadlock otherwise
+            jax.block_until_ready(metrics)
+        profiler.after(step, metrics)
+        self.watchdog.phase("log", step)
+        return faults.after(step, state, self.program)
+
+    def _diverged(
+        self, step: int, state: TrainState, instruments: _Instruments
+    ) -> TrainState:
+        """Report divergence; take a watched step, which may show the layer to blame."""
+        steps, window = instruments.steps, instruments.window
+        log.error(_DIVERGED, step, window.skipped_in_a_row)
+        last = step == self.program.config.train.num_steps
+        if steps.watched and not window.culprit and not last:
+            state, metrics = steps.watched(state, next(instruments.feed))
+            window.add(metrics)
+            window.read(step + 1, instruments.progress)
+        return state
+
     @contextmanager
     def phase(self, name: str, event: str | None = None) -> Iterator[None]:
-        """Watch the block, and record what it took."""
+        """Set the watchdog's phase for the block, and record how long it took."""
         self.watchdog.phase(name)
         yield
         self.run.events.lap(event or name)
@@ -138,16 +202,16 @@ class Trainer:
         return evaluate_all(self.program, params, self.sources, num_batches, beat)
 
     def judge(self, state: TrainState) -> dict[str, float]:
-        """Judge the state by the tasks, if there are any."""
+        """Score the state on the tasks, if there are any."""
         params, beat = best_params(state), self.watchdog.beat
         return self.tasks.scores(params, beat) if self.tasks else {}
 
     def _evaluate(
-        self, step: int, state: TrainState, due: "Due", progress: Progress
-    ) -> "Due":
-        """Score the state, and show and log that; return what is due then.
+        self, step: int, state: TrainState, due: Due, progress: Progress
+    ) -> Due:
+        """Score the state, show and log the scores, and return what is due after that.
 
-        A state that is the best so far is due to be saved.
+        A state with the best loss so far is due to be saved.
         """
         config = self.program.config
         metrics = self.judge(state) if due.judge else {}
@@ -156,7 +220,7 @@ class Trainer:
             scores = self.evaluate(state, config.eval.num_batches)
             metrics |= as_metrics(scores)
             progress.note(validation_line(step, scores, self.run.validations))
-        if step < config.train.num_steps:  # else the final evaluation is logged
+        if step < config.train.num_steps:  # the final evaluation is logged at the end
             self.run.log(step, metrics)
         if not scores or not self.checkpoints.judge(step, scores[""].loss):
             return due
@@ -166,7 +230,7 @@ class Trainer:
     def _save(
         self, step: int, state: TrainState, last: bool, progress: Progress
     ) -> None:
-        """Begin to save the state of `step`; tell what came to nothing.
+        """Begin to save the state of `step`, and report a save that failed.
 
         Raises:
             Exit: DIVERGED, if a value of the state is not finite.
@@ -185,11 +249,11 @@ class Trainer:
             run.events.record("save_failed", step=step, error=failure)
             progress.note(failure)
 
-    def _check_copies(self, step: int, state: TrainState) -> None:
-        """Compare what several devices hold.
+    def _check_replicas(self, step: int, state: TrainState) -> None:
+        """Compare the replicas of the state.
 
         Raises:
-            Exit: ABORTED, if a device has other bits than its copies.
+            Exit: ABORTED, if the bits of a device differ from those of its replicas.
         """
         program = self.program
         if self._checksums is None:
@@ -202,12 +266,12 @@ class Trainer:
             raise Exit(
                 ABORTED,
                 f"step {step}: silent corruption: {'; '.join(map(str, findings[:3]))}"
-                f"{more}. Nothing was saved since. Look at that device",
+                f"{more}. No state was saved since. Check that device",
             )
 
     @functools.cached_property
     def not_finite(self) -> Callable[[TrainState], list[str]]:
-        """Lists the arrays of a state with values that are not finite."""
+        """List the arrays of a state with values that are not finite."""
         return make_finite_check(self.program.state, self.program.mesh)
 
     @functools.cached_property
@@ -215,57 +279,8 @@ class Trainer:
         return make_checksums(self.program.state, self.program.mesh)
 
 
-class Due(NamedTuple):
-    """What is to be done right after a step.
-
-    last: nothing is trained after it by this process.
-    stop: the exit code to leave with then, if somebody asked for it.
-    """
-
-    log: bool
-    evaluate: bool
-    judge: bool
-    check: bool
-    save: bool
-    last: bool
-    stop: int | None
-
-
-def due_after(
-    step: int, config: Config, request: str | int | None, save_due: bool
-) -> Due:
-    """Return what is due right after a step.
-
-    Args:
-        step: completed updates.
-        config: its intervals.
-        request: what all processes agreed to do after this step: SAVE, or an exit
-            code; after the last step the run ends whatever was requested.
-        save_due: whether checkpoint.save_interval_steps calls for a save.
-    """
-    end = step == config.train.num_steps
-    stop = None if request == SAVE or end or request is None else int(request)
-    last = end or stop is not None
-    save = last or request == SAVE or save_due
-    check_interval = config.train.replica_check_interval_steps or 0
-    return Due(
-        log=end or step % config.log.interval_steps == 0,
-        # The last step is scored when all is over, unless it may be the best.
-        evaluate=config.checkpoint.keep_best
-        if end
-        else step % config.eval.interval_steps == 0,
-        judge=bool(config.eval.tasks)
-        and not end
-        and step % config.eval.task_interval_steps == 0,
-        check=check_interval > 0 and (save or step % check_interval == 0),
-        save=save,
-        last=last,
-        stop=stop,
-    )
-
-
 _DIVERGED = (
-    "step %d: the last %d updates were left out, not finite or spikes; lower the "
-    "learning rate, raise train.max_skipped_steps, or go back and leave their batches "
-    "out: run.rewind_to, data.skip_batches"
+    "step %d: the last %d updates were skipped, because they were not finite or "
+    "spikes. Lower the learning rate, raise train.max_skipped_steps, or go back and "
+    "leave out their batches with run.rewind_to and data.skip_batches"
 )

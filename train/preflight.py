@@ -1,4 +1,4 @@
-"""Before anything is written: can all processes run this, and are they equal?
+"""Check, before anything is written, that all processes can run the same thing.
 
 Config, code, library versions, kinds of devices and data must be the same on all.
 """
@@ -13,25 +13,43 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import jax
+from etils import epath
 
 from data.batches import Order
 from data.encoding import padded_vocab_size
+from data.errors import DataError
 from data.sources import Sources, encoding_of, open_sets, open_sources
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
 from train.evaluate.tasks import Asked, Tasks, load_tasks
+from train.identity import run_dir
 from train.plan.search.candidates import Layout
 from train.plan.search.search import choose
 from train.program import Program, make_program, settle
 from train.run.versions import code_version, versions
 
 
-class Prepared:
-    """The program and the data of a config, once all processes can run it.
+def settled_run_dir(config: Config) -> str:
+    """Return the run's directory, whose default name depends on the vocabulary too.
 
-    config: settled.
-    devices_s: when the devices were asked for, and when they were there.
+    If the vocabulary is not available, the start will soon say why.
+    """
+    try:
+        encoding = encoding_of(config.data)
+    except (ConfigError, DataError):
+        return run_dir(config)
+    return run_dir(settle(config, padded_vocab_size(encoding)))
+
+
+class Prepared:
+    """The program and the data of a config, once all processes can run them.
+
+    config: the config, with the vocabulary and the layout settled.
+    devices_s: when the devices were asked for, and when they answered.
+    program: the program of the config.
+    sources: the data, opened.
+    tasks: the loaded tasks, if `eval.tasks` names any.
     """
 
     config: Config
@@ -46,78 +64,100 @@ class Prepared:
         cluster: Cluster,
         beat: Callable[[], object] = lambda: None,
     ):
-        """Prepare both, before anything is written.
+        """Prepare program and data, and compare them with those of other processes.
 
-        `beat` is called for each piece of text that is encoded, and on all processes
-        while process 0 looks for a layout.
+        Args:
+            config: the config as composed.
+            cluster: the processes of the run.
+            beat: is called for each piece of text that is encoded, and on all
+                processes while process 0 searches for a layout.
 
         Raises:
             ConfigError: if the config does not fit the devices or the data.
             DataError: if the data is missing or damaged.
             Exit: if the processes are not equal.
         """
-        self.config, self._beat = config, beat
+        self.config, self._beat, self._cluster = config, beat, cluster
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            chosen = cluster.broadcast_progress(
+            layout = cluster.broadcast_progress(
                 lambda beat: asdict(choose(self.config, jax.devices(), beat=beat)), beat
             )
-            self.config = Layout(**chosen).applied(self.config)
-        cluster.agree(self._lay_out)
+            self.config = Layout(**layout).applied(self.config)
+        cluster.agree(self._build)
 
     def _settle(self) -> Mapping[str, str]:
-        self._loaded = None
+        self._loaded_tasks = None
         if names := self.config.eval.tasks:
-            judge = self.config.eval
-            how = judge.task_path, judge.task_limit, judge.task_num_fewshot
-            self._asked = Asked(names, *how, "eval.tasks")
-            self._loaded = load_tasks(self._asked)
+            section = self.config.eval
+            self._asked = Asked(
+                names=names,
+                path=section.task_path,
+                limit=section.task_limit,
+                num_fewshot=section.task_num_fewshot,
+                key="eval.tasks",
+            )
+            self._loaded_tasks = load_tasks(self._asked)
         encoding = encoding_of(self.config.data)
-        vocab = padded_vocab_size(encoding), encoding.n_vocab
-        self._num_tokens = encoding.n_vocab
-        self._check_vocab = partial(settle, self.config, *vocab)
+        vocab_size, self._num_tokens = padded_vocab_size(encoding), encoding.n_vocab
+        self._check_vocab = partial(settle, self.config, vocab_size, self._num_tokens)
         if self.config.mesh.planned:
-            self._check_vocab()  # no layout is worth looking for
-        self.config = settle(self.config, vocab[0])
+            self._check_vocab()  # before the search, which takes minutes
+        self.config = settle(self.config, vocab_size)
         return _about_program(self.config)
 
     def _find_devices(self) -> Mapping[str, str]:
-        asked = time.monotonic()
+        began = time.monotonic()
         jax.devices()
-        self.devices_s = asked, time.monotonic()
+        self.devices_s = began, time.monotonic()
         return _about_devices()
 
-    def _lay_out(self) -> Mapping[str, str]:
+    def _build(self) -> Mapping[str, str]:
         self.program, _ = check_all(
             lambda: make_program(self.config, num_tokens=self._num_tokens),
             self._check_vocab,
         )
-        data = self.config.data
-        sources, sets = open_sources(data, self._beat), self.config.eval.paths
+        data, sets = self.config.data, self.config.eval.paths
+        sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, sets, self._beat)
         tasks = {}
-        if self._loaded:
-            judged = self._asked, self.program, self.sources.encoding
-            self.tasks = Tasks(self._loaded, *judged)
+        if self._loaded_tasks:
+            self.tasks = Tasks(
+                self._loaded_tasks, self._asked, self.program, self.sources.encoding
+            )
             tasks = {"eval.tasks": self.tasks.fingerprint[:12]}
-        order = Order(self.sources, self.config.data, self.config.seed)
-        if used_up := order.mistakes(self.config.train.num_steps):
-            raise ConfigError([Mistake(*mistake) for mistake in used_up])
+        order = Order(self.sources, data, self.config.seed)
+        if mistakes := order.mistakes(self.config.train.num_steps):
+            raise ConfigError([Mistake(*mistake) for mistake in mistakes])
         return _about_data(self.sources) | tasks
+
+    def check_initial_weights(self, folder: epath.Path) -> None:
+        """Check the weights of `init_from` before the run in a folder begins with them.
+
+        Raises:
+            ConfigError: if they differ from the model, with every difference.
+            DataError: if they are damaged.
+            Exit: if processes see different weights.
+        """
+        path = self.config.init_from
+        if path is not None and not (folder / "config.yaml").exists():
+            from train.pretrained.begin import check_weights
+
+            self._cluster.agree(lambda: check_weights(path, self.program))
 
 
 def _about_program(config: Config) -> dict[str, str]:
-    """Return the hashes of config and code, and the libraries' versions."""
-    same = replace(config, distributed=DistributedConfig())  # the process' own number
-    text = json.dumps(asdict(same), sort_keys=True, default=str)
+    """Return the hashes of config and code, and the versions of libraries."""
+    shared = replace(config, distributed=DistributedConfig())  # process_id differs
+    text = json.dumps(asdict(shared), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     program = {"config": digest[:12], "code": code_version()}
     return program | {"Python": platform.python_version()} | versions()
 
 
 def _about_devices() -> dict[str, str]:
-    """Return kinds and number of this process' devices."""
+    """Return the kinds and the number of this process' devices."""
     kinds = Counter(device.device_kind for device in jax.local_devices())
     return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
 
@@ -125,5 +165,5 @@ def _about_devices() -> dict[str, str]:
 def _about_data(sources: Sources) -> dict[str, str]:
     """Return the fingerprint of each source and set."""
     sets = {name: store.fingerprint for name, store in sources.sets.items()}
-    both = {**sources.fingerprints, **sets}
-    return {f"data {name}": str(at) for name, at in both.items()}
+    fingerprints = {**sources.fingerprints, **sets}
+    return {f"data {name}": str(value) for name, value in fingerprints.items()}

@@ -8,20 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from train.log_window import LogWindow
+from train.log_window import DataWait, LogWindow
 from train.step import Metrics
 
 
 def notes_on_waiting(windows: list[tuple[float, float]]) -> list[str]:
-    """Return what windows of (seconds, of these waiting for data) lead to."""
-    window, notes = object.__new__(LogWindow), []
-    data = SimpleNamespace(prefetch=2)
-    window._program = SimpleNamespace(config=SimpleNamespace(data=data))
-    window._trained_s = window._waited_s = 0.0
-    window._first_window, window._warned = True, False
-    for seconds, waited in windows:
-        window._warn(seconds, waited, SimpleNamespace(note=notes.append))
-    return notes
+    """Return the warnings after windows of (seconds, of these waiting for data)."""
+    wait = DataWait(prefetch=2)
+    warnings = [wait.warning(*window) for window in windows]
+    return [warning for warning in warnings if warning]
 
 
 def test_slow_data_is_noted_once_and_only_if_it_lasts():
@@ -52,17 +47,16 @@ def test_what_is_read_before_a_save_is_not_recorded_again(window):
     assert events == [11, 12, 13, 14, 15]
 
 
-def test_updates_left_out_are_recorded_with_their_batches_and_why():
-    """Two batches were left out of the data before these; eleven steps in a row."""
-    window = object.__new__(LogWindow)
+def test_skipped_updates_are_recorded_with_their_batches_and_why(window):
+    """data.skip_batches left out two batches before these; eleven steps in a row."""
     events, notes = [], []
 
     def record(event: str, **fields: object) -> None:
         events.append((event, fields))
 
-    window._run = SimpleNamespace(events=SimpleNamespace(record=record))
-    window._order = SimpleNamespace(batch_number=lambda step: step + 2)
-    window.skipped_in_a_row, window._watched = 1, None
+    window._run.events.record = record
+    window._order.batch_number = lambda step: step + 2
+    window.skipped_in_a_row = 1
     progress = SimpleNamespace(note=notes.append)
 
     def step(skipped: float, loss: float = 9.0, norm: float = 2.0) -> Metrics:
@@ -71,7 +65,7 @@ def test_updates_left_out_are_recorded_with_their_batches_and_why():
 
     window.record(1000, [step(1), step(0), step(1, norm=np.inf)], progress)
     assert notes == [
-        "updates left out: step 1,001 (batch 1,002, spike), "
+        "updates skipped: step 1,001 (batch 1,002, spike), "
         "step 1,003 (batch 1,004, not finite)"
     ]
     first = {"step": 1001, "batch": 1002, "loss": 9.0, "grad_norm": 2.0}
@@ -106,7 +100,7 @@ def test_a_watched_step_names_the_layer_to_blame(window):
     skipped = {**METRICS, "skipped": 1.0, "loss": math.nan}
     window.record(10, [skipped | bad], SimpleNamespace(note=notes.append))
     said = "not finite, layer 1: its attention is not finite"
-    assert notes == [f"updates left out: step 11 (batch 10, {said})"]
+    assert notes == [f"updates skipped: step 11 (batch 10, {said})"]
     assert (events[0]["quantity"], events[0]["layer"]) == ("attention", 1)
     assert str(window.culprit) == "layer 1: its attention is not finite"
     ((step, values),) = window._run.logged

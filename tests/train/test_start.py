@@ -14,8 +14,9 @@ from train.cli.command import compose
 from train.distributed.processes import Cluster
 from train.errors import CRASHES_AGAIN, Exit
 from train.identity import run_dir
+from train.preflight import settled_run_dir
 from train.program import settle
-from train.start import _crashed, settled_run_dir
+from train.start import report_crash
 
 
 def test_all_files_of_a_run_lie_in_one_directory():
@@ -58,5 +59,5 @@ def test_a_third_crash_names_a_batch_if_there_was_one(step, said):
     run = SimpleNamespace(judge_crash=lambda crash: CRASHES_AGAIN, path="here")
     preemption: Any = SimpleNamespace(step=step)
     with pytest.raises(Exit, match=said) as raised:
-        _crashed(RuntimeError("again"), run, Cluster(), preemption)  # pyright: ignore
+        report_crash(RuntimeError("again"), run, Cluster(), preemption)  # pyright: ignore
     assert "step=-1" not in str(raised.value)
