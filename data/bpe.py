@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.text.corpus import find_files
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import units_of
 from data.text.records import Bad, Reading
 from data.tokenizer import RANK_FILE_PATTERN
@@ -120,7 +120,7 @@ def texts_of(
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
     remaining_bytes = max_bytes
     for unit in (unit for first in range(stride) for unit in units[first::stride]):
-        for record in read(unit, reading):
+        for record in read_documents(unit, reading):
             if isinstance(record, Bad):
                 continue
             text = record.text[:remaining_bytes]

@@ -80,7 +80,7 @@ def main(config: InspectConfig) -> int:
     return 0
 
 
-def validate(config: InspectConfig) -> list[Mistake]:
+def inspect_mistakes(config: InspectConfig) -> list[Mistake]:
     """List what does not go together."""
     mistakes = []
     of_run = bool(config.run.dir or config.run.name)
@@ -94,4 +94,4 @@ def validate(config: InspectConfig) -> list[Mistake]:
 
 
 if __name__ == "__main__":
-    run_command(main, "inspect", InspectConfig, validate)
+    run_command(main, "inspect", InspectConfig, inspect_mistakes)

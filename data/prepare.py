@@ -27,10 +27,10 @@ def main(config: PrepareConfig) -> int:
     return 0
 
 
-def validate(config: PrepareConfig) -> list[Mistake]:
+def prepare_mistakes(config: PrepareConfig) -> list[Mistake]:
     """List the mistakes of a config."""
     return [Mistake(*mistake) for mistake in config.mistakes()]
 
 
 if __name__ == "__main__":
-    run_command(main, "prepare", PrepareConfig, validate)
+    run_command(main, "prepare", PrepareConfig, prepare_mistakes)

@@ -58,7 +58,7 @@ class TrainTokenizerConfig:
     ] = 2**28
 
 
-def validate(config: TrainTokenizerConfig) -> list[Mistake]:
+def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
     """List every mistake."""
     mistakes = []
     if not config.input:
@@ -132,4 +132,4 @@ def write(path: Path, content: bytes) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "train_tokenizer", TrainTokenizerConfig, validate)
+    run_command(main, "train_tokenizer", TrainTokenizerConfig, train_tokenizer_mistakes)

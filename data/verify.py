@@ -33,11 +33,11 @@ def main(config: VerifyConfig) -> int:
     return 0
 
 
-def validate(config: VerifyConfig) -> list[Mistake]:
+def verify_mistakes(config: VerifyConfig) -> list[Mistake]:
     """List the mistakes of a config."""
     rule = "must name a store, say store=stores/web"
     return [] if config.store else [Mistake("store", config.store, rule)]
 
 
 if __name__ == "__main__":
-    run_command(main, "verify", VerifyConfig, validate)
+    run_command(main, "verify", VerifyConfig, verify_mistakes)

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.job import environment_mistakes, secret_mistakes
 from launch.submissions import Submission, submitted
-from launch.submit import BACKENDS, render, resume, run_directory, submit
+from launch.submit import BACKENDS, render_job, resume, run_directory, submit_job
 from launch.subprocesses import run_module
 from train.cli.command import run_command
 from train.cli.flags import parse_flags
@@ -33,13 +33,13 @@ def main(config: Any) -> int:
         if flags.config_dir or flags.config_name:
             rule = "stays here: presets that travel lie in configs/, or are keys"
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
-        act = render if config.action is Action.render else submit
+        act = render_job if config.action is Action.render else submit_job
         return act(config, flags.overrides, str(Path.cwd()))
     submission = submitted(run_directory(config))
     match config.action:
         case Action.resume:
             typed = parse_flags(sys.argv[1:]).overrides
-            return resume(submission, typed, mistakes, config.force)
+            return resume(submission, typed, launch_mistakes, config.force)
         case Action.logs:
             return BACKENDS[submission.kind].logs(submission, config.follow)
         case Action.stop:
@@ -50,7 +50,7 @@ def main(config: Any) -> int:
             assert_never(config.action)
 
 
-def mistakes(config: Any) -> list[Mistake]:
+def launch_mistakes(config: Any) -> list[Mistake]:
     """List what is wrong, with the keys of training too."""
     mistakes_found = config_mistakes(config)
     if config.follow and config.action is not Action.logs:
@@ -99,4 +99,4 @@ def _status(submission: Submission) -> int:
 
 if __name__ == "__main__":
     kind = kind_in(sys.argv[1:])
-    run_command(main, "launch", schema_of(kind), mistakes, [f"cluster={kind}"])
+    run_command(main, "launch", schema_of(kind), launch_mistakes, [f"cluster={kind}"])

@@ -87,7 +87,7 @@ def machine_of(
     return Machine(target, variables=values(environment))
 
 
-def mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
+def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     """List what is wrong with the keys of a node's GPUs."""
     errors, gpus = [], cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):

@@ -49,7 +49,7 @@ def to_yaml(document: Mapping[str, Any]) -> str:
     )
 
 
-def merged(document: Any, more: Any) -> Any:
+def merge_values(document: Any, more: Any) -> Any:
     """Merge what a person adds into a document; theirs wins.
 
     Keys are merged all the way down, null takes a key away. Lists whose items all have
@@ -61,15 +61,15 @@ def merged(document: Any, more: Any) -> Any:
             if value is None:
                 result.pop(key, None)
             else:
-                result[key] = merged(result.get(key), value)
+                result[key] = merge_values(result.get(key), value)
         return result
     if _named(document) and _named(more):
         by_name = {item["name"]: item for item in document}
         for item in more:
-            by_name[item["name"]] = merged(by_name.get(item["name"]), item)
+            by_name[item["name"]] = merge_values(by_name.get(item["name"]), item)
         return list(by_name.values())
     if isinstance(more, Mapping):  # without the keys that it would have taken away
-        return merged({}, more)
+        return merge_values({}, more)
     return more
 
 

@@ -26,7 +26,7 @@ from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SkypilotCluster
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
-from launch.manifest import merged, to_yaml
+from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
@@ -84,7 +84,7 @@ def machine(cluster: SkypilotCluster) -> Machine:
 
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task."""
-    document = merged(_task(job, cluster), cluster.merge)
+    document = merge_values(_task(job, cluster), cluster.merge)
     setup = [
         f'export {name}="${source}"'
         for name, source in cluster.secrets.items()

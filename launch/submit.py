@@ -55,7 +55,7 @@ def run_directory(config: Any) -> str:
     return os.fspath(run_folder(run_dir(of_training(config))))
 
 
-def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
+def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Check, show the plan, render, keep what is submitted, submit.
 
     `config` was composed of `arguments`, typed in `workdir`: paths begin there. The
@@ -77,11 +77,11 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     return backend.submit(job, cluster, rendered, submission)
 
 
-def render(config: Any, arguments: Sequence[str], workdir: str) -> int:
-    """Show what would be submitted, with the paths that `submit` would use.
+def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
+    """Show what would be submitted, with the paths that `submit_job` would use.
 
-    A plan is made as for `submit`; the first line says what it did not check, if so.
-    Files go to `output`, or are printed; then come the commands.
+    A plan is made as for `submit_job`; the first line says what it did not check, if
+    so. Files go to `output`, or are printed; then come the commands.
     """
     backend = BACKENDS[kind_in(arguments)]
     job, unchecked = _checked(config, _job(config, arguments, workdir), backend)
@@ -121,7 +121,7 @@ def resume(
     )
     if errors := mistakes(config):
         raise ConfigError(errors)
-    return submit(config, submission.arguments, submission.workdir)
+    return submit_job(config, submission.arguments, submission.workdir)
 
 
 def _checked(config: Any, job: Job, backend: Backend) -> Checked:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(getattr(signal, name), lambda *_: os._exit(_PREEMPTED))
     archive, command = arguments[0], arguments[2:]
     try:
-        folder = unpack(read(archive), cache())
+        folder = unpack(read_archive(archive), cache())
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         sys.exit(f"{archive}: cannot be unpacked: {error}")
     print(f"code: {folder}", file=sys.stderr, flush=True)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def read(archive: str) -> bytes:
+def read_archive(archive: str) -> bytes:
     """Read a file of this machine, or an object."""
     if "://" not in archive:
         return Path(archive).read_bytes()

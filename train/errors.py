@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from train.masking import mask, masked
+from train.masking import mask, mask_values
 
 FINISHED = 0
 CRASHED = 1  # for no reason that is known here: it may help to start again
@@ -69,7 +69,7 @@ class ConfigError(Exception):
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
         for key, value, rule in self.mistakes:
-            (shown,) = masked({key.rpartition(".")[2]: value}).values()
+            (shown,) = mask_values({key.rpartition(".")[2]: value}).values()
             lines += ["", f"  {key} = {as_typed(shown)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
         return mask("\n".join(lines))

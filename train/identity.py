@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from train.config import Config
 from train.errors import as_typed
-from train.masking import masked
+from train.masking import mask_values
 
 
 class ChangeKind(StrEnum):
@@ -68,7 +68,7 @@ def config_differences(old: Config, new: Config) -> list[Difference]:
     Secrets are masked first: another password makes no other run.
     """
     before, after = (
-        {key: masked(value) for key, value in flatten(config).items()}
+        {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
     found = []

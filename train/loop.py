@@ -21,7 +21,7 @@ from train.console import Progress
 from train.distributed.fault_injection import FaultInjection
 from train.distributed.preemption import SAVE, Preemption
 from train.distributed.processes import Cluster
-from train.distributed.replicas import compare, make_checksums
+from train.distributed.replicas import compare_replicas, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.due import Due, due_after
 from train.errors import ABORTED, DIVERGED, Exit
@@ -258,7 +258,7 @@ class Trainer:
         program = self.program
         if self._checksums is None:
             return
-        findings = compare(self._checksums(state), program.state, program.mesh)
+        findings = compare_replicas(self._checksums(state), program.state, program.mesh)
         for finding in findings:
             self.run.events.record("corrupt", step=step, **finding._asdict())
         if findings:

@@ -58,12 +58,12 @@ def mask(text: str) -> str:
     )
 
 
-def masked(value: Any) -> Any:
+def mask_values(value: Any) -> Any:
     """Return plain values without the secrets in them, also by the names of keys."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, list | tuple):
-        return [masked(each) for each in value]
+        return [mask_values(each) for each in value]
     if not isinstance(value, Mapping):
         return value
     return {
@@ -71,12 +71,12 @@ def masked(value: Any) -> Any:
         if key == "secrets"  # names of secrets, where others may read them
         else MASK
         if isinstance(each, str) and each and is_secret_name(str(key))
-        else masked(each)
+        else mask_values(each)
         for key, each in value.items()
     }
 
 
-def remember(text: str) -> None:
+def remember_secrets(text: str) -> None:
     """Mask from now on what the secret variables hold that a text names."""
     for name in _FROM_ENVIRONMENT.findall(text):
         value = os.environ.get(name)

@@ -44,7 +44,7 @@ def is_spike(recent: Recent, now: jax.Array, sigma: float) -> jax.Array:
     return jnp.any(now > limit) & (2 * recent.num_accepted >= window)
 
 
-def remember(recent: Recent, now: jax.Array) -> Recent:
+def remember_accepted(recent: Recent, now: jax.Array) -> Recent:
     """Replace the oldest step by this one."""
     place = recent.num_accepted % recent.values.shape[1]
     return Recent(recent.values.at[:, place].set(now), recent.num_accepted + 1)

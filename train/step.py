@@ -29,7 +29,7 @@ from train.rows import (
     sum_over_microbatches,
     sum_over_rows,
 )
-from train.spikes import is_spike, remember
+from train.spikes import is_spike, remember_accepted
 from train.state import TrainState
 
 Load = Float[Array, "L E"] | None
@@ -104,7 +104,7 @@ def make_train_step(
         if recent is not None:
             recent = jax.tree.map(
                 lambda new, old: jnp.where(updated, new, old),
-                remember(recent, current),
+                remember_accepted(recent, current),
                 recent,
             )
         figures = {}

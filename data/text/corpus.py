@@ -26,7 +26,7 @@ import fsspec
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
 from data.text.records import Bad, Reading
 from data.text.streams import align, text_size
@@ -90,7 +90,7 @@ class Corpus:
             beat()
 
         def is_bad(file: File) -> bool:
-            records = read(Unit(file), Reading(), progress)
+            records = read_documents(Unit(file), Reading(), progress)
             return any(isinstance(record, Bad) for record in records)
 
         texts = [file for file in self.files if file.format is Format.text]

@@ -16,7 +16,7 @@ from data.text.tables import table_rows
 _BOM = b"\xef\xbb\xbf"
 
 
-def read(
+def read_documents(
     unit: Unit, reading: Reading, progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[Record | Bad]:
     """Read the documents of a unit; `progress` gets the bytes of the file, as read.

@@ -26,7 +26,7 @@ from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import Reading
-from data.token_store.encode import encode_tasks, make_tasks, part_path
+from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
 from data.token_store.store import Store, open_store
@@ -58,7 +58,7 @@ def prepare_store(config: PrepareConfig) -> Store:
         config.keep_invalid_utf8,
         config.max_record_bytes,
     )
-    settings = settings_of(config, reading, config.on_error is OnError.skip)
+    settings = encoding_settings(config, reading, config.on_error is OnError.skip)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage, workers = KeyValueStore(config.output), config.workers or usable_cores()
@@ -137,7 +137,7 @@ def build_store(
         "source": source,
         "made_of": made_of(corpus, settings),
     }
-    paths = [part_path(parts, task, settings) for task in tasks]
+    paths = [encoded_part_path(parts, task, settings) for task in tasks]
     segments = _segments(paths, corpus, settings.skip_bad, beat)
     try:
         ranks = rank_file(settings.tokenizer)
@@ -156,7 +156,7 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def settings_of(
+def encoding_settings(
     config: DataConfig | PrepareConfig, reading: Reading, skip_bad: bool
 ) -> EncodingSettings:
     """Return what decides the tokens of a text."""

@@ -17,7 +17,7 @@ from data.machine import cache_folder, usable_cores
 from data.storage import created_atomically
 from data.text.corpus import find_corpus
 from data.text.records import Reading
-from data.token_store.build import build_store, make_folder, settings_of
+from data.token_store.build import build_store, encoding_settings, make_folder
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
 from data.tokenizer import load_tokenizer
@@ -47,7 +47,7 @@ def cached_store(
     corpus = find_corpus(config)
     skip_bad = config.on_error is OnError.skip
     reading = Reading(keep_invalid_utf8=config.source is Source.python)
-    settings = settings_of(config, reading, skip_bad)
+    settings = encoding_settings(config, reading, skip_bad)
     identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     if config.source is Source.text:
         identity += f" UTF-8, {config.on_error}"

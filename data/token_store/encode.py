@@ -23,7 +23,7 @@ import tiktoken
 
 from data.errors import DataError
 from data.storage import created_atomically
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import Format, Unit
 from data.text.records import Bad, Record
 from data.text.streams import line_number
@@ -58,7 +58,7 @@ def make_tasks(units: list[Unit]) -> list[Task]:
     return [*tasks, Task(tuple(group), size)] if group else tasks
 
 
-def part_path(folder: Path, task: Task, settings: EncodingSettings) -> Path:
+def encoded_part_path(folder: Path, task: Task, settings: EncodingSettings) -> Path:
     """Name a task's part by all that decides its content.
 
     Whether bad records may be skipped does not: where none may be, there is none.
@@ -86,7 +86,9 @@ def encode_tasks(
         DataError: a file cannot be read; or, unless bad records are skipped, the
             first one met, by file and line.
     """
-    pending = [task for task in tasks if not part_path(folder, task, settings).exists()]
+    pending = [
+        task for task in tasks if not encoded_part_path(folder, task, settings).exists()
+    ]
     if len(pending) < len(tasks):
         num_done = len(tasks) - len(pending)
         log.info("%d of %d parts were encoded before", num_done, len(tasks))
@@ -139,7 +141,7 @@ class _Encoder:
 
     def encode(self, task: Task) -> None:
         """Make a task's part."""
-        path = part_path(self._folder, task, self._settings)
+        path = encoded_part_path(self._folder, task, self._settings)
         segment = SegmentBuilder(self._encoding, self._settings.validation)
         try:
             with created_atomically(path) as partial, partial.open("wb") as file:
@@ -163,7 +165,7 @@ class _Encoder:
             num_read += num_bytes
             _add_to(self._num_bytes, num_bytes)
 
-        for record in read(unit, self._settings.reading, progress):
+        for record in read_documents(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 field = "" if is_text else ", or read another field (text_field=...)"
                 raise DataError(

@@ -22,7 +22,7 @@ NODE = "node"
 
 def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    return [*gpu.mistakes(cluster), *jobset.mistakes(cluster, run_dir)]
+    return [*gpu.gpu_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
 
 
 def machine(cluster: GkeGpuCluster) -> Machine:
@@ -56,4 +56,4 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         processes=cluster.processes_per_node,
         memory_volume=True,  # NCCL's, between processes of a node
     )
-    return jobset.render(job, cluster, pods)
+    return jobset.render_jobset(job, cluster, pods)

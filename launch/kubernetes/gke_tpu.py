@@ -37,7 +37,7 @@ _NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    return [*_target_mistakes(cluster), *jobset.mistakes(cluster, run_dir)]
+    return [*_target_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
 
 
 def _target_mistakes(cluster: GkeTpuCluster) -> list[Mistake]:
@@ -85,7 +85,7 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
         user={"runAsUser": 0},
         network=_NODES_NETWORK if cluster.host_network else {},
     )
-    return jobset.render(job, cluster, pods)
+    return jobset.render_jobset(job, cluster, pods)
 
 
 def _environment(job: Job, target: Target) -> dict[str, Any]:

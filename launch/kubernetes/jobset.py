@@ -18,7 +18,7 @@ from typing import Any
 from launch.config import Code, KubernetesCluster, kind_of
 from launch.job import Job, Rendered
 from launch.kubernetes.pod import CONTAINER, Pods, pod
-from launch.manifest import merged, to_yaml
+from launch.manifest import merge_values, to_yaml
 from launch.plan_check import object_store_mistakes
 from launch.policy import AGAIN, NEVER_AGAIN
 from train.errors import Mistake
@@ -31,7 +31,7 @@ SECRETS_REMEDY = (
 _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 
 
-def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
+def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the keys that both kinds have."""
     errors = []
     if not cluster.image:
@@ -54,9 +54,9 @@ def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     return errors
 
 
-def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
+def render_jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
     """Return the manifest, and what is typed with it."""
-    document = merged(_jobset(job, cluster, pods), cluster.merge)
+    document = merge_values(_jobset(job, cluster, pods), cluster.merge)
     command = [*kubectl(cluster), "create", "-f", FILE]
     return Rendered({FILE: to_yaml(document)}, command)
 

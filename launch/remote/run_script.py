@@ -34,7 +34,7 @@ class State(NamedTuple):
     code: int | None = None
 
 
-def folder_of(name: str) -> str:
+def remote_folder(name: str) -> str:
     """Return the folder on the host, from the user's home on."""
     return f"longhaul/{name}"
 
@@ -66,7 +66,7 @@ def run_script(
 
 def run_words(name: str, verb: str, *words: str | int) -> str:
     """Return the command that a shell of the host is told."""
-    return shell(["bash", f"{folder_of(name)}/{RUN}", verb, *map(str, words)])
+    return shell(["bash", f"{remote_folder(name)}/{RUN}", verb, *map(str, words)])
 
 
 def read_states(output: str) -> dict[str, State]:

@@ -13,7 +13,7 @@ from data.storage import is_remote
 from launch.config import SshCluster
 from launch.job import port_of
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
-from launch.remote.run_script import folder_of, read_states, run_words
+from launch.remote.run_script import read_states, remote_folder, run_words
 from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
@@ -36,9 +36,9 @@ def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
 
 def put_line(name: str, file: str) -> str:
     """Return the line of shell that puts what it reads into a file, whole or not."""
-    path = f"{folder_of(name)}/{file}"
+    path = f"{remote_folder(name)}/{file}"
     # The file is moved, not copied, so that a shell that reads the old run.sh keeps it.
-    write = f"umask 077 && mkdir -p {folder_of(name)} && cat >{path}.new"
+    write = f"umask 077 && mkdir -p {remote_folder(name)} && cat >{path}.new"
     return f"{write} && mv -f {path}.new {path}"
 
 

@@ -14,7 +14,7 @@ from launch.remote.attempt import LOST_S
 from launch.remote.gcloud import GcloudError, words
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.queued_resource import ACTIVE, QueuedResource
-from launch.remote.run_script import folder_of, read_states, run_words
+from launch.remote.run_script import read_states, remote_folder, run_words
 from launch.submissions import Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
@@ -28,7 +28,7 @@ _FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
 _PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
 
 
-def ssh_command(
+def tpu_ssh_command(
     name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
@@ -38,7 +38,7 @@ def ssh_command(
 
 def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
     """Return the command that copies files of the working directory to all VMs."""
-    paths = [*files_of(cluster), f"{name}:{folder_of(name)}/incoming/"]
+    paths = [*files_of(cluster), f"{name}:{remote_folder(name)}/incoming/"]
     return words("scp", paths, cluster, *_ALL, *_alive("scp"), *cluster.ssh_options)
 
 
@@ -49,13 +49,13 @@ def _alive(verb: str) -> list[str]:
 
 def make_line(name: str) -> str:
     """Return the line of shell that makes room for the files."""
-    return f"mkdir -p {folder_of(name)}/incoming"
+    return f"mkdir -p {remote_folder(name)}/incoming"
 
 
-def start_line(name: str) -> str:
+def tpu_start_line(name: str) -> str:
     """Return the line of shell that puts files in their places, and starts training."""
     # Files are moved, not copied, so that a shell that reads the old run.sh keeps it.
-    move = f"mv -f {folder_of(name)}/incoming/* {folder_of(name)}/"
+    move = f"mv -f {remote_folder(name)}/incoming/* {remote_folder(name)}/"
     return f"{move} && {run_words(name, 'start', *_PROCESS)}"
 
 
@@ -89,14 +89,14 @@ class TpuHosts(Hosts):
     def _copy_and_start(self) -> int:
         """Return on how many VMs training was started."""
         for command in (
-            ssh_command(self._name, self._cluster, make_line(self._name)),
+            tpu_ssh_command(self._name, self._cluster, make_line(self._name)),
             copy_command(self._name, self._cluster),
         ):
             code, _, err = run_captured(command, cwd=self._files())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        output = self._run_line(start_line(self._name), timeout_s=LONGEST_S)
+        output = self._run_line(tpu_start_line(self._name), timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
     def _files(self) -> Path:
@@ -118,7 +118,7 @@ class TpuHosts(Hosts):
     def _run_line(
         self, line: str, workers: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
     ) -> bytes:
-        command = ssh_command(self._name, self._cluster, line, workers)
+        command = tpu_ssh_command(self._name, self._cluster, line, workers)
         code, out, err = run_captured(command, timeout_s)
         if code:
             log.debug("%s", err)

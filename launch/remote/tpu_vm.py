@@ -22,8 +22,8 @@ from launch.remote.tpu_hosts import (
     TpuHosts,
     copy_command,
     make_line,
-    ssh_command,
-    start_line,
+    tpu_ssh_command,
+    tpu_start_line,
 )
 from launch.submissions import Submission
 from train.errors import ConfigError, Mistake
@@ -116,11 +116,11 @@ def _typed(name: str, cluster: TpuVmCluster) -> str:
     parts = {
         "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
         "Are they?": gcloud["describe"],
-        "Make room for the files": ssh_command(name, cluster, make_line(name)),
+        "Make room for the files": tpu_ssh_command(name, cluster, make_line(name)),
         "Copy them, from the folder of this file": copy_command(name, cluster),
-        "Start training": ssh_command(name, cluster, start_line(name)),
-        "Does it run?": ssh_command(name, cluster, poll),
-        "Let it save and stop": ssh_command(name, cluster, interrupt),
+        "Start training": tpu_ssh_command(name, cluster, tpu_start_line(name)),
+        "Does it run?": tpu_ssh_command(name, cluster, poll),
+        "Let it save and stop": tpu_ssh_command(name, cluster, interrupt),
         "Delete the machines": gcloud["delete"],
     }
     lines = [line for title, p in parts.items() for line in (f"# {title}", shell(p))]

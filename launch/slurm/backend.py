@@ -15,8 +15,8 @@ from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.short_notice import warn_of_short_notice
 from launch.slurm.checks import mistakes as mistakes
-from launch.slurm.script import LOG, SCRIPT, STOP, folder_of, script
-from launch.slurm.squeue import QueuedJob, ask
+from launch.slurm.script import LOG, SCRIPT, STOP, script, script_folder
+from launch.slurm.squeue import QueuedJob, query_slurm
 from launch.submissions import Submission
 from launch.supervisor import ATTEMPTS, describe_attempts
 from train.errors import FINISHED
@@ -40,7 +40,7 @@ def machine(cluster: SlurmCluster) -> Machine:
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
     """Return the job script, and sbatch's line; that holds the paths."""
-    folder = folder_of(job)
+    folder = script_folder(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     files = folder if job.rendered_to is None else job.files
@@ -57,11 +57,11 @@ def submit(
     """Hand the script to sbatch."""
     grace = "cluster.signal_s: before a time limit Slurm leaves"
     warn_of_short_notice(job, cluster.signal_s, grace)
-    folder = Path(folder_of(job))
+    folder = Path(script_folder(job))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
     submission = submission.with_handle(folder=str(folder))
-    number, _, federation = ask(rendered.command).strip().partition(";")
+    number, _, federation = query_slurm(rendered.command).strip().partition(";")
     submission.with_handle(job=number, cluster=federation)
     print(f"job {number}; action=status says where it is, action=logs what it says")
     return FINISHED

@@ -39,7 +39,7 @@ _ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    errors = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
+    errors = [*_texts(cluster), *gpu.gpu_mistakes(cluster), *_code(cluster, run_dir)]
     for key in ("cluster.options", "cluster.srun_options"):
         options = cluster.options if key == "cluster.options" else cluster.srun_options
         for name, value in options.items():

@@ -53,7 +53,7 @@ def script(job: Job, cluster: SlurmCluster) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def folder_of(job: Job) -> str:
+def script_folder(job: Job) -> str:
     """Return the folder of script, log and exit codes: all nodes see it."""
     return str(Path.cwd() / local_folder(job.name, job.folder))
 
@@ -161,7 +161,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
-    host_paths = [workdir, folder_of(job)]
+    host_paths = [workdir, script_folder(job)]
     host_paths += [] if is_remote(job.run_dir) else [job.run_dir]
     host_paths += [job.root] if cluster.code is Code.shared else []
     paths = [Path(path) for path in dict.fromkeys(host_paths)]
@@ -182,9 +182,9 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return what `launch/policy.py` says, and where things lie."""
     crashes = range(1, min(cluster.max_restarts, _PAUSES) + 1)
     words = {
-        "folder": folder_of(job),
-        "diary": f"{folder_of(job)}/{ATTEMPTS}",
-        "stop": f"{folder_of(job)}/{STOP}",
+        "folder": script_folder(job),
+        "diary": f"{script_folder(job)}/{ATTEMPTS}",
+        "stop": f"{script_folder(job)}/{STOP}",
         "exclude": str(cluster.options.get("exclude") or ""),
     }
     numbers = {

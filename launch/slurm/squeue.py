@@ -35,7 +35,9 @@ class QueuedJob:
         if self.number is None:
             return {}
         words = ["scontrol", *self._where, "show", "job", "--oneliner", self.number]
-        pairs = re.findall(r"(?:^| )([A-Za-z/]+)=(\S*)", ask(words, "Invalid job id"))
+        pairs = re.findall(
+            r"(?:^| )([A-Za-z/]+)=(\S*)", query_slurm(words, "Invalid job id")
+        )
         return dict(reversed(pairs))  # the first of each counts: texts come later
 
     def state(self) -> str | None:
@@ -47,7 +49,7 @@ class QueuedJob:
         """Cancel it, or send its processes a signal; nothing if it is over."""
         options = [f"--signal={signal}"] if signal else []
         assert self.number is not None
-        ask(["scancel", "--quiet", *self._where, *options, self.number], "")
+        query_slurm(["scancel", "--quiet", *self._where, *options, self.number], "")
 
     def describe(self) -> list[str]:
         """Return whether it runs, why it waits, and how often it was put back."""
@@ -76,7 +78,7 @@ class QueuedJob:
         """Return how many jobs wait before it, as words."""
         order = ["--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
         words = ["squeue", *self._where, *order, f"--partition={partition}"]
-        waiting = ask(words, "").split()
+        waiting = query_slurm(words, "").split()
         if self.number not in waiting:
             return f"in partition {partition}"
         jobs_ahead = waiting.index(self.number)
@@ -87,11 +89,11 @@ class QueuedJob:
         """Return the line of the accounting, where there is one."""
         words = ["sacct", *self._where, "--allocations", "--noheader", "--parsable2"]
         words += ["--format=State,ExitCode,End", f"--jobs={self.number}"]
-        line = ask(words, "").strip()
+        line = query_slurm(words, "").strip()
         return [f"accounting  {line.replace('|', ', ')}"] if line else []
 
 
-def ask(command: Sequence[str], allowed: str | None = None) -> str:
+def query_slurm(command: Sequence[str], allowed: str | None = None) -> str:
     """Run one of Slurm's commands; return its output.
 
     Where it fails with a message that holds `allowed`, the output is empty.

@@ -33,7 +33,7 @@ from model.experts.local_experts import (
     sorted_rows,
     with_bias,
 )
-from model.experts.rows import from_rows, pieces, to_rows, travel
+from model.experts.rows import from_rows, pieces_to_exchange, to_rows, travel
 from model.scopes import in_branch
 
 # Rows that a device has room for, over those that it gets if all get as many.
@@ -140,7 +140,7 @@ def _by_sending(
     room = min(int(ROOM * n * k), worst)
 
     def send(x_nD: jax.Array, weights_nk: jax.Array) -> Made:
-        out, back = pieces(rows_SE, apart)
+        out, back = pieces_to_exchange(rows_SE, apart)
         way = apart, execution.grouped is Grouped.scan  # the body of CPUs
         x_RD = to_rows(x_nD, order // k, row_nk)
         weights_R1 = to_rows(weights_nk.reshape(-1, 1), order, row_nk.reshape(-1, 1))

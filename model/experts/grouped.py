@@ -134,7 +134,7 @@ def grouped_rows(
         case Grouped.scan:
             return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
         case Grouped.triton:
-            return grouped_triton.by_rows(x, w, sizes, transposed, dtype)
+            return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
             return _megablox_rows(x, w, sizes, transposed, dtype)
         case _:
@@ -167,7 +167,7 @@ def grouped_matrices(
         case Grouped.scan:
             return grouped_scan.by_experts(x, dy, sizes, dtype)
         case Grouped.triton:
-            return grouped_triton.by_experts(x, dy, sizes, dtype)
+            return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
             return _megablox_matrices(x, dy, sizes, dtype)
         case _:

@@ -1,9 +1,9 @@
 """Grouped products on NVIDIA's GPUs: two Pallas kernels that Triton compiles.
 
-`by_rows` has a program for each block of rows of one expert and each tile of columns,
-and `by_experts` one for each expert and tile of its matrix. Rows and columns beyond the
-end are masked. Blocks that no expert needs do nothing, and those after the last
-expert's rows store zeros.
+`triton_by_rows` has a program for each block of rows of one expert and each tile of
+columns, and `triton_by_experts` one for each expert and tile of its matrix. Rows and
+columns beyond the end are masked. Blocks that no expert needs do nothing, and those
+after the last expert's rows store zeros.
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
@@ -21,7 +21,7 @@ _ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # the sizes of a tile, not tuned on a GP
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)
 
 
-def by_rows(
+def triton_by_rows(
     x_MK: jax.Array,
     w: jax.Array,
     sizes_E: jax.Array,
@@ -87,7 +87,7 @@ def _rows_kernel(
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
 
 
-def by_experts(
+def triton_by_experts(
     x_MD: jax.Array,
     y_MF: jax.Array,
     sizes_E: jax.Array,

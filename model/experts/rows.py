@@ -60,7 +60,9 @@ class Pieces(NamedTuple):
     received: Int[Array, "P"]
 
 
-def pieces(rows_SE: Int[Array, "S E"], axes: tuple[str, ...]) -> tuple[Pieces, Pieces]:
+def pieces_to_exchange(
+    rows_SE: Int[Array, "S E"], axes: tuple[str, ...]
+) -> tuple[Pieces, Pieces]:
     """Return how rows go to the devices of their experts, and how they come back.
 
     At home they lie sorted by expert, there by expert and, of one, by home.

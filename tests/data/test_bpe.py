@@ -18,7 +18,12 @@ from data.errors import DataError
 from data.text import files, streams
 from data.text.records import Reading
 from data.tokenizer import load_tokenizer
-from data.train_tokenizer import TrainTokenizerConfig, main, validate, write
+from data.train_tokenizer import (
+    TrainTokenizerConfig,
+    main,
+    train_tokenizer_mistakes,
+    write,
+)
 from tests.fleet import REPOSITORY
 
 VOCAB_SIZE = 1000
@@ -172,7 +177,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 def test_the_output_is_not_part_of_the_input(tmp_path):
     def wrong(input: str, output: str) -> list[str]:
         config = TrainTokenizerConfig(str(tmp_path / input), str(tmp_path / output))
-        return [mistake.key for mistake in validate(config)]
+        return [mistake.key for mistake in train_tokenizer_mistakes(config)]
 
     assert wrong("texts", "more/../texts/a") == wrong("texts", "texts") == ["output"]
     assert wrong("texts", "texts.tiktoken") == wrong("texts/a", "texts/b") == []

@@ -5,7 +5,7 @@ import dataclasses
 from data.batches import Order
 from data.config import PrepareConfig
 from data.describe import describe_batch
-from data.inspect import InspectConfig, main, validate
+from data.inspect import InspectConfig, inspect_mistakes, main
 from data.sources import open_sources
 from data.token_store.build import prepare_store
 from train.cli.command import config_yaml
@@ -24,7 +24,7 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(config_yaml(Config(seed=3, data=data)))
         run = RunConfig(name="base") if skipped else RunConfig(dir=str(folder))
-        assert not validate(InspectConfig(run=run, step=7))
+        assert not inspect_mistakes(InspectConfig(run=run, step=7))
         assert main(InspectConfig(run=run, step=7, width=20)) == 0
         shown = capsys.readouterr().out.splitlines()
         if skipped:

@@ -270,7 +270,7 @@ def test_a_store_is_shown_and_verified(stores, tmp_path, capsys):
     small = InspectConfig(store, step=2, sequence_length=16, batch_size=2)
     assert data.inspect.main(small) == 0
     assert "prose" in capsys.readouterr().out.splitlines()[1]
-    (neither,) = data.inspect.validate(InspectConfig())
+    (neither,) = data.inspect.inspect_mistakes(InspectConfig())
     assert "either a store" in neither.rule
     assert data.verify.main(VerifyConfig(f"{stores}/code")) == 0
     assert "as they were written" in capsys.readouterr().out

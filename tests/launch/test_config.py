@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from launch.__main__ import mistakes
+from launch.__main__ import launch_mistakes
 from launch.config import KINDS, schema_of
 from train.cli.command import compose
 from train.cli.schema import convert
@@ -43,5 +43,5 @@ def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):
 def test_an_unknown_store_hides_no_other_mistake():
     keys = ["cluster=gke_tpu", "run.dir=ftp://b/r", "cluster.target=v5e-7"]
     config = compose(keys, "launch", schema_of("gke_tpu"))
-    found = {mistake.key for mistake in mistakes(config)}
+    found = {mistake.key for mistake in launch_mistakes(config)}
     assert found == {"run.dir", "cluster.target", "cluster.image"}

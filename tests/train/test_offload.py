@@ -11,7 +11,7 @@ from etils import epath
 from data.batches import Order
 from model.params import named
 from train.config import MESH_AXES, CheckpointConfig
-from train.distributed.replicas import compare, flip, make_checksums
+from train.distributed.replicas import compare_replicas, flip, make_checksums
 from train.errors import ConfigError
 from train.execution import execution
 from train.plan.estimated.local_step import local_step
@@ -137,6 +137,8 @@ def test_a_flipped_bit_in_host_memory_is_found(programs):
     state, checksums = program.init(), make_checksums(program.state, program.mesh)
     assert checksums is not None
     name, _ = moments_of(state)[-1]
-    assert compare(checksums(state), program.state, program.mesh) == []
-    wrong = compare(checksums(flip(state, name, 1)), program.state, program.mesh)
+    assert compare_replicas(checksums(state), program.state, program.mesh) == []
+    wrong = compare_replicas(
+        checksums(flip(state, name, 1)), program.state, program.mesh
+    )
     assert {finding.array for finding in wrong} == {name}

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.spikes import is_spike, no_steps, remember
+from train.spikes import is_spike, no_steps, remember_accepted
 
 WINDOW, SIGMA = 6, 2.0
 
@@ -16,7 +16,7 @@ WINDOW, SIGMA = 6, 2.0
 @jax.jit
 def judge(recent, now):
     """Judge a step, and give the ring with it."""
-    return is_spike(recent, now, SIGMA), remember(recent, now)
+    return is_spike(recent, now, SIGMA), remember_accepted(recent, now)
 
 
 whole = st.integers(0, 50)  # then no two roundings of a limit disagree on a step

@@ -32,7 +32,7 @@ from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.masking import remember
+from train.masking import remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
@@ -166,7 +166,7 @@ class _Check:
                 else:
                     typed.append(key)
         tree.pop("hydra", None)
-        remember(str(OmegaConf.to_container(tree)))
+        remember_secrets(str(OmegaConf.to_container(tree)))
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True)
         except OmegaConfBaseException as error:

@@ -28,7 +28,7 @@ from train.cli.plain_yaml import check_whole, parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import leaves
-from train.masking import masked
+from train.masking import mask_values
 
 Schema = TypeVar("Schema")
 
@@ -141,7 +141,7 @@ def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
 
 def config_yaml(config: Any) -> str:
     """Return a config as YAML, every key with its value, secrets masked."""
-    return OmegaConf.to_yaml(OmegaConf.create(masked(asdict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(mask_values(asdict(config))))
 
 
 def read_yaml(

@@ -34,7 +34,7 @@ _REMEDY = (
 )
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """A process among several."""
 
     address: str  # host:port of process 0
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     local_process: int | None  # its number on the host, if the host has several
 
 
-def find_place(config: DistributedConfig) -> Place | None:
+def find_place(config: DistributedConfig) -> ProcessPlace | None:
     """Return which process this is, among how many; None if it is alone.
 
     Raises:
@@ -83,10 +83,12 @@ def find_place(config: DistributedConfig) -> Place | None:
         rule = f"must be below distributed.num_processes={processes}; both were given "
         rule += "by these keys, or found in the launcher's variables"
         raise ConfigError([Mistake("distributed.process_id", process, rule)])
-    return Place(address, processes, process, local if _one_device_each() else None)
+    return ProcessPlace(
+        address, processes, process, local if _one_device_each() else None
+    )
 
 
-def _launcher() -> Place | None:
+def _launcher() -> ProcessPlace | None:
     """Read the variables of launchers that JAX does not know."""
     for hosts, count, number in _LAUNCHERS:
         if {hosts, count, number} <= os.environ.keys():
@@ -95,7 +97,9 @@ def _launcher() -> Place | None:
             port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             host = (os.environ[hosts].split() or [""])[0]
             local = _number("LOCAL_RANK") if _several_here("LOCAL_WORLD_SIZE") else None
-            return Place(f"{host}:{port}", _number(count), _number(number), local)
+            return ProcessPlace(
+                f"{host}:{port}", _number(count), _number(number), local
+            )
     return None
 
 

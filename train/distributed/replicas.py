@@ -76,7 +76,7 @@ def copied(state: Any) -> dict[str, NamedSharding]:
     }
 
 
-def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
+def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
     """Return the devices that differ from most of their copies.
 
     Where none are most, as of two copies, all are named, and none as certain. The

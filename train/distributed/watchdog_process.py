@@ -35,7 +35,7 @@ _ABORT_S = 5.0
 _NAMED = 8  # processes in a message
 
 
-class Trainer(NamedTuple):
+class WatchedTrainer(NamedTuple):
     """The process to watch."""
 
     pid: int  # our parent
@@ -63,7 +63,7 @@ class Stall(NamedTuple):
         )
 
 
-def main(trainer: Trainer) -> None:
+def main(trainer: WatchedTrainer) -> None:
     """Watch a trainer until it is gone, or end it."""
     began = time.monotonic()
     # A scheduler may signal every process; what to do is the trainer's affair.
@@ -79,7 +79,7 @@ def main(trainer: Trainer) -> None:
         _say(trainer, about, lambda: f". Stacks: {_keep_stacks(trainer)}")
 
 
-def watch(trainer: Trainer) -> Stall | None:
+def watch(trainer: WatchedTrainer) -> Stall | None:
     """Wait until the trainer is gone (None), or its time is up."""
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
     last_beat, silent, last = None, 0.0, time.monotonic()
@@ -105,7 +105,7 @@ def watch(trainer: Trainer) -> Stall | None:
     return None
 
 
-def report(trainer: Trainer, stall: Stall, began: float) -> str:
+def report(trainer: WatchedTrainer, stall: Stall, began: float) -> str:
     """Write stall and stacks to the folder, and return who is behind."""
     files = _open(trainer.folder)
     mine = f"{trainer.folder}/process{stall.process}.json"
@@ -143,7 +143,7 @@ def behind(stalls: list[Stall], processes: int) -> str:
     return names + (f"; not heard of: process {_few(silent)}" if silent else "")
 
 
-def end(trainer: Trainer) -> None:
+def end(trainer: WatchedTrainer) -> None:
     """Abort it, or kill it if that does not help."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         _send(trainer, number, signal.SIGCONT)
@@ -152,13 +152,13 @@ def end(trainer: Trainer) -> None:
             time.sleep(_TICK_S)
 
 
-def _send(trainer: Trainer, *numbers: int) -> None:
+def _send(trainer: WatchedTrainer, *numbers: int) -> None:
     for number in numbers:
         if os.getppid() == trainer.pid:  # else the number may be another's by now
             os.kill(trainer.pid, number)
 
 
-def _say(trainer: Trainer, message: str, more: Callable[[], str]) -> None:
+def _say(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> None:
     """Print a message and what `more` adds; if that fails or hangs, the stacks."""
     threads = ThreadPoolExecutor()
     try:
@@ -171,7 +171,7 @@ def _say(trainer: Trainer, message: str, more: Callable[[], str]) -> None:
         threads.submit(os.write, sys.stderr.fileno(), line).result(_PATIENCE_S)
 
 
-def _keep_stacks(trainer: Trainer) -> str:
+def _keep_stacks(trainer: WatchedTrainer) -> str:
     """Write the stacks to a file of their own, and give its place."""
     stacks = _stacks(trainer)
     if not stacks:
@@ -191,7 +191,7 @@ def _open(folder: str) -> Any:
     return files
 
 
-def _stacks(trainer: Trainer) -> bytes:
+def _stacks(trainer: WatchedTrainer) -> bytes:
     """Return what the trainer's `faulthandler` has written."""
     size = os.fstat(trainer.memory).st_size
     return os.pread(trainer.memory, size, mmap.PAGESIZE)
@@ -205,5 +205,5 @@ def _few(names: Sequence[object]) -> str:
 
 if __name__ == "__main__":
     pid, memory, process, processes = map(int, sys.argv[1:5])
-    main(Trainer(pid, memory, process, processes, sys.argv[5]))
+    main(WatchedTrainer(pid, memory, process, processes, sys.argv[5]))
     os._exit(0)  # whatever may still hang

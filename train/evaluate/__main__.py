@@ -75,7 +75,7 @@ class EvaluateConfig:
     ] = None
 
 
-def validate(config: EvaluateConfig) -> list[Mistake]:
+def evaluate_mistakes(config: EvaluateConfig) -> list[Mistake]:
     """List the mistakes: no run, or keys that do not go together."""
     mistakes, usual = must_name_run(config), EvaluateConfig()
     for key in _OF_SETS if config.tasks else _OF_TASKS:
@@ -191,4 +191,4 @@ def _keep(asked: EvaluateConfig, evaluation: Found) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, "evaluate", EvaluateConfig, validate)
+    run_command(main, "evaluate", EvaluateConfig, evaluate_mistakes)

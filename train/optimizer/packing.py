@@ -57,7 +57,7 @@ class Rounds(NamedTuple):
     runs: tuple[Run, ...]
 
 
-def pack(
+def deal_rounds(
     parameters: Sequence[Matrices], ways: tuple[int, int], devices: int
 ) -> list[Rounds]:
     """Deal all matrices to devices.
@@ -115,9 +115,9 @@ def deal(
         Those of these axes that leave the busiest device less to do, and the rounds.
     """
     axes, devices = (), math.prod(ways)
-    rounds = pack(parameters, ways, devices)
+    rounds = deal_rounds(parameters, ways, devices)
     for axis, size in copies.items():
-        more = pack(parameters, ways, devices * size)
+        more = deal_rounds(parameters, ways, devices * size)
         if _work(more, ways) < _WORTH * _work(rounds, ways):
             axes, devices, rounds = (*axes, axis), devices * size, more
     return axes, rounds

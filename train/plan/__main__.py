@@ -182,7 +182,7 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
 def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
     """Return the values that the page shows in addition to the figures."""
     from train.plan.advice import remedy, summary
-    from train.plan.compiled.trip_counts import read
+    from train.plan.compiled.trip_counts import read_module
     from train.plan.page import page_data
     from train.plan.show import as_json
 
@@ -190,7 +190,7 @@ def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
     texts = remedy(advice) if advice else []
     if plan.fits and prediction and advice:
         texts = summary(prediction, advice)
-    module = read(plan.text) if plan.text else None
+    module = read_module(plan.text) if plan.text else None
     shown = {"inspection": found and as_json(found)}
     return page_data(plan.program, module, texts, sys.argv[1:]) | shown
 
@@ -214,7 +214,7 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
         print(f"texts       {folder}: {files}", file=sys.stderr)
 
 
-def mistakes(config: PlanConfig) -> list[Mistake]:
+def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     """Return what is wrong, the target's name too."""
     found = config_mistakes(config)
     if config.target not in (None, CPU):
@@ -234,4 +234,4 @@ def mistakes(config: PlanConfig) -> list[Mistake]:
 
 
 if __name__ == "__main__":
-    run_command(main, "plan", PlanConfig, mistakes)
+    run_command(main, "plan", PlanConfig, plan_mistakes)

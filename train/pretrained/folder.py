@@ -92,7 +92,7 @@ def write_folder(
         write_atomically(
             folder / "README.md", card(config, encoding, count, step, results)
         )
-        settings = settings_of(family, model, encoding, length, dtype)
+        settings = exported_settings(family, model, encoding, length, dtype)
         end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
         write_json(folder / "generation_config.json", end)
         write_json(folder / "config.json", settings)
@@ -101,7 +101,7 @@ def write_folder(
     )
 
 
-def settings_of(
+def exported_settings(
     family: Family,
     model: ModelConfig,
     encoding: tiktoken.Encoding,

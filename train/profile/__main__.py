@@ -65,14 +65,14 @@ def main(config: ProfileConfig) -> int:
 def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
     """Write a request into the run's folder and wait for the profile."""
     from train.run.lease import read_owner
-    from train.run.profiles import answer, ask, withdraw
+    from train.run.profiles import answer, request_profile, withdraw
 
     owner = read_owner(os.fspath(folder))
     if owner is None or owner.alive() is False:
         rule = "must name a run that is training now, and no process trains this one. "
         rule += "Start it, or set profile.steps=[first,last] for its next start"
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
-    token, start = ask(folder, config.num_steps), time.monotonic()
+    token, start = request_profile(folder, config.num_steps), time.monotonic()
     try:
         while (profile := answer(folder, token)) is None:
             time.sleep(_POLL_S)

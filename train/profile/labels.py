@@ -19,7 +19,7 @@ from train.plan.compiled.attribution import (
 from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Executed
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")
@@ -52,7 +52,7 @@ class Labels:
         Raises:
             ValueError: if this is not the text of an HLO module.
         """
-        self._module = read(text)
+        self._module = read_module(text)
         self._by_name = {
             executed.instruction.name: executed for executed in self._module.executed
         }

@@ -6,7 +6,7 @@ from typing import Any
 from etils import epath
 
 from train.identity import flatten
-from train.run.evaluations import Scored, scores
+from train.run.evaluations import Scored, evaluation_scores
 from train.run.goodput import finite
 from train.run.report import Point, Row, chart, finite_points, series_of
 from train.run.starts import read_run
@@ -29,7 +29,7 @@ _FIGURES = (
 _OWN = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 
 
-def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
+def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return what a page shows of several runs, as plain values.
 
     Args:
@@ -47,7 +47,9 @@ def compare(folders: Sequence[epath.Path]) -> dict[str, Any]:
     )
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
-    marks = _marks([scores(*run) for run in zip(folders, rows.values(), strict=True)])
+    marks = _marks(
+        [evaluation_scores(*run) for run in zip(folders, rows.values(), strict=True)]
+    )
     return {
         "name": ", ".join(names),
         "tables": [

@@ -21,7 +21,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
-from train.masking import masked
+from train.masking import mask_values
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
@@ -105,7 +105,7 @@ class RunDir:
             self.config.tracker,
             self.path,
             run_name(self.config),
-            masked(asdict(self.config)),
+            mask_values(asdict(self.config)),
             step=step,
             start=self.events.start,
             write=self.write,

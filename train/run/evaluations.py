@@ -62,7 +62,9 @@ def write_evaluation(
     return file
 
 
-def scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
+def evaluation_scores(
+    run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]
+) -> list[Scored]:
     """Return the newest scores by tasks of a run's metrics, and all evaluations."""
     judged = [row for row in rows if any(key.startswith("tasks/") for key in row)]
     found = [

@@ -34,7 +34,7 @@ from train.run.jsonl_reader import (
     Scan,
     any_row,
     kept_lines,
-    part_path,
+    log_part_path,
     part_paths,
     scan,
 )
@@ -147,7 +147,7 @@ def open_lines(
     number = max(parts, default=int(remote))
     if remote:
         return _ObjectAppender(run_dir, name, number, lines)
-    path = Path(part_path(run_dir, name, number))
+    path = Path(log_part_path(run_dir, name, number))
     path.parent.mkdir(parents=True, exist_ok=True)
     return _FileAppender(path)
 
@@ -258,7 +258,7 @@ class _ObjectAppender(Appender):
     def _start(self) -> Future[Any] | None:
         if self._upload is None and self._written < len(self._lines):
             self._uploading, self._uploaded_s = len(self._lines), time.monotonic()
-            path = part_path(self._run_dir, self._log, self._number)
+            path = log_part_path(self._run_dir, self._log, self._number)
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(path.write_bytes, data)
         return self._upload

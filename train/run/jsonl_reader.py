@@ -26,7 +26,7 @@ def any_row(row: Row) -> bool:
     return True
 
 
-def part_path(run_dir: epath.Path, name: str, number: int) -> epath.Path:
+def log_part_path(run_dir: epath.Path, name: str, number: int) -> epath.Path:
     """Return the file of a part; 0 is the single file."""
     return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
 
@@ -34,12 +34,12 @@ def part_path(run_dir: epath.Path, name: str, number: int) -> epath.Path:
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
     """Return the files of a log by number, ascending; the single file is 0."""
     run_dir = epath.Path(run_dir)
-    single, folder = part_path(run_dir, name, 0), run_dir / name
+    single, folder = log_part_path(run_dir, name, 0), run_dir / name
     numbers = [0] if single.exists() else []
     if folder.exists():
         names = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
         numbers += sorted(int(name) for name in names if name.isdigit())
-    return {number: part_path(run_dir, name, number) for number in numbers}
+    return {number: log_part_path(run_dir, name, number) for number in numbers}
 
 
 def iterate_rows(

@@ -45,7 +45,7 @@ _LOOK_S = 2.0
 _KINDS = ".xplane.pb", ".trace.json.gz"
 
 
-def ask(run_dir: epath.Path, num_steps: int) -> str:
+def request_profile(run_dir: epath.Path, num_steps: int) -> str:
     """Ask the trainer of a run for a profile of `num_steps` steps; return its id.
 
     Raises:

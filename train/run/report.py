@@ -17,7 +17,7 @@ from etils import epath
 from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
 from train.masking import mask
-from train.run.evaluations import scores
+from train.run.evaluations import evaluation_scores
 from train.run.goodput import BUCKETS, Goodput, Start, account, finite
 from train.run.heat_maps import heat_maps
 from train.run.metrics import read_events
@@ -106,7 +106,10 @@ def _others(rows: Sequence[Row], known: set[str]) -> list[str]:
 
 def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
     """Return the table of scores, if there are any."""
-    found = [[*each[:3], f"{each.step:,}", each.how] for each in scores(run_dir, rows)]
+    found = [
+        [*each[:3], f"{each.step:,}", each.how]
+        for each in evaluation_scores(run_dir, rows)
+    ]
     headers = ["", "metric", "score", "step", ""]
     return [("Scores", headers, found)] if found else []
 
@@ -177,8 +180,8 @@ def _figures(
         bad = num_missing.get("loss", 0)
         note = f"{bad:,} not finite" if bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
-    if scores := known["eval/loss"]:
-        step, best = min(scores, key=lambda point: point[1])
+    if evaluation_scores := known["eval/loss"]:
+        step, best = min(evaluation_scores, key=lambda point: point[1])
         bits = dict(series["eval/bits_per_byte"]).get(step)
         note = "" if bits is None else f"{bits:.4f} bits per byte, "
         items.append(

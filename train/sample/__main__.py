@@ -83,7 +83,7 @@ class SampleConfig:
         return [text.replace(r"\n", "\n") for text in tabs]
 
 
-def validate(config: SampleConfig) -> list[Mistake]:
+def sample_mistakes(config: SampleConfig) -> list[Mistake]:
     """List the mistakes: no run, or two kinds of prompts."""
     mistakes = must_name_run(config)
     if config.prompts and (config.prompt or config.interactive):
@@ -260,4 +260,4 @@ def chat(go_on: Continue, text: str, seed: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run_command(main, "sample", SampleConfig, validate)
+    run_command(main, "sample", SampleConfig, sample_mistakes)

@@ -7,7 +7,7 @@ import pytest
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.text.corpus import Corpus, find_corpus, find_files, held_out_ids
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import SPLITS, Split
 from data.text.records import Bad, Reading
 
@@ -22,7 +22,7 @@ def documents(corpus: Corpus, split: Split) -> dict[str, bytes]:
     """The text of each document of a split; a record's own split is not looked at."""
     texts: dict[str, bytes] = {}
     for unit in corpus.units():
-        for found in read(unit, BYTES) if unit.split == split else ():
+        for found in read_documents(unit, BYTES) if unit.split == split else ():
             assert not isinstance(found, Bad)
             texts[found.id] = texts.get(found.id, b"") + found.text
     return texts

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import File, Format, Unit, units_of
 from data.text.records import Bad, Reading, Record
 from data.token_store.encode import encode_tasks, make_tasks
@@ -105,7 +105,9 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
         content += bad + b"\n"
     content = content[:-1] + end
     file_of(tmp_path, name, compress(name, bytes(content)))
-    found = list(read(Unit(file), Reading(id_field="id", max_record_bytes=LIMIT)))
+    found = list(
+        read_documents(Unit(file), Reading(id_field="id", max_record_bytes=LIMIT))
+    )
     for one, (first, second) in zip(found, expected, strict=True):
         if isinstance(one, Bad):
             assert (one.file, one.place) == (file, first)

@@ -16,7 +16,7 @@ import data.text.files
 import data.text.streams
 from data.errors import DataError
 from data.text.corpus import Corpus
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import SPLITS, Unit, units_of
 from data.text.records import Bad, Reading
 from tests.data.text.written_files import compress, file_of, good, read_file
@@ -35,7 +35,7 @@ def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
     how = Reading(max_record_bytes=limit)
     with tempfile.TemporaryDirectory() as folder:
         file = file_of(Path(folder), "a.jsonl", b"\n".join(lines))
-        whole = list(read(Unit(file), how))
+        whole = list(read_documents(Unit(file), how))
         with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
             assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
             assert read_file(file, how) == whole
@@ -98,7 +98,7 @@ def test_a_single_text_is_divided_without_a_byte_in_both(
             found = [
                 (unit.split, one.text, one.ends)
                 for unit in units
-                for one in good(list(read(unit, how)))
+                for one in good(list(read_documents(unit, how)))
             ]
             assert [split for split, _, ends in found if ends] == list(SPLITS)
             # A last piece may be empty: it stands for the end alone.
@@ -114,7 +114,7 @@ def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
     file = file_of(tmp_path, "a.txt.gz", content[:-20])
     for validation in (0.0, 0.001, 0.1, 0.9):
         units = Corpus("", (file,), validation).units()
-        found = [one for unit in units for one in read(unit, Reading())]
+        found = [one for unit in units for one in read_documents(unit, Reading())]
         assert [one.reason for one in found if isinstance(one, Bad)] == [
             "cannot be read further: the compressed file ends in the middle"
         ]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from data.text.documents import read
+from data.text.documents import read_documents
 from data.text.files import File, units_of
 from data.text.records import Bad, Reading, Record
 
@@ -56,7 +56,7 @@ def file_of(folder: Path, name: str, content: bytes) -> File:
 
 
 def read_file(file: File, how: Reading = WITH_IDS) -> Found:
-    return [found for unit in units_of(file) for found in read(unit, how)]
+    return [found for unit in units_of(file) for found in read_documents(unit, how)]
 
 
 def good(found: Found) -> list[Record]:

@@ -10,7 +10,7 @@ from launch.config import GkeGpuCluster, schema_of
 from launch.job import Job
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.kubernetes.jobset import FILE
-from launch.manifest import merged, to_yaml
+from launch.manifest import merge_values, to_yaml
 from launch.policy import Verdict, judge
 from tests.fleet import REPOSITORY
 from tests.launch.controllers import after, refused
@@ -151,7 +151,7 @@ def test_what_is_merged_has_the_last_word():
     assert train["env"] == [*pod_of(plain)["containers"][0]["env"], {"name": "X"}]
     assert train["command"] == pod_of(plain)["containers"][0]["command"]
     assert side == {"name": "side", "image": "other"}
-    assert merged({"a": 1}, {"b": {"c": None, "d": 1}}) == {"a": 1, "b": {"d": 1}}
+    assert merge_values({"a": 1}, {"b": {"c": None, "d": 1}}) == {"a": 1, "b": {"d": 1}}
 
 
 def test_yaml_is_read_alike_by_all():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from train.config import DistributedConfig
-from train.distributed.detection import Place, find_place
+from train.distributed.detection import ProcessPlace, find_place
 from train.errors import ABORTED, ConfigError, Exit
 
 TORCHRUN = {"MASTER_ADDR": "h0", "WORLD_SIZE": "4", "RANK": "2"}
@@ -44,31 +44,37 @@ def place(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **keys):
     ("variables", "found"),
     [
         ({}, None),
-        (TORCHRUN, Place("h0:29500", 4, 2, None)),
-        (TORCHRUN | {"MASTER_PORT": "99"}, Place("h0:99", 4, 2, None)),
+        (TORCHRUN, ProcessPlace("h0:29500", 4, 2, None)),
+        (TORCHRUN | {"MASTER_PORT": "99"}, ProcessPlace("h0:99", 4, 2, None)),
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
         (
             TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-            Place("h0:29500", 4, 2, 0),
+            ProcessPlace("h0:29500", 4, 2, 0),
         ),
         (
             TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            Place("h0:29500", 4, 2, None),
+            ProcessPlace("h0:29500", 4, 2, None),
         ),
         # torchrun keeps its own store on that port
         (
             TORCHRUN | {"MASTER_PORT": "99", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            Place("h0:100", 4, 2, None),
+            ProcessPlace("h0:100", 4, 2, None),
         ),
-        (SKYPILOT, Place("10.0.0.5:29500", 3, 1, None)),
-        (SKYPILOT | {"JAX_COORDINATOR_PORT": "9"}, Place("10.0.0.5:9", 3, 1, None)),
-        (SLURM, Place("n0:61447", 4, 3, 1)),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, Place("n0:61447", 4, 3, None)),
-        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, Place("n0:61447", 4, 3, None)),
-        (SLURM | {"CUDA_VISIBLE_DEVICES": "5"}, Place("n0:61447", 4, 3, None)),
-        (SLURM | {"CUDA_VISIBLE_DEVICES": "5,6"}, Place("n0:61447", 4, 3, 1)),
-        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, Place("h:1", 4, 3, 1)),
-        (SLURM | TORCHRUN, Place("h0:29500", 4, 2, None)),
+        (SKYPILOT, ProcessPlace("10.0.0.5:29500", 3, 1, None)),
+        (
+            SKYPILOT | {"JAX_COORDINATOR_PORT": "9"},
+            ProcessPlace("10.0.0.5:9", 3, 1, None),
+        ),
+        (SLURM, ProcessPlace("n0:61447", 4, 3, 1)),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"},
+            ProcessPlace("n0:61447", 4, 3, None),
+        ),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, ProcessPlace("n0:61447", 4, 3, None)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "5"}, ProcessPlace("n0:61447", 4, 3, None)),
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "5,6"}, ProcessPlace("n0:61447", 4, 3, 1)),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "h:1"}, ProcessPlace("h:1", 4, 3, 1)),
+        (SLURM | TORCHRUN, ProcessPlace("h0:29500", 4, 2, None)),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a notebook
     ],
 )
@@ -79,7 +85,7 @@ def test_variables_are_understood(monkeypatch, variables, found):
 def test_keys_win_and_one_process_is_alone_whatever_the_variables_say(monkeypatch):
     assert place(monkeypatch, SLURM, num_processes=1) is None
     keys = {"coordinator_address": "h:1", "num_processes": 9, "process_id": 8}
-    assert place(monkeypatch, TORCHRUN, **keys) == Place("h:1", 9, 8, None)
+    assert place(monkeypatch, TORCHRUN, **keys) == ProcessPlace("h:1", 9, 8, None)
 
 
 @pytest.mark.parametrize(

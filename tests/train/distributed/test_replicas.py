@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from train.distributed.replicas import (
     Finding,
     _checksum,
-    compare,
+    compare_replicas,
     copied,
     flip,
     make_checksums,
@@ -26,7 +26,7 @@ def find(program, state) -> list[Finding]:
     key = program.mesh, repr(program.config)
     if key not in CHECKSUMS:  # compiled once
         CHECKSUMS[key] = make_checksums(program.state, program.mesh)
-    return compare(CHECKSUMS[key](state), program.state, program.mesh)
+    return compare_replicas(CHECKSUMS[key](state), program.state, program.mesh)
 
 
 @pytest.mark.parametrize(

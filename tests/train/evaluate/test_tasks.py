@@ -18,7 +18,7 @@ from tests.train.evaluate.task_files import NAMES, write_tasks
 from train.config import EvalSet, RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
-from train.evaluate.__main__ import EvaluateConfig, validate
+from train.evaluate.__main__ import EvaluateConfig, evaluate_mistakes
 from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics
 from train.run.evaluations import Scored, scored
 
@@ -253,10 +253,15 @@ def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
 
 def test_keys_that_do_not_go_together_are_refused():
     run, sets = RunConfig(name="x"), {"web": EvalSet("web")}
-    (alone,) = validate(EvaluateConfig(run, limit=3))
-    both = validate(EvaluateConfig(run, tasks=["piqa"], sets=sets, num_batches=2))
+    (alone,) = evaluate_mistakes(EvaluateConfig(run, limit=3))
+    both = evaluate_mistakes(
+        EvaluateConfig(run, tasks=["piqa"], sets=sets, num_batches=2)
+    )
     assert [alone.key, *(each.key for each in both)] == ["limit", "sets", "num_batches"]
-    assert validate(EvaluateConfig(run, tasks=["piqa"], limit=3, batch_size=4)) == []
+    assert (
+        evaluate_mistakes(EvaluateConfig(run, tasks=["piqa"], limit=3, batch_size=4))
+        == []
+    )
 
 
 def test_sampling_is_read_as_the_harness_means_it():

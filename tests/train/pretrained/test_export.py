@@ -23,7 +23,7 @@ from train.errors import ConfigError
 from train.export import ExportConfig, main
 from train.pretrained import weights
 from train.pretrained.families import family_of
-from train.pretrained.folder import empty_folder, settings_of
+from train.pretrained.folder import empty_folder, exported_settings
 from train.pretrained.tensors import Parts
 from train.pretrained.weights import write_json, write_weights
 from train.run.folder import run_folder
@@ -99,7 +99,7 @@ def model(request, programs):
 def test_yarns_factor_is_that_of_the_two_lengths(configure):
     # Version 4 of transformers computes it from them.
     model = configure(*MODELS["llama, yarn"]).model
-    settings = settings_of(family_of(model), model, BYTES, LENGTH, "float32")
+    settings = exported_settings(family_of(model), model, BYTES, LENGTH, "float32")
     scaling = settings["rope_scaling"]
     factor = settings["max_position_embeddings"] / 16
     assert factor == scaling["factor"] == 4
@@ -111,7 +111,7 @@ def export(folder, program, params, dtype="float32"):
     parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)
     where = run_folder(str(folder))
     write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
-    settings = settings_of(family, program.config.model, BYTES, LENGTH, dtype)
+    settings = exported_settings(family, program.config.model, BYTES, LENGTH, dtype)
     write_json(where / "config.json", settings)
     return parts
 

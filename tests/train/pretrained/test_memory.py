@@ -15,7 +15,7 @@ from tests.fleet import REPOSITORY
 from tests.train.pretrained.test_export import BYTES
 from train.cli.command import compose
 from train.pretrained.families import family_of
-from train.pretrained.folder import settings_of
+from train.pretrained.folder import exported_settings
 from train.pretrained.tensors import Parts
 
 # In a process of its own: what others leave would count.
@@ -69,7 +69,7 @@ def test_eight_devices_take_less_than_a_third_more_than_the_weights(tmp_path):
         listed[name] = f"{number}.safetensors"
         array = rng.standard_normal(shape, np.float32)
         save_file({name: array}, tmp_path / listed[name])
-    settings = settings_of(family, model, BYTES, 64, "float32")
+    settings = exported_settings(family, model, BYTES, 64, "float32")
     (tmp_path / "config.json").write_text(json.dumps(settings))
     index = json.dumps({"weight_map": listed})
     (tmp_path / "model.safetensors.index.json").write_text(index)

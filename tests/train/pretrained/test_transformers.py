@@ -23,7 +23,7 @@ from train.cli.command import compose
 from train.feed import place
 from train.pretrained.begin import start_from
 from train.pretrained.families import family_of
-from train.pretrained.folder import settings_of
+from train.pretrained.folder import exported_settings
 from train.pretrained.tensors import Parts
 from train.sample.generate import Sampling, generate
 from train.step import make_gradients
@@ -66,7 +66,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     model = compose([f"model={preset}"]).model
     family, ours = family_of(model), abstract_gpt(model)
     parts = Parts(family, model, param_infos(ours), model.vocab_size or 0)
-    settings = settings_of(family, model, BYTES, 2048, "bfloat16")
+    settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}
     known = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained.compare import _family_in
 from train.pretrained.families import family_of
-from train.pretrained.folder import settings_of
+from train.pretrained.folder import exported_settings
 
 
 def of(name: str, *more: str):
@@ -22,7 +22,9 @@ def of(name: str, *more: str):
 def write(folder: Path, name: str, **changed: object) -> str:
     """Write that model's config.json, but for some settings; None leaves one out."""
     model = of(name)
-    settings = settings_of(family_of(model), model, BYTES, LENGTH, "float32") | changed
+    settings = (
+        exported_settings(family_of(model), model, BYTES, LENGTH, "float32") | changed
+    )
     said = {key: value for key, value in settings.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(said))
     return str(folder)

@@ -16,7 +16,7 @@ from train.sample.__main__ import (
     main,
     output_file,
     read_prompts,
-    validate,
+    sample_mistakes,
 )
 
 RUN = RunConfig(dir="runs/x")
@@ -68,7 +68,7 @@ def test_a_chat_goes_on_from_all_that_was_said(monkeypatch, capsys):
     ],
 )
 def test_what_does_not_go_together_is_named(config, keys):
-    assert [mistake.key for mistake in validate(config)] == keys
+    assert [mistake.key for mistake in sample_mistakes(config)] == keys
 
 
 def test_prompts_are_continued_in_batches_of_one_size():
@@ -108,5 +108,5 @@ def test_an_output_in_a_store_is_there_from_the_beginning(server):
 
 def test_a_line_end_can_be_typed_as_a_stop():
     typed = ["run.dir=runs/x", r'stop=["\n\n","#\t"]']
-    config = check_command_line(typed, "sample", SampleConfig, validate)
+    config = check_command_line(typed, "sample", SampleConfig, sample_mistakes)
     assert config.ends == ["\n\n", "#\t"]

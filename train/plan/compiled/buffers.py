@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from train.plan.compiled.attribution import part_of, producers, scope
 from train.plan.compiled.hlo import (
-    Array,
     Computation,
     Executed,
+    HloArray,
     Instruction,
     Module,
 )
@@ -81,7 +81,7 @@ class _Lives:
 
     def __init__(self, module: Module):
         self.module = module
-        self.arrays: dict[Key, Array] = {}
+        self.arrays: dict[Key, HloArray] = {}
         self.makers: dict[Key, Executed] = {}
         self.last: dict[Key, Executed] = {}
         self._known: dict[Key, Key | None] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import Array, Instruction, Module
+from train.plan.compiled.hlo import HloArray, Instruction, Module
 from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
@@ -102,7 +102,7 @@ def has_eight_bits(instruction: Instruction) -> bool:
     return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
 
 
-def multiplied(instruction: Instruction) -> list[Array]:
+def multiplied(instruction: Instruction) -> list[HloArray]:
     """Return what a product or an attention kernel multiplies; [] of all else.
 
     Not what a library's call adds or scales by, nor a kernel's masks and sizes.

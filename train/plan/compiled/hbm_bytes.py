@@ -7,7 +7,7 @@ each instruction separately, as if no cache kept anything from one to the next.
 from collections.abc import Iterable
 
 from train.plan.compiled.flops import multiplies
-from train.plan.compiled.hlo import Array, Computation, Instruction, Module
+from train.plan.compiled.hlo import Computation, HloArray, Instruction, Module
 from train.plan.cost import HbmBytes
 
 _FREE = {
@@ -71,7 +71,7 @@ def _main_bytes(instruction: Instruction) -> int:
     return _main_bytes_of(instruction.arrays)
 
 
-def _main_bytes_of(arrays: Iterable[Array]) -> int:
+def _main_bytes_of(arrays: Iterable[HloArray]) -> int:
     return sum(array.num_bytes for array in arrays if array.space == 0)
 
 

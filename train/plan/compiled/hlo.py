@@ -23,7 +23,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
-class Array:
+class HloArray:
     """One array of a value. `space` is its memory; 0 is the device's main memory."""
 
     dtype: str
@@ -44,7 +44,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]  # a tuple's, nested ones too, in order
+    arrays: tuple[HloArray, ...]  # a tuple's, nested ones too, in order
     arguments: str
     attributes: str
     within: "Computation" = field(repr=False)
@@ -246,10 +246,10 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _array(dtype: str, dims: str, layout: str) -> Array:
+def _array(dtype: str, dims: str, layout: str) -> HloArray:
     space = re.search(r"S\((\d+)\)", layout)
     sizes = (int(size.lstrip(" <=")) for size in dims.split(",") if size)
-    return Array(dtype, tuple(sizes), int(space[1]) if space else 0)
+    return HloArray(dtype, tuple(sizes), int(space[1]) if space else 0)
 
 
 def is_kept(body: Computation, element: int) -> bool:

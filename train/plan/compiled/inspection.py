@@ -16,7 +16,7 @@ from train.plan.compiled.flops import multiplied
 from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.source_lines import SourceLines
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
@@ -71,7 +71,7 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
 
     `state` names the arrays of the state, which are its first results.
     """
-    module, lines = read(text), SourceLines(text)
+    module, lines = read_module(text), SourceLines(text)
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels=_kernels(module),

@@ -3,7 +3,7 @@
 from train.plan.compiled.collectives import ledger, outside_layers, totals
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.hbm_bytes import count_hbm_bytes
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import StepCost
 from train.program import Program
 
@@ -14,7 +14,7 @@ def read_step(program: Program, text: str) -> StepCost:
     Raises:
         ValueError: if the text is not that of an HLO module.
     """
-    module = read(text)
+    module = read_module(text)
     collectives = ledger(module, program.mesh)
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,

@@ -43,7 +43,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 Values = Callable[[int, int | None], int | None]
 
 
-def read(text: str) -> Module:
+def read_module(text: str) -> Module:
     """Read a module with what it executes.
 
     Raises:

@@ -22,7 +22,7 @@ class Dim(NamedTuple):
     known: bool = True
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of an operation: how often it runs, its scopes, the loop's body."""
 
     times: int
@@ -56,13 +56,13 @@ class PartialSum:
 
     axes: Axes
     bytes: int
-    place: Place
+    place: Position
     is_product: bool
     reduced: bool = False
 
 
 @dataclass(eq=False)
-class Array:
+class LocalArray:
     """A device's part of an array.
 
     from_batch: whether it depends on the batch, not on parameters alone.
@@ -76,7 +76,7 @@ class Array:
     itemsize: int
     from_batch: bool = False
     sums: tuple[PartialSum, ...] = ()
-    made_from: "Array | None" = None
+    made_from: "LocalArray | None" = None
     label: str = ""
     on_host: bool = False
 
@@ -91,7 +91,9 @@ class Array:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
 
-def uncut(array: Array, axes: Iterable[str], sizes: Mapping[str, int]) -> Array:
+def uncut(
+    array: LocalArray, axes: Iterable[str], sizes: Mapping[str, int]
+) -> LocalArray:
     """Return an array that some axes do not cut any more."""
     dims = []
     for dim in array.dims:
@@ -99,11 +101,11 @@ def uncut(array: Array, axes: Iterable[str], sizes: Mapping[str, int]) -> Array:
         kept = tuple(axis for axis in dim.axes if axis not in axes)
         dims.append(Dim(dim.size * num_shards(sizes, gone), kept, dim.known))
     flag, source = array.from_batch, array.source
-    return Array(tuple(dims), array.itemsize, flag, made_from=source)
+    return LocalArray(tuple(dims), array.itemsize, flag, made_from=source)
 
 
-def merged(
-    shape: Sequence[int], operands: Iterable[tuple[Array, Sequence[int]]]
+def broadcast_dims(
+    shape: Sequence[int], operands: Iterable[tuple[LocalArray, Sequence[int]]]
 ) -> tuple[Dim, ...]:
     """Lay out what is made element by element: as operands made of the batch are.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from model.axes import mesh_axes
 from train.mesh_sizes import num_shards
-from train.plan.estimated.arrays import Array, Axes, Dim, Place
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position
 
 
 class Exchange(NamedTuple):
@@ -41,14 +41,14 @@ class Sending:
         """Start with nothing, on a mesh."""
         self.sizes, self.platform = sizes, platform
         self.exchanges: list[Exchange] = []
-        self._gathered = set[tuple[int, Array, Axes, bool]]()
+        self._gathered = set[tuple[int, LocalArray, Axes, bool]]()
 
     def add(
         self,
         axes: Axes,
         kind: str,
         payload: float,
-        place: Place,
+        place: Position,
         label: str = "",
         members: tuple[int, ...] = (),
     ) -> None:
@@ -71,7 +71,7 @@ class Sending:
         wide = [self.wide(mesh_axes(entry)) for entry in spec]
         return wide + [()] * (rank - len(wide))
 
-    def gather(self, array: Array, axes: Axes, place: Place) -> None:
+    def gather(self, array: LocalArray, axes: Axes, place: Position) -> None:
         """Gather a parameter along axes, unless this loop has done so.
 
         XLA:GPU gathers again for recomputation.
@@ -84,7 +84,7 @@ class Sending:
             payload = array.bytes * num_shards(self.sizes, axes)
             self.add(axes, "all-gather", payload, place, array.label)
 
-    def reduce(self, array: Array, kept: Axes, label: str = "") -> None:
+    def reduce(self, array: LocalArray, kept: Axes, label: str = "") -> None:
         """Reduce an array's partial sums; a device keeps its part along some axes.
 
         Sums that one loop has added up before are reduced together.
@@ -105,7 +105,7 @@ class Sending:
             self.add(rest, "all-reduce", left, part.place, label)
 
     def lay_out(
-        self, array: Array, spec: Sequence, place: Place, strict: bool = False
+        self, array: LocalArray, spec: Sequence, place: Position, strict: bool = False
     ) -> tuple[Dim, ...]:
         """Reshard an array to a PartitionSpec, and return its new dims.
 

@@ -14,10 +14,10 @@ and write. Loops go by the passes of plan/estimated/schedule.py:
 from collections.abc import Iterable
 
 from train.plan.cost import HbmBytes
-from train.plan.estimated.arrays import Array
+from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation
-from train.plan.estimated.schedule import Schedule
+from train.plan.estimated.schedule import OperationSchedule
 from train.plan.estimated.temporaries import saved_bytes
 
 # Times that what is kept is moved besides where it is used: written by what makes it if
@@ -26,7 +26,7 @@ from train.plan.estimated.temporaries import saved_bytes
 _KEPT, _KEPT_LARGE, _KEPT_GPU = 0.25, 1.5, 4.25
 
 
-def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
+def estimate_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
     """Count what a device reads and writes in a step.
 
     `state_bytes` is its part of the state, `core` the bytes of a core's own memory,
@@ -57,14 +57,18 @@ def count_hbm_bytes(step: LocalStep, state_bytes: int, core: int) -> HbmBytes:
     return HbmBytes(int(products), int(others))
 
 
-def _trip(loop: Operation, plan: Schedule, core: int) -> tuple[float, float]:
+def _trip(loop: Operation, plan: OperationSchedule, core: int) -> tuple[float, float]:
     """Count one trip of a loop: by products, and by all else."""
-    elsewhere = set[Array]()
+    elsewhere = set[LocalArray]()
     if loop.place.in_layers and not loop.place.is_backward:
         elsewhere = set(loop.stacked)  # saved_bytes
-    made, seen, touched = dict[Array, int](), dict[Array, int](), dict[Array, int]()
+    made, seen, touched = (
+        dict[LocalArray, int](),
+        dict[LocalArray, int](),
+        dict[LocalArray, int](),
+    )
     rounded = _rounded(plan) if core else {}
-    clock, spilled, moved = 0, set[Array](), {True: 0.0, False: 0.0}
+    clock, spilled, moved = 0, set[LocalArray](), {True: 0.0, False: 0.0}
     for number, one in enumerate(plan.passes):
         reads = [rounded.get(a, a) for a in one.reads]
         writes = [a for a in one.writes if a not in elsewhere]
@@ -100,13 +104,13 @@ def _trip(loop: Operation, plan: Schedule, core: int) -> tuple[float, float]:
     return moved[True], moved[False] + _sum(spilled)
 
 
-def _rounded(plan: Schedule) -> dict[Array, Array]:
+def _rounded(plan: OperationSchedule) -> dict[LocalArray, LocalArray]:
     """Return what only products read, and round themselves, and what it is made of."""
     others = set(plan.results)
     for one in plan.passes:
         if not (one.operation and one.operation.name == "dot_general"):
             others.update(one.reads)
-    result = dict[Array, Array]()
+    result = dict[LocalArray, LocalArray]()
     for one in plan.passes:
         wide = [a for a in one.reads if 2 * a.bytes > one.writes[0].bytes]
         rounds = len(wide) == 1 and wide[0].bytes > one.writes[0].bytes
@@ -127,5 +131,5 @@ def _around(op: Operation) -> float:
     return 3 * result.bytes + _sum(gathered)
 
 
-def _sum(arrays: Iterable[Array]) -> int:
+def _sum(arrays: Iterable[LocalArray]) -> int:
     return sum(array.bytes for array in arrays)

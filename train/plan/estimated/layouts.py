@@ -6,11 +6,11 @@ from typing import Any
 from model.axes import mesh_axes
 from train.mesh_sizes import num_shards
 from train.plan.estimated.arrays import (
-    Array,
     Axes,
     Dim,
-    Place,
-    merged,
+    LocalArray,
+    Position,
+    broadcast_dims,
     reshaped,
     resized,
 )
@@ -26,9 +26,11 @@ class Layouts:
     def __init__(self, sending: Sending):
         """Start; what is sent is told to `sending`."""
         self._sending = sending
-        self._looked_up: dict[Array, tuple[Dim, ...]] = {}
+        self._looked_up: dict[LocalArray, tuple[Dim, ...]] = {}
 
-    def of(self, equation: Any, operands: list[Array], place: Place) -> list[Layout]:
+    def of(
+        self, equation: Any, operands: list[LocalArray], place: Position
+    ) -> list[Layout]:
         """Return each result's dims, and the axes along which it is a partial sum."""
         params = equation.params
         before = [v.aval.shape for v in equation.invars]
@@ -90,12 +92,14 @@ class Layouts:
             return [(dims, summed)] * len(after)
         layouts = list[Layout]()
         for shape in after:
-            dims = merged(shape, zip(operands, before, strict=True))
+            dims = broadcast_dims(shape, zip(operands, before, strict=True))
             self._fit(dims, operands, place)
             layouts.append((dims, ()))
         return layouts
 
-    def _fit(self, dims: tuple[Dim, ...], operands: list[Array], place: Place) -> None:
+    def _fit(
+        self, dims: tuple[Dim, ...], operands: list[LocalArray], place: Position
+    ) -> None:
         """Gather parameters that are cut otherwise than what they are combined with."""
         with_batch = any(array.from_batch for array in operands)
         for array in operands:
@@ -111,13 +115,13 @@ class Layouts:
                 kind = "all-to-all"
                 self._sending.add(moved, kind, array.bytes, place, array.label)
 
-    def _look_up(self, table: Array, ids: Array) -> Layout:
+    def _look_up(self, table: LocalArray, ids: LocalArray) -> Layout:
         """Look ids [..., 1] up in a table [V, ...]."""
         self._looked_up[ids] = table.dims
         return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
 
     def _manual(
-        self, name: str, params: Any, array: Array, place: Place
+        self, name: str, params: Any, array: LocalArray, place: Position
     ) -> tuple[Dim, ...]:
         """Gather, scatter or exchange, as a device's own program says."""
         axes = mesh_axes(params["axis_name"])

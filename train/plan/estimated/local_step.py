@@ -12,10 +12,10 @@ from model.choices import Attention
 from model.params import named
 from train.optimizer.update import Optimizer
 from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops, computed_blocks
-from train.plan.estimated.arrays import Array, Dim
+from train.plan.estimated.arrays import Dim, LocalArray
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.operation import Operation
-from train.plan.estimated.schedule import Schedule
+from train.plan.estimated.schedule import OperationSchedule
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
@@ -40,8 +40,8 @@ class LocalStep:
     microbatches: int
     gradients: Walk
     update: Walk
-    params: list[Array]
-    batch: list[Array]
+    params: list[LocalArray]
+    batch: list[LocalArray]
     exchanges: list[Exchange]
 
     @property
@@ -57,14 +57,14 @@ class LocalStep:
         return [op for ops in inside for op in ops if op.body]
 
     @functools.cached_property
-    def schedules(self) -> dict[Operation, Schedule]:
+    def schedules(self) -> dict[Operation, OperationSchedule]:
         """The passes of each loop, of those inside of loops too.
 
         cuDNN takes operands in any order of dims.
         """
         transposes = not self.attention.is_cudnn
         loops = [op for op in self.gradients.each() if op.body]
-        return {loop: Schedule(loop, transposes) for loop in loops}
+        return {loop: OperationSchedule(loop, transposes) for loop in loops}
 
     @property
     def layers(self) -> list[Operation]:
@@ -156,9 +156,9 @@ def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
     return update
 
 
-def _parts(tree: Any) -> list[Array]:
+def _parts(tree: Any) -> list[LocalArray]:
     """Return a device's parts of the arrays of the state or the batch."""
-    arrays = list[Array]()
+    arrays = list[LocalArray]()
     for label, leaf in named(tree):
         assert isinstance(leaf.sharding, NamedSharding)
         spec, sizes = leaf.sharding.spec, leaf.sharding.mesh.shape
@@ -168,5 +168,5 @@ def _parts(tree: Any) -> list[Array]:
             Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
             for size, entry in zip(shape, entries, strict=True)
         )
-        arrays.append(Array(dims, leaf.dtype.itemsize, label=label))
+        arrays.append(LocalArray(dims, leaf.dtype.itemsize, label=label))
     return arrays

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from train.plan.estimated.arrays import Array, Place
+from train.plan.estimated.arrays import LocalArray, Position
 
 # Same values in another dtype or shape.
 SHAPES = {
@@ -23,17 +23,17 @@ class Operation:
     """
 
     name: str
-    operands: list[Array]
-    results: list[Array]
-    place: Place
+    operands: list[LocalArray]
+    results: list[LocalArray]
+    place: Position
     flops: float = 0.0
     part: float = 1.0
     square: bool = True
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
-    slices: list[Array] = field(default_factory=list)
-    carried: list[Array] = field(default_factory=list)
-    stacked: list[Array] = field(default_factory=list)
+    slices: list[LocalArray] = field(default_factory=list)
+    carried: list[LocalArray] = field(default_factory=list)
+    stacked: list[LocalArray] = field(default_factory=list)
 
     @property
     def is_kernel(self) -> bool:

@@ -8,13 +8,13 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from train.plan.cost import causal_blocks, computed_blocks, expected_part
-from train.plan.estimated.arrays import Array, Axes, Dim, Place, uncut
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position, uncut
 from train.plan.estimated.collectives import Sending
 
 
-def multiply(
-    a: Array, b: Array, pairs: Any, sending: Sending, place: Place
-) -> tuple[Array, Array, tuple[tuple[Dim, ...], Axes], float]:
+def lay_out_product(
+    a: LocalArray, b: LocalArray, pairs: Any, sending: Sending, place: Position
+) -> tuple[LocalArray, LocalArray, tuple[tuple[Dim, ...], Axes], float]:
     """Lay out `dot_general` on a device.
 
     Some axes shard both operands, but in dims that do not match, or shard a contracted
@@ -55,7 +55,7 @@ def multiply(
     return a, b, ((*batch, *free_a, *free_b), summed), flops
 
 
-def _dim_of(array: Array, axis: str) -> int | None:
+def _dim_of(array: LocalArray, axis: str) -> int | None:
     return next((i for i, dim in enumerate(array.dims) if axis in dim.axes), None)
 
 
@@ -67,7 +67,7 @@ def _met(a: Dim, b: Dim) -> Dim:
 
 
 def grouped(
-    params: Any, operands: list[Array], scope: str
+    params: Any, operands: list[LocalArray], scope: str
 ) -> tuple[tuple[tuple[Dim, ...], Axes], float]:
     """Lay out a product of rows grouped by expert, each row once.
 
@@ -98,7 +98,9 @@ class KernelFlops(NamedTuple):
     square: bool
 
 
-def kernel_flops(equation: Any, operands: list[Array], scope: str) -> KernelFlops:
+def attention_flops(
+    equation: Any, operands: list[LocalArray], scope: str
+) -> KernelFlops:
     """Count a kernel's FLOPs.
 
     Every cell of its grid multiplies as its body says; what a device has of rows and

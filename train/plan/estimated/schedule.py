@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from train.plan.estimated.arrays import Array
+from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.operation import SHAPES, Operation
 
 _OPAQUE = (
@@ -25,12 +25,12 @@ _MOST_READ = 4  # arrays that are combined in one pass
 class Pass:
     """One pass over memory: what it reads, and what it writes."""
 
-    reads: list[Array]
-    writes: list[Array]
+    reads: list[LocalArray]
+    writes: list[LocalArray]
     operation: Operation | None = None  # None: element by element
 
 
-class Schedule:
+class OperationSchedule:
     """The passes of a loop's body, in order; `results` hold what it hands on.
 
     Arguments and constants lie in memory already.
@@ -40,20 +40,20 @@ class Schedule:
         """Order a loop's body; kernels may want their operands' dims in its order."""
         self.transposes, self.passes = transposes, list[Pass]()
         # For each array that is not in memory, the arrays in memory that it comes from.
-        self._made_of: dict[Array, list[Array]] = {}
-        self._products: dict[Array, Pass] = {}  # products with unused results
+        self._made_of: dict[LocalArray, list[LocalArray]] = {}
+        self._products: dict[LocalArray, Pass] = {}  # products with unused results
         # The array that has an array's bytes, and whether in the same order.
-        self._same: dict[Array, tuple[Array, bool]] = {}
+        self._same: dict[LocalArray, tuple[LocalArray, bool]] = {}
         for operation in loop.body:
             self._add(operation)
         self.results = [self._write(a) for a in (*loop.carried, *loop.stacked)]
 
-    def peak(self, size: Callable[[Array], int]) -> int:
+    def peak(self, size: Callable[[LocalArray], int]) -> int:
         """Return the most bytes that exist at once, by an array's size.
 
         What is not made here is there from its first use on.
         """
-        uses = dict[Array, list[int]]()
+        uses = dict[LocalArray, list[int]]()
         for number, one in enumerate(self.passes):
             for array in (*one.reads, *one.writes):
                 uses.setdefault(array, []).append(number)
@@ -84,7 +84,7 @@ class Schedule:
             if small or len(large) > _MOST_READ:
                 self._write(array)
 
-    def _write(self, array: Array, ordered: bool = False) -> Array:
+    def _write(self, array: LocalArray, ordered: bool = False) -> LocalArray:
         """Have an array in memory, in the order of its dims if asked for.
 
         Returns:
@@ -112,11 +112,11 @@ class Schedule:
         if operation.flops and not operation.is_kernel:
             self._products[operation.results[0]] = self.passes[-1]
 
-    def _use(self, arrays: Iterable[Array]) -> None:
+    def _use(self, arrays: Iterable[LocalArray]) -> None:
         for array in arrays:
             self._products.pop(array, None)
 
-    def _add_to_product(self, array: Array, terms: list[Array]) -> bool:
+    def _add_to_product(self, array: LocalArray, terms: list[LocalArray]) -> bool:
         """Have a sum in memory, if the product that made its last term can add up."""
         last = [term for term in self._products if term in terms]
         known = [term for term in terms if all(dim.known for dim in term.dims)]

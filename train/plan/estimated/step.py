@@ -22,7 +22,7 @@ from train.plan.cost import (
     sent_bytes,
 )
 from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.hbm_bytes import count_hbm_bytes
+from train.plan.estimated.hbm_bytes import estimate_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.phases import Phase, phases
 from train.plan.estimated.temporaries import saved_bytes, temporaries
@@ -57,7 +57,7 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
         flops=step.flops,
-        hbm_bytes=count_hbm_bytes(step, state, core_memory),
+        hbm_bytes=estimate_hbm_bytes(step, state, core_memory),
         sent=_totals(step.exchanges, program, by_use=False),
         outside_layers=_totals(outside, program, by_use=True),
         host_bytes=count_host_bytes(program, step),

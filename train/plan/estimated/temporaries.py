@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 from model.choices import Attention
 from model.params import is_of_layers
-from train.plan.estimated.arrays import Array
+from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation, each
-from train.plan.estimated.schedule import Schedule
+from train.plan.estimated.schedule import OperationSchedule
 from train.program import Program
 from train.sharding import bytes_per_device
 
@@ -170,7 +170,7 @@ def _moved_moments(program: Program) -> int:
     return max(two, sum(whole) if on_tpu else max(whole))
 
 
-def _weights(step: LocalStep) -> dict[Array, Array]:
+def _weights(step: LocalStep) -> dict[LocalArray, LocalArray]:
     """Return a device's part of each layer's matrices, and what products use of it.
 
     The second is gathered and has the dtype of the product.
@@ -178,7 +178,7 @@ def _weights(step: LocalStep) -> dict[Array, Array]:
     return {own: used for loop in step.layers for own, used in _used(loop).items()}
 
 
-def _used(loop: Operation) -> dict[Array, Array]:
+def _used(loop: Operation) -> dict[LocalArray, LocalArray]:
     return {
         array.source: array
         for op in each(loop.body)
@@ -188,7 +188,7 @@ def _used(loop: Operation) -> dict[Array, Array]:
     }
 
 
-def _gathered(step: LocalStep) -> list[Array]:
+def _gathered(step: LocalStep) -> list[LocalArray]:
     return [used for own, used in _weights(step).items() if used.size > own.size]
 
 
@@ -205,7 +205,7 @@ def _peak(step: LocalStep, loop: Operation) -> int:
     made.update(a for a in loop.slices if again or a in copied)
     made.difference_update(plan.results, _scattered(step, plan))
 
-    def size(array: Array) -> int:
+    def size(array: LocalArray) -> int:
         if array not in made or array.on_host:
             return 0
         gathered = array.size > array.source.size
@@ -217,7 +217,7 @@ def _peak(step: LocalStep, loop: Operation) -> int:
     return plan.peak(size) + max(inside, default=0)
 
 
-def _scattered(step: LocalStep, plan: Schedule) -> set[Array]:
+def _scattered(step: LocalStep, plan: OperationSchedule) -> set[LocalArray]:
     """Return the gradients of gathered weights, as products make them."""
     sizes = {array.size for array in _gathered(step)}
     made = {a for one in plan.passes if one.operation for a in one.writes}
@@ -230,7 +230,7 @@ def _scattered(step: LocalStep, plan: Schedule) -> set[Array]:
     }
 
 
-def _activation_bytes(step: LocalStep, array: Array) -> int:
+def _activation_bytes(step: LocalStep, array: LocalArray) -> int:
     """Return the bytes of an activation; kernels want a head's dim to be minor."""
     shape = [dim.size for dim in array.dims]
     if step.attention is Attention.splash and len(shape) == 4:
@@ -238,6 +238,6 @@ def _activation_bytes(step: LocalStep, array: Array) -> int:
     return tiled(shape, array.itemsize, step.platform)
 
 
-def _bytes(step: LocalStep, arrays: Sequence[Array], itemsize: int = 0) -> int:
+def _bytes(step: LocalStep, arrays: Sequence[LocalArray], itemsize: int = 0) -> int:
     shapes = [([dim.size for dim in a.dims], itemsize or a.itemsize) for a in arrays]
     return sum(tiled(shape, width, step.platform) for shape, width in shapes)

@@ -15,15 +15,15 @@ from jax.extend.core import Literal
 
 from train.plan.cost import taken_part
 from train.plan.estimated.arrays import (
-    Array,
     Dim,
+    LocalArray,
     PartialSum,
-    Place,
+    Position,
 )
 from train.plan.estimated.collectives import Sending
 from train.plan.estimated.layouts import Layouts
 from train.plan.estimated.operation import SHAPES, Operation, each
-from train.plan.estimated.products import grouped, kernel_flops, multiply
+from train.plan.estimated.products import attention_flops, grouped, lay_out_product
 
 # Linear in all operands at once: partial sums may pass.
 _LINEAR = SHAPES | {
@@ -50,21 +50,21 @@ class Walk:
         self._layouts = Layouts(self.sending)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Position:
         """The position of the walk."""
-        return Place(self._times, self._scope, id(self.operations))
+        return Position(self._times, self._scope, id(self.operations))
 
     def each(self) -> Iterator[Operation]:
         """Return all operations, loops' too; `place` says how often they run."""
         return each(self.operations)
 
-    def run(self, jaxpr: Any, arguments: Sequence[Array]) -> list[Array]:
+    def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         arrays = dict(zip(jaxpr.invars, arguments, strict=True))
         arrays |= {var: _constant(var.aval) for var in jaxpr.constvars}
 
-        def read(atom: Any) -> Array:
+        def read(atom: Any) -> LocalArray:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
@@ -77,7 +77,7 @@ class Walk:
             self._scope = before
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, operands: list[Array]) -> list[Array]:
+    def _equation(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
         if name == "name":  # names a result for a rematerialisation policy
             return operands
@@ -95,13 +95,15 @@ class Walk:
             return self._plain(equation, operands)
         return self.run(inner, operands)
 
-    def _branches(self, branches: Sequence[Any], operands: list[Array]) -> list[Array]:
+    def _branches(
+        self, branches: Sequence[Any], operands: list[LocalArray]
+    ) -> list[LocalArray]:
         """Walk the last branch, as often as a scope in it says, or else always.
 
         Of the others that say how often they are taken counts what they multiply, and
         what they alone keep: in its place the last one has zeros.
         """
-        times, held, results = self._times, self.operations, list[Array]()
+        times, held, results = self._times, self.operations, list[LocalArray]()
         for branch in branches:
             scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
             part, last = taken_part(scopes), branch is branches[-1]
@@ -119,7 +121,7 @@ class Walk:
         self._times, self.operations = times, held
         return results
 
-    def _scan(self, equation: Any, operands: list[Array]) -> list[Array]:
+    def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a loop once; what has a dim more outside is sliced, or stacked."""
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
@@ -130,7 +132,7 @@ class Walk:
         whole = same_rank(equation.invars, inner.invars)
         carry = same_rank(equation.outvars, inner.outvars)
         slices = [
-            Array(
+            LocalArray(
                 *(a.dims[1:], a.itemsize, a.from_batch),
                 label=a.label,
                 on_host=a.on_host,
@@ -148,15 +150,15 @@ class Walk:
             source = a.source if a.source is not a else None
             dims = (Dim(trips), *a.dims)
             about = a.sums, source, a.label, a.on_host
-            stack = Array(dims, a.itemsize, a.from_batch, *about)
+            stack = LocalArray(dims, a.itemsize, a.from_batch, *about)
             loop.results.append(stack)
         self.operations.append(loop)
         return loop.results
 
-    def _shard_map(self, params: Any, operands: list[Array]) -> list[Array]:
+    def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk the per-device program: dims over manual axes are local there."""
         by_hand, sending = params["newly_manual_axes"], self.sending
-        arguments, results = list[Array](), list[Array]()
+        arguments, results = list[LocalArray](), list[LocalArray]()
         for array, spec in zip(operands, params["in_specs"], strict=True):
             entries = sending.entries(spec, len(array.dims))
             for i, dim in enumerate(array.dims):
@@ -175,14 +177,14 @@ class Walk:
             results.append(self._renamed(array, dims))
         return results
 
-    def _renamed(self, array: Array, dims: Any) -> Array:
+    def _renamed(self, array: LocalArray, dims: Any) -> LocalArray:
         """Return an array with other axes; it stays where it is."""
         of = array.from_batch, array.sums, array.source, array.label
-        result = Array(tuple(dims), array.itemsize, *of, array.on_host)
+        result = LocalArray(tuple(dims), array.itemsize, *of, array.on_host)
         self.operations.append(Operation("shard_map", [array], [result], self.place))
         return result
 
-    def _plain(self, equation: Any, operands: list[Array]) -> list[Array]:
+    def _plain(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params, place = equation.primitive.name, equation.params, self.place
         scalars = all(array.size == 1 for array in operands[1:])
         by_scalar = name in ("mul", "div") and (scalars or operands[0].size == 1)
@@ -191,11 +193,13 @@ class Walk:
             self.sending.reduce(array, ())
         flops, part, square = 0.0, 1.0, True
         if name == "pallas_call":
-            flops, part, square = kernel_flops(equation, operands, self._scope)
+            flops, part, square = attention_flops(equation, operands, self._scope)
         if name == "dot_general":
             pairs = params["dimension_numbers"]
             left, right = operands
-            *operands, layout, flops = multiply(left, right, pairs, self.sending, place)
+            *operands, layout, flops = lay_out_product(
+                left, right, pairs, self.sending, place
+            )
             layouts = [layout]
         elif name == "ragged_dot_general":
             layout, flops = grouped(params, operands, self._scope)
@@ -208,7 +212,7 @@ class Walk:
         for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
             on_host = var.aval.memory_space is jax.memory.Space.Host
             size = var.aval.dtype.itemsize
-            array = Array(dims, size, from_batch, on_host=on_host)
+            array = LocalArray(dims, size, from_batch, on_host=on_host)
             if name in _OWN:
                 array.source, array.label = operands[0].source, operands[0].label
             axes = self.sending.wide(summed) if from_batch else ()
@@ -230,6 +234,6 @@ class Walk:
         return results
 
 
-def _constant(aval: Any) -> Array:
+def _constant(aval: Any) -> LocalArray:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
-    return Array(dims, aval.dtype.itemsize)
+    return LocalArray(dims, aval.dtype.itemsize)

@@ -4,7 +4,7 @@ import pytest
 
 from train.plan.compiled.attribution import part_of, scope, serves
 from train.plan.compiled.flops import product_flops
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 LAYERS = "jit(step)/jvp(layers)/while/body"
 # One trip of a loop over layers: a weight is gathered, and gradients are reduced.
@@ -45,7 +45,7 @@ backend_config={{"known_trip_count":{{"n":"4"}}}}
 
 
 def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
-    module = read(STEP.format(product=product, gather=gather, user=user))
+    module = read_module(STEP.format(product=product, gather=gather, user=user))
     (found,) = [e for e in module.executed if e.instruction.opcode == opcode]
     assert scope(found, found.instruction) == "layers backward"
     return serves(found, found.instruction)

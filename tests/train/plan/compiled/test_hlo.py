@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plan.compiled.hlo import Array, is_kept, parse
+from train.plan.compiled.hlo import HloArray, is_kept, parse
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -41,7 +41,7 @@ def test_instructions_are_read():
     assert list(entry) == ["a", "f", "call", "r", "t"]
     assert module.entry.root is entry["t"]
     assert entry["a"].op_name == r"p[\'w\']"
-    assert entry["f"].arrays == (Array("bf16", (8, 128), 1),)
+    assert entry["f"].arrays == (HloArray("bf16", (8, 128), 1),)
     assert entry["f"].called == [module.computations["fused"]]
     assert entry["r"].called == []  # what adds is no part of the program's work
     assert entry["t"].operand_names == ["f", "r"]
@@ -71,7 +71,7 @@ def test_an_instruction_may_go_over_several_lines():
     ],
 )
 def test_bytes(dtype, dims, size):
-    assert Array(dtype, dims).num_bytes == size
+    assert HloArray(dtype, dims).num_bytes == size
 
 
 def test_what_cannot_be_read_is_listed():
