@@ -34,9 +34,9 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# For a local split, one thread reads small batches faster than two that share the
-# GIL. Large batches are mostly copied, and remote ones mostly waited for, both without
-# the GIL (docs/log.md).
+# One thread reads small batches of a local split faster than two that share the GIL.
+# Large batches are mostly copied, and remote ones mostly waited for, both without the
+# GIL (docs/log/data.md).
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
 _LARGE = 2**20  # The number of tokens in a large batch.
 

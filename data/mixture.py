@@ -58,7 +58,7 @@ class Mixture:
             gains.append(one_hot.sum(axis=0))
         self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
         self._period = np.array(periods, np.int64)
-        # For each phase: the start of its period in the tables, the number of rows of
+        # Each phase has the start of its period in the tables, the number of rows of
         # each source in a period, and the number of rows of each before the phase.
         self._entry = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
         self._gain = np.array(gains)

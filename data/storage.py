@@ -107,7 +107,7 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
         yield building
         if building.is_file():
             with building.open("rb") as file:
-                os.fsync(file.fileno())  # or a power failure leaves an empty file
+                os.fsync(file.fileno())  # a power failure would leave an empty file
             building.replace(path)
             return
         try:

@@ -28,7 +28,7 @@ NEVER_AGAIN = (
     *(STOPPED, WRONG_CONFIG, DOES_NOT_FIT, WRONG_DATA, DIVERGED),
     CRASHES_AGAIN,
 )
-AGAIN = (PREEMPTED, ABORTED, OWNED)  # not counted
+AGAIN = (PREEMPTED, ABORTED, OWNED)  # these do not count as crashes
 SAME_STEP = 3  # after this many crashes at one step another start would not help
 LONGEST_BACKOFF_S = 600.0
 OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it

@@ -17,12 +17,12 @@ _WORD = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _NAMES_A_PLACE = re.compile(r"_(file|path|dir|url|uri|host)$", re.IGNORECASE)
-_FOLDERS = ("PWD", "OLDPWD")  # of every shell
+_FOLDERS = ("PWD", "OLDPWD")  # variables of every shell that hold folders
 _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)""")
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
-_MIN_LENGTH = 6  # of what is masked within a text; shorter, it may be any word
+_MIN_LENGTH = 6  # shorter values are not masked within a text: they may be any word
 
 _known: dict[str, str] = {}  # value, and the interpolation that it came from
 

@@ -1,4 +1,4 @@
-"""One update: gradients over microbatches, the optimizer, and the guard around both."""
+"""One update: gradients over microbatches, and the optimizer with its guard."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def make_train_step(
     loss or norm was a spike), overflow (1 if the update was not finite) and targets
     (the number of targets). With experts there is expert_load for each layer that has
     them: the tokens of the busiest expert over the mean. A watched step makes the same
-    update, and its metrics include figures of its layers (train/numerics.py).
+    update, and its metrics include figures of layers (train/numerics.py).
     """
     compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
     drops = model.config.dropout != Dropout()
@@ -254,10 +254,7 @@ def balance_experts(
 
 
 def make_eval_step(
-    model: GPT,
-    execution: Execution,
-    config: TrainConfig,
-    num_tokens: int | None = None,
+    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None = None
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
@@ -266,14 +263,15 @@ def make_eval_step(
     microbatches = config.accumulation_steps
 
     def eval_step(params: Any, batch: Batch):
-        def sums(part: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
-            chunk = config.loss_chunk_tokens
-            bound = bind(model, params)
-            _, nats, _ = loss_sum(bound, part, execution, 0.0, chunk, num_tokens)
-            return nats, jnp.sum(part.targets >= 0)
+        def sums(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
+            bound, chunk = bind(model, params), config.loss_chunk_tokens
+            _, nats, _ = loss_sum(
+                bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
+            )
+            return nats, jnp.sum(rows.targets >= 0)
 
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sums(part)), None
+        def add(total: Any, rows: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, sums(rows)), None
 
         if microbatches == 1:
             return sum_over_rows(sums(batch), execution.placement)

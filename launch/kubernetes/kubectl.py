@@ -25,7 +25,7 @@ from train.errors import CRASHED, FINISHED, Exit
 log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-_MARGIN_S = 120  # for the work after the end of the last pod
+_MARGIN_S = 120  # the time for work after the end of the last pod
 _SPOT_NOTICE_S = 15  # for user pods. Source: GKE, "Spot VMs", graceful termination
 _OVER = ("Completed", "Failed")
 _PODS_OF = "jobset.sigs.k8s.io/jobset-name="

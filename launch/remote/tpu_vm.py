@@ -57,7 +57,7 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
             errors.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
-    # With code=shared there is a file system that all machines see.
+    # All machines see one file system with code=shared.
     shared = cluster.code is Code.shared
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 

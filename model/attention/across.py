@@ -37,7 +37,7 @@ KERNELS = {
 }
 
 
-def why_not(
+def why_cannot_share(
     way: ContextAttention,
     kernel: Attention,
     devices: int,
@@ -82,7 +82,7 @@ def choose_context_attention(
 ) -> ContextAttention:
     """Return how devices attend; `auto` means the first way that is possible.
 
-    The other arguments are those of `why_not`.
+    The other arguments are those of `why_cannot_share`.
 
     Raises:
         ValueError: if this way is impossible; with `auto`, if every way is.
@@ -92,14 +92,14 @@ def choose_context_attention(
         ways = [way for way in ContextAttention if way is not ContextAttention.auto]
     reasons = []
     for way in ways:
-        reason = why_not(way, kernel, devices, sequence_length, kv_heads)
+        reason = why_cannot_share(way, kernel, devices, sequence_length, kv_heads)
         if reason is None:
             return way
         reasons.append(reason)
     raise ValueError("; ".join(reasons))
 
 
-def attend(
+def attend_shared_rows(
     way: ContextAttention,
     kernel: ModuleType,
     axes: tuple[str, ...],
@@ -109,12 +109,8 @@ def attend(
 ) -> Attend:
     """Return attention for local rows, heads and positions.
 
-    Args:
-        way: not `auto`.
-        kernel: the kernel's module.
-        axes: manual mesh axes over which devices share rows.
-        window: as in `attention`; shorter than a row.
-        soft_cap: as in `attention`.
+    Devices share rows over the manual mesh axes `axes`. The way is not `auto`, and the
+    window is shorter than a row.
     """
     attend_rows = _attend_with_xla if kernel is xla else kernel.attend
     attend_rows = partial(attend_rows, window=window, soft_cap=soft_cap)
@@ -134,7 +130,7 @@ def attend(
             assert kernel is xla
             return partial(_all_gather, axes, window, soft_cap)
         case ContextAttention.auto:
-            raise AssertionError("train/execution.py settles `auto`")
+            raise AssertionError("train/execution.py replaces `auto`")
         case _:
             assert_never(way)
 

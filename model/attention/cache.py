@@ -54,15 +54,9 @@ def cached_attention(
 ) -> Float[Array, "B T N H"]:
     """Attend from the newest T positions of a cache to the positions up to them.
 
-    Args:
-        q_BTNH: queries.
-        cache: keys and values, those of the queries' positions included.
-        compute: dtype of the products' operands.
-        trained_length: the length of rows in training. No query looks further back.
-        window: as in `attention`, like all that follow.
-        local: whether the window applies.
-        soft_cap: of the scores.
-        sinks_N: one score for each head.
+    The cache includes the keys and values of the queries. No query looks back further
+    than `trained_length`, the length of rows in training. The arguments from `window`
+    on are those of `attention`.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     positions_T = cache.length - T + jnp.arange(T)

@@ -167,7 +167,9 @@ def _backward(window: int | None, residuals, do):
 
     def call_kernel(call, grads):
         packed = documents(numbers_BT, call)
-        new_grads = _run_backward(q, k, v, o, lse_BNT, do, packed, window)
+        new_grads = _run_backward(
+            q, k, v, o, lse_BNT, do_BTNH=do, packed=packed, window=window
+        )
         inside = packed.contain(T)[..., None, None]
         return [
             jnp.where(inside, new, old)
@@ -206,14 +208,15 @@ def _run_backward(
     v: Array,
     o: Array,
     lse_BNT: Array,
-    do: Array,
+    *,
+    do_BTNH: Array,
     packed: Documents,
     window: int | None,
 ) -> list[Array]:
     """Return the gradients of q, k and v, which are arbitrary outside the documents."""
     operands, parameters = _arguments(q, k, v, packed, window)
     return fused._dot_product_attention_bwd_p.bind(
-        *operands, packed.to_documents(lse_BNT), o, do, **parameters
+        *operands, packed.to_documents(lse_BNT), o, do_BTNH, **parameters
     )
 
 

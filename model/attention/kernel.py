@@ -87,27 +87,15 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Attend from each position to itself and to earlier positions of its document.
 
-    Args:
-        q_BTNH: queries.
-        k_BSKH: keys, S = T.
-        v_BSKH: values.
-        segment_ids_BT: int32 document of each position. None means that each row is one
-            document.
-        implementation: the kernel; not `auto`.
-        compute: dtype of the products' operands.
-        placement: how activations are sharded. Kernels run on each shard by itself.
-        context: how devices that share rows attend to each other's keys; not `auto`.
-        drop: drops weights at random. Only `xla` takes it, and only where no two
-            devices share a row.
-        window: the number of keys that a query sees at most, itself included. None
-            means all of them.
-        local: whether the window applies to this layer, if only the running program
-            knows that.
-        soft_cap: the c of c tanh(score / c). None leaves scores uncapped.
-        sinks_N: one score for each head, of a key whose value is zero.
+    The number of keys S is T, and the result has the dtype of the queries. Choices are
+    not `auto`. Kernels run on each shard by itself.
 
-    Returns:
-        [B, T, N, H] in the dtype of q.
+    A query sees at most `window` keys, itself included. `local` says whether the window
+    applies to this layer, if only the running program knows that. A soft cap c turns
+    scores into c tanh(score / c). `sinks_N` has one more score for each head, of a key
+    whose value is zero. `drop` drops weights at random: only `xla` takes it, and only
+    if no two devices share a row. None switches each of these off. Without segment ids,
+    each row is one document.
     """
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
     if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
@@ -141,8 +129,7 @@ def attention(
         # The mask of a kernel is fixed when it is compiled. Therefore local layers take
         # one branch, and the others take another one.
         in_window = in_branch(attend(window=window), local.times, local.of)
-        others = local.of - local.times
-        everywhere = in_branch(attend(window=None), others, local.of)
+        everywhere = in_branch(attend(window=None), local.of - local.times, local.of)
         run = partial(jax.lax.cond, local.flag, in_window, everywhere)
     return run(q, k, v, segment_ids_BT, sinks_N).astype(q_BTNH.dtype)
 
@@ -162,7 +149,7 @@ def _attend_on_shards(
     of keys and values.
     """
     if placement.sequence_axes:
-        attend = across.attend(
+        attend = across.attend_shared_rows(
             context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
         )
     else:

@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from model.remat import saveable
 
-Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None  # of queries, of keys
+# The documents of queries and of keys.
+Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
 Start = Array | int  # The first position of half of a device's positions.
 
 
@@ -67,11 +68,9 @@ class Result(NamedTuple):
 
     def merged(self, o_BNTH: Array, lse_BNT: Array, start: Start) -> "Result":
         """Merge in the output of half of the queries, from `start`, over other keys."""
-        before = self.half(start)
-        lse = jnp.logaddexp(before.lse_BNT, lse_BNT)
-        o_BNTH = _weigh(before.o_BNTH, before.lse_BNT - lse) + _weigh(
-            o_BNTH, lse_BNT - lse
-        )
+        old = self.half(start)
+        lse = jnp.logaddexp(old.lse_BNT, lse_BNT)
+        o_BNTH = _weigh(old.o_BNTH, old.lse_BNT - lse) + _weigh(o_BNTH, lse_BNT - lse)
         return Result(
             _with_half(self.o_BNTH, o_BNTH, start), _with_half(self.lse_BNT, lse, start)
         )
@@ -109,18 +108,13 @@ def ring(
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
-    Args:
-        kernel: the kernel of each step.
-        axes: manual mesh axes over which devices share rows.
-        q_BNTH: scaled queries, in the dtype of the products' operands. T is even.
-        k_BKTH: keys.
-        v_BKTH: values.
-        segment_ids_BT: int32 document of each position. None means that each row is one
-            document.
-        sinks_N: one score for each head, of a key whose value is zero.
+    Queries are scaled, T is even, and operands have the dtype of the products'
+    operands. Devices share rows over the manual mesh axes `axes`. Without segment ids,
+    each row is one document. `sinks_N` has one more score for each head, of a key whose
+    value is zero.
     """
-    output, _ = _forward(kernel, axes, q_BNTH, k_BKTH, v_BKTH, segment_ids_BT, sinks_N)
-    return output
+    inputs = q_BNTH, k_BKTH, v_BKTH, segment_ids_BT
+    return _forward(kernel, axes, *inputs, sinks=sinks_N)[0]
 
 
 class _Residuals(NamedTuple):
@@ -139,7 +133,8 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
 
     def attend_step(result: Result, travelling: Travelling, n: Array | int) -> Result:
         for pair in _pairs(n, q, ids, travelling, axes):
-            o, lse = kernel.forward(*pair.operands, False)
+            q_chunk, k_chunk, v_chunk, documents = pair.operands
+            o, lse = kernel.forward(q_chunk, k_chunk, v_chunk, documents, causal=False)
             result = result.merged(o, lse, pair.query_start)
         return result
 
@@ -148,7 +143,7 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
         following = _send(travelling, axes)
         return (attend_step(result, travelling, n), following), None
 
-    o, lse = kernel.forward(q, k, v, None if ids is None else (ids, ids), True)
+    o, lse = kernel.forward(q, k, v, None if ids is None else (ids, ids), causal=True)
     start = Result(o.astype(jnp.float32), lse), _send(Travelling(k, v, ids), axes)
     (result, travelling), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
     o, lse = attend_step(result, travelling, c - 1)
@@ -156,7 +151,7 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
         with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o, lse = _weigh(o, lse - with_sink), with_sink
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return o, _Residuals(q, k, v, ids, sinks, Result(o, lse))
+    return o, _Residuals(q, k, v, ids, sinks, result=Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
@@ -168,11 +163,15 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
     ):
         dk, dv = _send(kv_grads, axes)
         for pair in _pairs(n, q, ids, travelling, axes):
+            q_chunk, k_chunk, v_chunk, documents = pair.operands
             more_dq, more_dk, more_dv = kernel.backward(
-                *pair.operands,
-                False,
-                result.half(pair.query_start),
-                _half(do, pair.query_start),
+                q_chunk,
+                k_chunk,
+                v_chunk,
+                documents,
+                causal=False,
+                result=result.half(pair.query_start),
+                do_BNTH=_half(do, pair.query_start),
             )
             dq = _add_half(dq, more_dq, pair.query_start)
             dk = _add_half(dk, more_dk, pair.key_start)
@@ -186,7 +185,7 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
         return (dq, following, kv_grads), None
 
     documents = None if ids is None else (ids, ids)
-    grads = kernel.backward(q, k, v, documents, True, result, do)
+    grads = kernel.backward(q, k, v, documents, causal=True, result=result, do_BNTH=do)
     dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
     start = dq, _send(Travelling(k, v, ids), axes), kv_grads
     (dq, travelling, kv_grads), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))

@@ -32,20 +32,11 @@ def attend_in_window(
 ) -> Float[Array, "B T N H"]:
     """Attend from a device's two chunks to the keys in the window.
 
-    Args:
-        attend: (q, k, v, segment ids, sinks) -> output, for queries that are the last
-            of some positions and see a window.
-        window: the number of keys that a query sees at most, itself included. It is
-            shorter than a row.
-        multiple: the number of positions that a kernel takes must be a multiple of it,
-            and so is that of a chunk.
-        axes: manual mesh axes over which devices share rows.
-        q_BTNH: queries.
-        k_BTKH: keys.
-        v_BTKH: values.
-        segment_ids_BT: int32 document of each position, at least 0. None means that
-            each row is one document.
-        sinks_N: as in `attention`.
+    The function `attend(q, k, v, segment ids, sinks)` takes queries that are the last
+    of some positions. The window is shorter than a row. The number of positions that a
+    kernel takes, and with it that of a chunk, is a multiple of `multiple`. Devices
+    share rows over the manual mesh axes `axes`. Segment ids are at least 0; without
+    them, each row is one document.
     """
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:

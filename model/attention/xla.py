@@ -40,18 +40,10 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
-    Args:
-        q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKH: values.
-        mask_BTS: which keys each query sees.
-        compute: dtype of the products' operands.
-        soft_cap: the c of c tanh(score / c). None leaves scores uncapped.
-        sinks_N: one more score for each head, of a key whose value is zero. It takes
-            its share of the weights from all other keys.
-        drop: drops weights at random.
-        causal: the mask comes from `masks.causal` and the queries are the last T of S
-            positions, so that a block of queries may leave out the keys after it.
+    `drop` drops weights at random. `sinks_N` has one more score for each head, of a key
+    whose value is zero: it takes its share of the weights from all other keys.
+    `causal` states that the mask comes from `masks.causal` and that queries are the
+    last T of S positions. Then a block of queries leaves out the keys after it.
     """
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
@@ -154,15 +146,13 @@ def backward(
     slope_BKMS = dense.slope(scores_BKMS, soft_cap)
     lse_BKM1 = result.lse_BNT.reshape(*shape[:3], 1)
     weights_BKMS = jnp.exp(dense.masked(scores_BKMS, x.mask_BMS) - lse_BKM1)
-    o_BKMH, do_BKMH = result.o_BNTH.reshape(shape), do_BNTH.reshape(shape)
     dq_BKMH, dk_BSKH, dv_BSKH = dense.gradients(
         x.q_BKMH,
         x.k_BSKH,
         x.v_BSKH,
-        weights_BKMS.astype(compute),
-        o_BKMH,
-        do_BKMH,
-        None,
+        weights_BKMS=weights_BKMS.astype(compute),
+        o_BKMH=result.o_BNTH.reshape(shape),
+        do_BKMH=do_BNTH.reshape(shape),
         compute=compute,
         slope_BKMS=slope_BKMS,
     )

@@ -86,7 +86,7 @@ def on_device(
         case ExpertExchange.ragged if apart:
             run = _by_sending
         case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
-            run = _by_gathering  # with the experts on one device neither sends anything
+            run = _by_gathering  # neither sends anything if one device has all experts
         case _:
             assert_never(execution.expert_exchange)
     y_nD, counts = run(x_nD, experts_nk, weights_nk, held)

@@ -80,18 +80,6 @@ def test_every_product_of_a_step_has_bfloat16_operands(tiny):
 # ---- What a position may see
 
 
-def test_a_position_sees_itself_and_what_came_before(tiny):
-    """Of eight rows each has another token at one position, the last one none."""
-    rows = np.tile(np.arange(8), (9, 1))
-    np.fill_diagonal(rows, 20)
-    positions = np.broadcast_to(np.arange(8), (9, 8))
-    logits = np.asarray(tiny.logits(tiny.params, rows, positions, None))
-    moved = np.abs(logits[:8] - logits[8]).max(-1).T
-    seen = np.tri(8, dtype=bool)
-    assert (moved[~seen] < 1e-6).all()
-    assert (moved[seen] > 1e-4).all()
-
-
 def test_a_position_sees_its_own_document_only(tiny):
     """How the logits at t move with the embedding at s: the norm, [t, s].
 
@@ -205,36 +193,6 @@ def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     small = num_params(replace(config, vocab_size=1000))
     tables = 1 if tied else 2
     assert num_params(config) - small == tables * 30 * config.embed_dim
-
-
-def test_a_soft_cap_bounds_the_logits(tiny):
-    x = 1e4 * jax.random.normal(jax.random.key(3), (1, 4, tiny.config.embed_dim))
-
-    def logits(cap):
-        model = bind(
-            abstract_gpt(replace(tiny.config, logit_soft_cap=cap)), tiny.params
-        )
-        return model.logits(x, tiny.execution)
-
-    free, capped = logits(None), logits(30.0)
-    assert np.abs(free).max() > 100
-    assert np.abs(capped).max() <= 30
-    np.testing.assert_allclose(capped, 30 * np.tanh(free / 30), rtol=1e-5)
-
-
-def test_a_tied_head_is_the_embedding(tiny):
-    tied = abstract_gpt(replace(tiny.config, tied_head=True))
-    untied = abstract_gpt(replace(tiny.config, tied_head=False))
-    size = tiny.config.vocab_size * tiny.config.embed_dim
-    assert "head" not in params_of(tied)
-    assert num_params(untied.config) - num_params(tied.config) == size
-    params = {k: v for k, v in tiny.params.items() if k != "head"}
-    x = jnp.eye(tiny.config.embed_dim)[None]
-    logits = bind(tied, params).logits(x, tiny.execution)[0]
-    cap = tiny.config.logit_soft_cap
-    table = params["embedding"]["weight"].T
-    expected = table if cap is None else cap * np.tanh(table / cap)
-    np.testing.assert_allclose(logits, expected, rtol=1e-5)
 
 
 def test_binding_leaves_the_model_as_it_was(tiny):

@@ -3,7 +3,6 @@
 What a whole block computes is held in test_gpt.py, against a reference.
 """
 
-import math
 from dataclasses import replace
 
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.choices import Init, Norm
+from model.choices import Norm
 from model.config import ModelConfig
-from model.layers import Normalize, stds
+from model.layers import Normalize
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -41,25 +40,3 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
     exact = norm(x.astype(jnp.float32)).astype(jnp.bfloat16)
     assert norm(x).dtype == jnp.bfloat16
     np.testing.assert_array_equal(norm(x), exact)
-
-
-def test_only_a_layernorm_with_bias_has_one():
-    def bias(kind, biased):
-        return Normalize(replace(CONFIG, bias=biased), kind, embed=64).bias
-
-    assert bias(Norm.layernorm, True).shape == (64,)
-    assert bias(Norm.layernorm, False) is None
-    assert bias(Norm.rmsnorm, True) is None
-
-
-@pytest.mark.parametrize(
-    ("init", "inside", "residual"),
-    [
-        (Init.gpt2, 0.02, 0.02 / math.sqrt(24)),
-        (Init.scaled, 0.125, 0.125 / math.sqrt(24)),
-        (Init.zero, 0.125, 0.0),
-    ],
-)
-def test_initial_spreads(init, inside, residual):
-    config = replace(CONFIG, init=init, num_layers=12)
-    assert stds(config, 64) == pytest.approx((inside, residual))

@@ -8,7 +8,6 @@ from flax import nnx
 
 from model.execution import Execution
 from model.linear import Linear, product
-from model.params import Kind
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -92,19 +91,3 @@ def test_a_linear_layer_adds_its_bias_over_the_output_dims():
     expected = np.einsum("btd,dnh->btnh", x, layer.weight[...]) + bias
     np.testing.assert_allclose(layer(x, Execution()), expected, rtol=1e-4, atol=1e-4)
     assert layer(x.astype(jnp.bfloat16), Execution()).dtype == jnp.bfloat16
-
-
-def test_a_linear_layer_says_what_its_parameters_are():
-    layer = linear()
-    weight, bias = (p.get_metadata("info") for p in (layer.weight, layer.bias))
-    assert weight == (("embed", "heads", "head_dim"), Kind.matrix, 1, 0)
-    assert bias == (("heads", "head_dim"), Kind.vector, 0, 0)
-    assert layer.bias.shape == (4, 32)
-    assert linear(bias=False).bias is None
-
-
-def test_a_linear_layer_is_drawn_with_the_spread_asked_for():
-    assert linear().weight[...].std() == pytest.approx(0.5, rel=0.03)
-    assert not linear().bias[...].any()
-    assert not linear(std=0.0).weight[...].any()
-    assert linear(dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16

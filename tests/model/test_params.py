@@ -1,6 +1,5 @@
 """What is known of each parameter besides its value."""
 
-import jax
 import jax.numpy as jnp
 
 from model.config import LOGICAL_AXES
@@ -58,13 +57,6 @@ def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
             assert info.inputs == (2 if name.endswith("output.weight") else 1), name
         else:
             assert info.kind is Kind.table, name
-
-
-def test_names_are_dotted_paths(tiny):
-    names = [name for name, _ in named(tiny.params)]
-    assert len(names) == len(set(names)) == len(jax.tree.leaves(tiny.params))
-    assert "layers.attention.query.weight" in names
-    assert "embedding.weight" in names
 
 
 def test_each_experts_matrix_is_one():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from model.attention import splash, xla
-from model.attention.across import attend
+from model.attention.across import attend_shared_rows
 from model.attention.ring import in_ring_order
 from model.choices import ContextAttention
 
@@ -71,7 +71,9 @@ def around(attend, c, q, k, v, sinks, ids, do):
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
         o, transpose = jax.vjp(
-            lambda *operands: attend(*operands[:3], ids, operands[3]), *operands, sinks
+            lambda *operands: attend(*operands[:3], ids, operands[3]),
+            *operands,
+            sinks,
         )
         *grads, dsinks = transpose(do)
         return (o, *grads), None if sinks is None else jax.lax.psum(dsinks, AXES)
@@ -102,7 +104,7 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
     sinks = None if sinks is None else jnp.float32(sinks)
-    own = attend(RING, kernel, AXES, window=window, soft_cap=soft_cap)
+    own = attend_shared_rows(RING, kernel, AXES, window=window, soft_cap=soft_cap)
     found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
     for one, right in zip(found, expected, strict=True):
         assert np.linalg.norm(one - right) < 3e-6 * np.linalg.norm(right)
@@ -161,7 +163,7 @@ def test_no_query_sees_what_comes_after_it_or_another_document():
     @jax.jit
     @jax.vmap
     def of_query(do):
-        own = attend(RING, xla, AXES, window=None, soft_cap=None)
+        own = attend_shared_rows(RING, xla, AXES, window=None, soft_cap=None)
         return around(own, c, q, k, v, None, jnp.asarray(ids), do)[2:]
 
     each = jnp.eye(T)[:, None, :, None, None]  # a cotangent of one query alone

@@ -205,7 +205,7 @@ def _hear(
             if total != processes
             else f"there is one of that number already, on {first_host}"
         )
-        arrived[-1] = connection, host  # so that it is informed too
+        arrived[-1] = connection, host  # it is informed too
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "

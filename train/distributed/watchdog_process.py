@@ -29,7 +29,7 @@ PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
 _TICK_S = 0.25
-_PATIENCE_S = 30.0  # with storage, and with who reads our messages
+_PATIENCE_S = 30.0  # the longest wait for storage or for a reader of our messages
 _OTHERS_S = 2.0  # until the other processes have seen it too
 _ABORT_S = 5.0
 _NAMED = 8  # processes in a message
@@ -42,11 +42,11 @@ class WatchedTrainer(NamedTuple):
     memory: int  # an open file
     process: int
     processes: int
-    folder: str  # for stacks and reports
+    folder: str  # the folder of stacks and reports
 
 
 class Stall(NamedTuple):
-    """Where a process was when its time was up."""
+    """The phase and step of a process that exceeded its deadline."""
 
     process: int
     host: str
@@ -87,7 +87,7 @@ def watch(trainer: WatchedTrainer) -> Stall | None:
         # A longer tick means that this process was stopped: with it, the machine.
         now = time.monotonic()
         silent, last = silent + min(now - last, 1.0), now
-        # If half written, a sign of life all the same.
+        # A half-written beat is a sign of life too.
         _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
         if beat != last_beat:
             last_beat, silent = beat, 0.0
@@ -154,7 +154,7 @@ def end(trainer: WatchedTrainer) -> None:
 
 def _send(trainer: WatchedTrainer, *numbers: int) -> None:
     for number in numbers:
-        if os.getppid() == trainer.pid:  # else the number may be another's by now
+        if os.getppid() == trainer.pid:  # otherwise another process may have the number
             os.kill(trainer.pid, number)
 
 

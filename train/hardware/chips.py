@@ -110,7 +110,7 @@ CHIPS = {
         core_memory=128 * MIB,
     ),
     "v5p": Chip(
-        "TPU v5",  # or "TPU v5p"
+        "TPU v5",  # some versions say "TPU v5p"
         _flops(459, 459, int8=918),
         hbm_bytes=95 * GIB,
         hbm_bandwidth=2765 * GB,

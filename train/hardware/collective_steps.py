@@ -89,7 +89,7 @@ def _scatter(
     planes, lines = planes_and_lines
     over_planes = (1 - 1 / planes) / links(members[::lines])
     over_lines = (1 / planes - 1 / size) / links(members[:lines])
-    # If times are equal, the form that sends fewer bytes wins.
+    # Of two forms with equal times, the one that sends fewer bytes wins.
     limit = one_step * (1.001 if all_reduced else 0.999)
     return planes_and_lines if over_planes + over_lines < limit else (size,)
 

@@ -144,7 +144,7 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one device does in one step.
+    """The costs of one device in one step.
 
     model_flops: what the model needs of a device (convention: train/model_flops.py).
     flops: what is executed.

@@ -1,4 +1,4 @@
-"""What makes a step fit that does not: the changes it takes, and what each brings.
+"""Find the changes that make a step fit that does not, and what each of them saves.
 
 Changes are put on top of each other until the step fits, by the estimate from shapes.
 More chips, or cutting layers over `tensor`, is left to the search.
@@ -99,7 +99,7 @@ def _shard(program: Program, across: bool = False) -> list[_Try]:
     try:
         devices = list(program.mesh.devices.flat)
         program = make_program(config, devices, num_tokens=program.num_tokens)
-    except ConfigError:  # so many do not divide the model's dims
+    except ConfigError:  # this number does not divide the model's dims
         return []
     words = "shard the state over more devices instead of copying it"
     words += ", those of other slices or nodes too" if across else ""

@@ -21,7 +21,7 @@ from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
-# For each platform: its parts, their network, and the error seen in public runs.
+# The parts of each platform, their network, and the error seen in public runs.
 _WORDS = {
     "tpu": ("slices", "DCN", "four public runs on v5e, up to 32, within 3 points"),
     "gpu": ("nodes", "network", "no public series judged it"),

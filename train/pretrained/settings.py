@@ -9,7 +9,7 @@ from model.config import ModelConfig
 # Keys of dropout: others' rates do not bind a training of ours.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
-# For these null means that there is none; for others, that other settings decide it.
+# Settings for which null means "none"; for others, null means that others decide.
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
 )

@@ -223,7 +223,7 @@ def _check_changed_data(
         change
         for change in changes
         if change.key.startswith("data.")
-        and change.kind is ChangeKind.refused  # but allowed by name
+        and change.kind is ChangeKind.refused  # it was allowed by name
         and before.get(change.key) != yaml_value(change.new)
     ]
     if moved:

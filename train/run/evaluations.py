@@ -33,7 +33,7 @@ class Scored(NamedTuple):
 
     of: str
     metric: str
-    value: str  # with the standard error, if there is one
+    value: str  # includes the standard error, if there is one
     step: int = 0
     how: str = ""
 

@@ -147,7 +147,7 @@ class Profiler:
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest)  # else earlier steps are in the trace
+        jax.block_until_ready(self._newest)  # keeps earlier steps out of the trace
         if self._cluster.is_leader:
             self._hear()
         # JAX knows nothing of object stores: given one, the process dies.
@@ -166,7 +166,7 @@ class Profiler:
             withdraw(self._run.path)
         except FileNotFoundError:
             pass
-        except Exception as error:  # of a store, say: no reason to end the training
+        except Exception as error:  # a store may fail, which must not end training
             log.warning("profile_request.json cannot be answered: %s", error)
 
     def _end(self) -> None:

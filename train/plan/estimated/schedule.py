@@ -39,7 +39,7 @@ class OperationSchedule:
     def __init__(self, loop: Operation, transposes: bool):
         """Order a loop's body; kernels may want their operands' dims in its order."""
         self.transposes, self.passes = transposes, list[Pass]()
-        # For each array that is not in memory, the arrays in memory that it comes from.
+        # Maps each array that is not in memory to the arrays in memory that make it.
         self._made_of: dict[LocalArray, list[LocalArray]] = {}
         self._products: dict[LocalArray, Pass] = {}  # products with unused results
         # The array that has an array's bytes, and whether in the same order.

@@ -44,7 +44,7 @@ class Walk:
     def __init__(self, sizes: Mapping[str, int], platform: str):
         """Start on a mesh."""
         self.operations: list[Operation] = []
-        self.in_branches: list[Operation] = []  # of these only products count
+        self.in_branches: list[Operation] = []  # only their products count
         self.sending = Sending(sizes, platform)
         self._times, self._scope = 1, ""
         self._layouts = Layouts(self.sending)

@@ -45,7 +45,7 @@ class WandbWriter(Writer):
 
     def open(self, folder: Path, marked: int) -> int:
         """Begin or resume; a server knows its last step, files do not."""
-        os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # else ~/.cache/wandb
+        os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # default: ~/.cache/wandb
         os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
         # It logs to the folder; on a full disk each line would be a traceback.
         logging.raiseExceptions = False
