@@ -61,16 +61,6 @@ def test_what_is_right_has_no_mistakes(change):
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
-    "preset", ["gpt2_124m", "gpt2_1558m", "gpt_nano", "llama3_1b", "llama3_8b"]
-)
-def test_presets_have_no_mistakes(composed, preset):
-    assert broken_rules(composed(f"model={preset}").model) == []
-
-
-@pytest.mark.parametrize(
-=======
->>>>>>> core
     ("change", "windows"),
     [
         ({}, (None,) * 4),
