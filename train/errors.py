@@ -51,11 +51,18 @@ def meaning(code: int | None) -> str:
 
 
 class Mistake(NamedTuple):
-    """One thing wrong in a config: the full key, its value, the rule and remedy."""
+    """One mistake in a config.
+
+    key: the full key.
+    value: its value; "" shows the key alone.
+    rule: what is wrong, the rule and the remedy.
+    related: further keys, whose values the rule reads or which may be meant.
+    """
 
     key: str
     value: object
     rule: str
+    related: tuple[str, ...] = ()
 
 
 class ConfigError(Exception):
@@ -68,7 +75,7 @@ class ConfigError(Exception):
     def __str__(self) -> str:
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
-        for key, value, rule in self.mistakes:
+        for key, value, rule, _ in self.mistakes:
             (shown,) = masked({key.rpartition(".")[2]: value}).values()
             lines += ["", f"  {key} = {as_typed(shown)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
