@@ -2,108 +2,145 @@
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 from model.choices import Dtype, Mlp, Position, Scaling
 from model.config import ModelConfig
 
 
-def broken_rules(model: ModelConfig) -> list[tuple[str, object, str]]:
-    """List the settings that do not go together as (field, value, rule and remedy)."""
+class BrokenRule(NamedTuple):
+    """A setting that does not go together with others.
+
+    field: the dotted name of the setting.
+    value: its value.
+    text: the rule and the remedy.
+    reads: the other fields that the rule reads.
+    """
+
+    field: str
+    value: object
+    text: str
+    reads: tuple[str, ...]
+
+
+# Whether a rule holds, its field, the other fields that it reads, and its text.
+_Rule = tuple[bool, str, tuple[str, ...], str]
+
+
+def broken_rules(model: ModelConfig) -> list[BrokenRule]:
+    """List the settings that do not go together."""
     rules = *_shape_rules(model), *_choice_rules(model), *_expert_rules(model)
-    return [(f, attrgetter(f)(model), rule) for ok, f, rule in rules if not ok]
+    return [
+        BrokenRule(field, attrgetter(field)(model), text, reads)
+        for holds, field, reads, text in rules
+        if not holds
+    ]
 
 
-def _shape_rules(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether a rule holds, field, rule and remedy)."""
+def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
     yield (
         model.head_dim is not None or model.embed_dim % model.num_heads == 0,
         "embed_dim",
+        ("num_heads", "head_dim"),
         f"must be divisible by model.num_heads={model.num_heads}; "
         "change one of them or set model.head_dim",
     )
     yield (
         model.num_heads % model.kv_heads == 0,
         "num_kv_heads",
+        ("num_heads",),
         f"must divide model.num_heads={model.num_heads}; "
         "each key/value head serves the same number of query heads",
     )
     yield (
         model.position is not Position.rotary or model.rotary_dim >= 2,
         "rotary_fraction",
+        ("position", "head_dim", "embed_dim", "num_heads"),
         f"leaves {model.rotary_dim} of {model.head_size} head dims to rotate; "
         "raise it, or choose model.position=learned",
     )
 
 
-def _choice_rules(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
     yield (
         model.rope_theta_local is None or model.window is not None,
         "rope_theta_local",
-        "is of local layers, of which there are none; set model.window",
+        ("window",),
+        "is for local layers, but there are none; set model.window",
     )
     scaling = model.rope_scaling
     turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
     yield (
         not turns or scaling.original_length is not None,
         "rope_scaling.original_length",
+        ("rope_scaling.kind",),
         f"must be set with model.rope_scaling.kind={scaling.kind}: how long rows "
         "were when the model was trained without it",
     )
     yield (
         not turns or scaling.slow_turns < scaling.most_turns,
         "rope_scaling.slow_turns",
+        ("rope_scaling.kind", "rope_scaling.fast_turns"),
         f"must be below model.rope_scaling.fast_turns={scaling.most_turns:g}",
     )
     yield (
         model.layer_pattern is None or model.window is not None,
         "window",
+        ("layer_pattern",),
         "must be set with model.layer_pattern: it says how many keys a query of a "
         "local layer sees",
     )
     yield (
         model.layer_pattern is None or {*model.layer_pattern} == {"local", "global"},
         "layer_pattern",
-        "must have local and global layers; null, with model.window, makes all "
-        "local, null without it all global",
+        ("window",),
+        "must have local and global layers. null makes all layers local with "
+        "model.window, and global without it",
     )
     yield (
         model.param_dtype is not Dtype.auto,
         "param_dtype",
+        (),
         "must be float32 or bfloat16",
     )
     kept, dtype = model.high_precision_layers, model.compute_dtype
     yield (
         not kept or dtype in ("float8", "int8"),
         "high_precision_layers",
-        f"must be [] with model.compute_dtype={dtype}: layers are left out of "
-        "float8 or int8 alone",
+        ("compute_dtype",),
+        f"must be [] with model.compute_dtype={dtype}: it only leaves layers out of "
+        "float8 or int8",
     )
     numbers = [layer for layer in kept if isinstance(layer, int)]
     yield (
         {*numbers} <= {*range(model.num_layers)} and not all(model.precise),
         "high_precision_layers",
+        ("num_layers",),
         f"must be first, last, or numbers below model.num_layers={model.num_layers},"
-        " and leave other layers; with none take model.compute_dtype=auto",
+        " and leave other layers; otherwise use model.compute_dtype=auto",
     )
 
 
-def _expert_rules(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+def _expert_rules(model: ModelConfig) -> Iterator[_Rule]:
     if model.mlp is not Mlp.moe:
         return
     yield (
         model.experts_per_token <= model.num_experts,
         "experts_per_token",
+        ("num_experts",),
         f"must be at most model.num_experts={model.num_experts}",
     )
     yield (
         model.dense_layers < model.num_layers,
         "dense_layers",
+        ("num_layers",),
         f"must be below model.num_layers={model.num_layers}, or no layer has "
         "experts; lower it, or choose model.mlp=dense",
     )
     yield (
         (model.num_layers - model.dense_layers) % model.experts_every == 0,
         "experts_every",
-        f"must divide the {model.num_layers - model.dense_layers} layers behind "
-        "model.dense_layers: the last of each group of as many has experts",
+        ("num_layers", "dense_layers"),
+        f"must divide the {model.num_layers - model.dense_layers} layers after "
+        "model.dense_layers: the last layer of each group has experts",
     )

@@ -15,7 +15,7 @@ _TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 def main(config: Config) -> int:
     """Train."""
-    from train.start import start_run  # JAX and all: not for --help or a typing mistake
+    from train.start import start_run  # slow: --help does not need JAX
 
     return start_run(config, _TYPED)
 
@@ -31,10 +31,10 @@ def outcome(config: Config) -> tuple[str, float | None]:
 
 
 def leave_when_told() -> None:
-    """Have a preemption notice end this process at once, while nothing has begun.
+    """Let a preemption notice end this process at once, until training begins.
 
-    Until the trainer hears signals itself, behind the import of JAX; else such a start
-    would count as a crash.
+    The trainer handles signals itself once JAX is imported. Without this, a notice
+    during the import would count as a crash.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: os._exit(PREEMPTED))

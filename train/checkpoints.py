@@ -1,4 +1,4 @@
-"""`python -m train.checkpoints run.dir=...`: list checkpoints, and check them."""
+"""`python -m train.checkpoints run.dir=...`: list and verify checkpoints."""
 
 import time
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ class CheckpointsConfig:
     ] = True
 
 
-def main(asked: CheckpointsConfig) -> int:
-    """Print step, size, age and verdict of each; exit 65 if one cannot be used.
+def main(config: CheckpointsConfig) -> int:
+    """Print step, size, age and verdict of each; return 65 if one cannot be used.
 
     Raises:
         ConfigError: if there is no such run.
@@ -36,11 +36,11 @@ def main(asked: CheckpointsConfig) -> int:
     from train.run.digests import saved_steps
     from train.run.starts import existing_run, known_run_id
 
-    run = existing_run(run_dir(Config(run=asked.run)))
+    run = existing_run(run_dir(Config(run=config.run)))
     folder, run_id = run / "checkpoints", known_run_id(run)
     steps = [folder / str(step) for step in saved_steps(folder)]
-    seen = [_row(step, asked.verify, run_id) for step in steps]
-    rows = [row for row in seen if row]
+    maybe_rows = [_row(step, config.verify, run_id) for step in steps]
+    rows = [row for row in maybe_rows if row]
     all_good = not any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
     print_table(
         rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"
@@ -53,7 +53,7 @@ def main(asked: CheckpointsConfig) -> int:
 
 
 def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
-    """Return the row of a step; None if it has made way for newer ones meanwhile."""
+    """Return the row of a step, or None if it was deleted in the meantime."""
     from data.storage import modified_at
     from train.run.digests import damage, is_sealed, misplaced, size
     from train.units import format_bytes
@@ -62,10 +62,10 @@ def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None
         verdict = "sealed" if is_sealed(path) else "not sealed yet"
         if verify and is_sealed(path):
             verdict = "verified"
-            if wrong := damage(path):
-                verdict = f"{_DAMAGED}: {wrong}"
-            elif wrong := misplaced(path, run_id):
-                verdict = f"{_MISPLACED}: {wrong}"
+            if reason := damage(path):
+                verdict = f"{_DAMAGED}: {reason}"
+            elif reason := misplaced(path, run_id):
+                verdict = f"{_MISPLACED}: {reason}"
         minutes = (time.time() - modified_at(path)) / 60
         row = [path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a person sees on the terminal: progress, tables, numbers for humans.
+"""Progress and tables on the terminal.
 
 Progress goes to stderr, tables to stdout. On a terminal both are drawn by rich;
 elsewhere (files, pipes, cluster logs) they are plain lines, never wrapped or cut.
@@ -25,10 +25,9 @@ class Progress:
 
     Args:
         num_steps: the step at which the run is finished.
-        start_step: completed updates at this start; the time left is judged by
-            what this start has done.
-        peak_known: whether the device's peak is known, that is, MFU can be shown.
-        show: False on every process but the first: nothing is seen then.
+        start_step: the number of updates that were completed before this start.
+        peak_known: whether the peak of the device is known, so that MFU can be shown.
+        show: whether anything is shown; False on every process except the first.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class Progress:
     ) -> None:
         """Show the figures of the log interval that ended with `step`.
 
-        A plain line is printed for the first and the last update, and in between
-        at most every five seconds. `mfu` is a fraction, None where not known.
+        A plain line is printed for the first and the last update, and between them at
+        most every five seconds. `mfu` is a fraction, or None if it is unknown.
         """
         if not self._show:
             return
@@ -85,7 +84,7 @@ class Progress:
             self._held = line
 
     def note(self, text: str) -> None:
-        """Print a line of its own, above the bar if there is one."""
+        """Print a separate line, above the bar if there is one."""
         if not self._show:
             return
         if self._bar:
@@ -102,7 +101,7 @@ class Progress:
             self._held = ""
 
     def _seconds_left(self, step: int) -> float | None:
-        # From the first update on, so that compilation does not count.
+        # Time is counted from the first update, so that compilation does not count.
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -111,7 +110,7 @@ class Progress:
 
 
 def printable(text: str) -> str:
-    """Escape, as `repr` would, what could steer a terminal; newlines and tabs stay."""
+    """Escape control characters as `repr` does, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

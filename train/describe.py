@@ -1,4 +1,4 @@
-"""Say what will happen before it does: devices, layout, cost of a step."""
+"""Print the devices, the layout and the cost of a step, before it is taken."""
 
 import jax
 
@@ -11,21 +11,19 @@ from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
 
+_NO_PEAK = "unknown peak, so MFU is not shown"
+
 
 def describe_program(program: Program) -> None:
     """Print devices, mesh, the size of the state, tokens and FLOPs per step."""
-    config, execution = program.config, program.execution
-    numerics, rules = execution.numerics, execution.placement.rules
-    compute = numerics.compute_dtype
+    config = program.config
     devices = program.mesh.devices
     sizes = " x ".join(f"{k} {v}" for k, v in program.mesh.shape.items() if v > 1)
     first = devices.flat[0]
     peak = peak_flops(first.device_kind)
-    known = "peak not known: no MFU"
-    if peak:
-        known = f"peak {format_flops(peak, 'FLOP/s')} each"
+    speed = f"peak {format_flops(peak, 'FLOP/s')} each" if peak else _NO_PEAK
     print(
-        f"devices     {devices.size} x {first.device_kind} ({first.platform}), {known}"
+        f"devices     {devices.size} x {first.device_kind} ({first.platform}), {speed}"
     )
     print(f"mesh        {sizes or 'one device'}")
     if (pipeline := program.pipeline).stages > 1:
@@ -41,26 +39,10 @@ def describe_program(program: Program) -> None:
         active = f", {program.num_active_params:,} of them active in a token"
     params = jax.tree.leaves(program.state.params)
     sharded = sum(not leaf.sharding.is_fully_replicated for leaf in params)
-    where = f" in {len(params)} arrays, {sharded} of them sharded"
-    print(f"parameters  {program.num_params:,}{active}{where}")
+    arrays = f" in {len(params)} arrays, {sharded} of them sharded"
+    print(f"parameters  {program.num_params:,}{active}{arrays}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
-    across = ""
-    if (sharing := program.batch_shards.sequence) > 1:
-        across = (
-            f", {execution.context_attention} over {sharing} devices that share rows"
-        )
-    print(f"attention   {execution.attention}{across}, products in {compute}")
-    groups = num_shards(program.mesh.shape, dict(rules.params)["experts"])
-    if program.config.model.expert_layers and groups > 1:
-        print(
-            f"experts     of a layer on {groups} devices: {execution.expert_exchange}"
-        )
-    if numerics.quantization is not None:
-        dtype, emulated = numerics.quantization
-        machine = "rounded to it but multiplied in float32, slowly: a CPU has no other"
-        print(f"{dtype:<11} linear layers{', ' + machine if emulated else ''}")
-        if kept := [str(n) for n, own in enumerate(config.model.precise) if own]:
-            print(f"            those of layer {', '.join(kept)} in {compute}")
+    _describe_layers(program)
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)
@@ -68,8 +50,30 @@ def describe_program(program: Program) -> None:
     print(f"steps       {config.train.num_steps:,}", flush=True)
 
 
+def _describe_layers(program: Program) -> None:
+    """Print how attention, experts and products in eight bits are executed."""
+    model, execution = program.config.model, program.execution
+    numerics, rules = execution.numerics, execution.placement.rules
+    dtype, kernel = numerics.compute_dtype, str(execution.attention)
+    if (sharing := program.batch_shards.sequence) > 1:
+        method = execution.context_attention
+        kernel += f", {method} over {sharing} devices that share rows"
+    print(f"attention   {kernel}, products in {dtype}")
+    groups = num_shards(program.mesh.shape, dict(rules.params)["experts"])
+    if model.expert_layers and groups > 1:
+        exchange = execution.expert_exchange
+        print(f"experts     of a layer on {groups} devices: {exchange}")
+    if numerics.quantization is not None:
+        eight_bits, emulated = numerics.quantization
+        note = ", rounded to it but multiplied in float32, slowly: a CPU has no other"
+        print(f"{eight_bits:<11} linear layers{note if emulated else ''}")
+        precise = [str(n) for n, is_precise in enumerate(model.precise) if is_precise]
+        if precise:
+            print(f"            those of layer {', '.join(precise)} in {dtype}")
+
+
 def describe_data(order: Order, num_steps: int) -> None:
-    """Print what each source gives in the whole run."""
+    """Print how often each source is used in the whole run."""
     used = order.epochs(num_steps)
     for number, (name, rows) in enumerate(order.rows.items()):
         title = "" if number else "data"
@@ -79,7 +83,7 @@ def describe_data(order: Order, num_steps: int) -> None:
 
 
 def print_parameters(program: Program) -> None:
-    """Print a table of the parameters: shape, dtype, spec and bytes on a device."""
+    """Print a table of the parameters with shape, dtype, spec and bytes per device."""
     infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
     rows = [
         [

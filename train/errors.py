@@ -1,8 +1,8 @@
-"""Exit codes, and all mistakes of a config at once.
+"""Exit codes, and errors that list all mistakes of a config.
 
-An exit code says what the end of a process means to whoever would start it again.
-A launcher starts a run again after PREEMPTED, OWNED (once the owner is gone), ABORTED
-and, up to a limit, any code that is not here; it does not after the others.
+An exit code tells a launcher whether to start the run again. It does so after
+PREEMPTED, OWNED (once the owner is gone), ABORTED and, up to a limit, any code that is
+not listed here. It does not do so after the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from data.errors import DataError
 from train.masking import mask, mask_values
 
 FINISHED = 0
-CRASHED = 1  # for no reason that is known here: it may help to start again
+CRASHED = 1  # for an unknown reason, so that another start may help
 DIVERGED = 3
 DOES_NOT_FIT = 4
 PREEMPTED = 42
@@ -20,8 +20,8 @@ WRONG_DATA = 65
 CRASHES_AGAIN = 70  # three times at the same step
 OWNED = 75  # a live process owns the run
 WRONG_CONFIG = 78
-STOPPED = 130  # by a person
-ABORTED = 134  # by a watchdog, or because a process was lost
+STOPPED = 130  # a person asked for it
+ABORTED = 134  # a watchdog fired, or a process was lost
 
 
 class Exit(Exception):
@@ -51,15 +51,22 @@ def meaning(code: int | None) -> str:
 
 
 class Mistake(NamedTuple):
-    """One thing wrong in a config: the full key, its value, the rule and remedy."""
+    """One mistake in a config.
+
+    key: the full key.
+    value: its value; "" shows the key alone.
+    rule: what is wrong, the rule and the remedy.
+    related: further keys, whose values the rule reads or which may be meant.
+    """
 
     key: str
     value: object
     rule: str
+    related: tuple[str, ...] = ()
 
 
 class ConfigError(Exception):
-    """The config is wrong; `mistakes` holds everything that is. Exit code 78."""
+    """The config is wrong. `mistakes` lists everything; the exit code is 78."""
 
     def __init__(self, mistakes: Sequence[Mistake]):
         self.mistakes = list(mistakes)
@@ -68,7 +75,7 @@ class ConfigError(Exception):
     def __str__(self) -> str:
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
-        for key, value, rule in self.mistakes:
+        for key, value, rule, _ in self.mistakes:
             (shown,) = mask_values({key.rpartition(".")[2]: value}).values()
             lines += ["", f"  {key} = {as_typed(shown)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
@@ -76,10 +83,10 @@ class ConfigError(Exception):
 
 
 def as_typed(value: object) -> str:
-    """Return a value as a command line has it: null, true, [1,2], {key: value}."""
+    """Return a value as one types it on a command line: null, true, [1,2], {a: 1}."""
     if isinstance(value, dict):
-        inside = (f"{as_typed(key)}: {as_typed(own)}" for key, own in value.items())
-        return f"{{{', '.join(inside)}}}"
+        entries = (f"{as_typed(k)}: {as_typed(v)}" for k, v in value.items())
+        return f"{{{', '.join(entries)}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
     words = {None: "null", True: "true", False: "false"}
@@ -90,7 +97,7 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     """Run every check and return their results.
 
     Raises:
-        ConfigError: with the mistakes of all of them together.
+        ConfigError: with the mistakes of all checks.
     """
     results, mistakes = [], []
     for check in checks:
@@ -113,7 +120,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def nearest(value: int, step: int) -> str:
-    """Name the multiples of a step beside a value: what to type instead of it."""
+    """Name the multiples of `step` next to a value, which a user may type instead."""
     below = value - value % step
-    around = [below, below + step] if below else [step]
-    return f"nearest: {' or '.join(map(str, around))}"
+    multiples = [below, below + step] if below else [step]
+    return f"nearest: {' or '.join(map(str, multiples))}"

@@ -1,4 +1,4 @@
-"""`python -m train.export run.dir=... output=folder`: a run's model for others."""
+"""`python -m train.export run.dir=... output=folder`: write a Hugging Face model."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +14,7 @@ from train.identity import run_dir
 
 
 class ExportDtype(StrEnum):
-    """Of the weights in the files."""
+    """The dtype of the exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -41,21 +41,21 @@ class ExportConfig:
 
 
 def export_mistakes(config: ExportConfig) -> list[Mistake]:
-    """List the mistakes: no run, or nowhere to write to."""
+    """Check that a run and a folder to write are named."""
     rule = "must name the folder to write; set output=<folder>"
     missing = [] if config.output else [Mistake("output", None, rule)]
     return must_name_run(config) + missing
 
 
-def main(asked: ExportConfig) -> int:
+def main(config: ExportConfig) -> int:
     """Write the weights, settings and tokenizer of a checkpoint for transformers.
 
-    Several processes bring the weights together, and process 0 writes.
+    Several processes gather the weights, and process 0 writes them.
 
     Raises:
-        ConfigError: if no family of models holds this one, the folder is not empty, or
-            `tokenizers` is not installed.
-        DataError: if the tokenizer cannot be written so that it gives the same ids.
+        ConfigError: if no family of models has these settings, the folder is not empty,
+            or `tokenizers` is not installed.
+        DataError: if a written tokenizer would not return the same ids.
     """
     import jax
 
@@ -65,27 +65,21 @@ def main(asked: ExportConfig) -> int:
     from train.pretrained.folder import empty_folder, write_folder
     from train.run.starts import read_run
 
-    family_of(read_run(run_dir(Config(run=asked.run))).model)
+    family_of(read_run(run_dir(Config(run=config.run))).model)
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
         rule = f'needs the package {error.name}; pip install -e ".[export]"'
-        raise ConfigError([Mistake("output", asked.output, rule)]) from None
-    folder = empty_folder(asked.output or "")
-    leads = join(asked.distributed, lambda: None).is_leader
-    program, sources, step, params = load_run(asked.run, asked.runtime, asked.step)
+        raise ConfigError([Mistake("output", config.output, rule)]) from None
+    folder = empty_folder(config.output or "")
+    is_leader = join(config.distributed, lambda: None).is_leader
+    program, sources, step, params = load_run(config.run, config.runtime, config.step)
     with jax.set_mesh(program.mesh):
-        dtype = asked.dtype or program.config.model.param_dtype
+        dtype = config.dtype or program.config.model.param_dtype
         written = write_folder(
-            folder,
-            program,
-            params=params,
-            sources=sources,
-            step=step,
-            dtype=str(dtype),
-            with_tokenizer=asked.tokenizer,
+            folder, program, params, sources, step, str(dtype), config.tokenizer
         )
-    if leads:
+    if is_leader:
         print(f"exported    {folder}, step {step:,}: {written}")
     return 0
 

@@ -1,8 +1,8 @@
-"""What makes a run the run it is: its name, and what a change of config means to it.
+"""The identity of a run: its name, and the keys that it may not change.
 
-Each key is of one kind: harmless, allowed (and recorded), or refused, since it would
-be another run. The name hashes just the refused ones, so that the same command
-always means the same run.
+A change of a key is harmless, allowed (and recorded), or refused, because it would
+make another run. The default name hashes only keys of the last kind, so that the same
+command always means the same run.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from train.masking import mask_values
 
 
 class ChangeKind(StrEnum):
-    """What changing a key means to a run that exists."""
+    """The consequence of a changed key for a run that exists."""
 
     harmless = "harmless"  # logging, paths, machine
     allowed = "allowed"  # recorded
-    refused = "refused"  # it would be another run
+    refused = "refused"  # it would make another run
 
 
 HARMLESS = (
@@ -31,21 +31,10 @@ HARMLESS = (
     *("data.cache_dir", "data.prefetch"),
 )
 ALLOWED = (
-    *(
-        "mesh",
-        "optimizer.offload",
-        "model.attention",
-        "model.layer_unroll",
-        "train.num_steps",
-    ),
-    *(
-        "train.remat",
-        "train.offload",
-        "train.loss_chunk_tokens",
-        "train.max_skipped_steps",
-    ),
-    *("train.accumulation_steps", "train.pipeline_microbatches"),
-    "data.skip_batches",
+    *("mesh", "optimizer.offload", "model.attention", "model.layer_unroll"),
+    *("train.num_steps", "train.remat", "train.offload", "train.loss_chunk_tokens"),
+    *("train.max_skipped_steps", "train.accumulation_steps"),
+    *("train.pipeline_microbatches", "data.skip_batches"),
 )
 
 
@@ -65,28 +54,29 @@ class Difference(NamedTuple):
 def config_differences(old: Config, new: Config) -> list[Difference]:
     """List the keys whose values differ, in the order of the dataclasses.
 
-    Secrets are masked first: another password makes no other run.
+    Secrets are masked first, because another password makes no other run.
     """
-    before, after = (
+    old_values, new_values = (
         {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
-    found = []
-    for key in dict.fromkeys((*before, *after)):
-        if before.get(key) != after.get(key):
-            kind = ChangeKind.refused
-            if covered(key, ALLOWED):
-                kind = ChangeKind.allowed
-            if covered(key, HARMLESS):
-                kind = ChangeKind.harmless
-            found.append(Difference(key, before.get(key), after.get(key), kind))
-    return found
+    return [
+        Difference(key, old_values.get(key), new_values.get(key), _kind_of_change(key))
+        for key in dict.fromkeys((*old_values, *new_values))
+        if old_values.get(key) != new_values.get(key)
+    ]
+
+
+def _kind_of_change(key: str) -> ChangeKind:
+    if covered(key, HARMLESS):
+        return ChangeKind.harmless
+    return ChangeKind.allowed if covered(key, ALLOWED) else ChangeKind.refused
 
 
 def refused(
     diffs: Iterable[Difference], allow_change: Iterable[str] = ()
 ) -> list[Difference]:
-    """Keep what no run may change, but for the keys (or sections) of `allow_change`."""
+    """Return the refused differences, except the keys or sections in `allow_change`."""
     permitted = tuple(allow_change)
     return [
         d
@@ -96,21 +86,21 @@ def refused(
 
 
 def of_training(config: Config) -> Config:
-    """Return the keys of training alone, of a command that has others too."""
+    """Return the keys of training of a config that has further keys."""
     return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
 
 
 def run_name(config: Config) -> str:
     """Return run.name, or `<model>-<data>-<8 hex digits>`.
 
-    The digits hash what makes a run itself: each key that a run may not change and
-    that differs from its default. So a key added to the program later, at its
-    default, renames no run.
+    The digits hash every key that a run may not change and that differs from its
+    default. So a key that is added to the program later, at its default, renames no
+    run.
     """
     if config.run.name:
         return config.run.name
-    own = {diff.key: diff.new for diff in refused(config_differences(Config(), config))}
-    text = json.dumps(own, sort_keys=True)
+    diffs = refused(config_differences(Config(), config))
+    text = json.dumps({diff.key: diff.new for diff in diffs}, sort_keys=True)
     digits = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config.model.name}-{config.data.name}-{digits}"
 
@@ -121,13 +111,13 @@ def run_dir(config: Config) -> str:
 
 
 def flatten(config: object) -> dict[str, object]:
-    """Return every leaf under its full dotted key; a table's entries are leaves."""
+    """Return every value under its full dotted key, also those in tables."""
     tree = asdict(config)  # pyright: ignore[reportArgumentType]
     return {".".join(path): value for path, value in leaves(tree)}
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value that is no mapping, after the names that lead to it."""
+    """Yield every value that is no mapping, with the path of names to it."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from (((name, *path), leaf) for path, leaf in leaves(value))
@@ -136,5 +126,5 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def covered(key: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a key is one of these, or of a section of them."""
+    """Return whether a key is among these keys, or in one of these sections."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)

@@ -1,4 +1,4 @@
-"""A run's own model, brought back from its checkpoints: for commands on a run."""
+"""Rebuild the model of a run from its checkpoints, for commands on a run."""
 
 import logging
 import math
@@ -31,15 +31,16 @@ def load_run(
     """Build a run's program on this machine and restore its weights.
 
     Args:
-        run: names the run; model, data and tokenizer are its own.
-        runtime: the machine.
-        step: of the checkpoint; `best`: of the lowest validation loss; None: the
-            newest.
-        batch_size: instead of the run's, which goes through in its microbatches.
+        run: names the run, which has model, data and tokenizer.
+        runtime: this machine.
+        step: the step of the checkpoint; `best` has the lowest validation loss; None is
+            the newest.
+        batch_size: the batch size. By default it is that of the run, in its
+            microbatches.
 
     Returns:
-        The program, the tokens, the step, and the parameters (the average of weights
-        where one is kept), sharded.
+        The program, the data, the step, and the sharded parameters. If the run keeps an
+        average of its weights, these are the average.
 
     Raises:
         ConfigError: if there is no such run.
@@ -66,9 +67,9 @@ def load_run(
 
 
 def in_microbatches(program: Program, wanted: int) -> Program:
-    """Cut a program's batch in as many parts, as far as all devices have rows of each.
+    """Split a program's batch into up to `wanted` microbatches.
 
-    On another mesh than the run's these are others.
+    Each device needs rows of each of them, so on another mesh there may be fewer.
     """
     local_rows = program.config.data.batch_size // program.batch_shards.rows
     parts = math.gcd(local_rows, wanted)
@@ -78,39 +79,38 @@ def in_microbatches(program: Program, wanted: int) -> Program:
 
 
 def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
-    """Lay a run's program out on the devices of this machine.
+    """Make a run's program for the devices of this machine.
 
-    On the run's own mesh if that fits them; else, and where that is a pipeline (for
-    training alone), its parameters are sharded over as many of them as divide the
-    batch. What of its kernel and its products these devices cannot do is left to them.
+    It uses the mesh of the run if that fits. Otherwise, or if that is a pipeline, which
+    can only train, parameters are sharded over as many devices as divide the batch. A
+    kernel or a dtype that these devices lack is replaced, with a warning.
 
     Raises:
-        ConfigError: if it fits on no number of them.
+        ConfigError: if it fits on no number of devices.
     """
     try:
         return _on_a_mesh(config, num_tokens)
     except ConfigError as error:
         refused = {mistake.key for mistake in error.mistakes}
-        if not (instead := _instead(config.model, refused)):
+        if not (replacements := _replacements(config.model, refused)):
             raise
-    for key, value in instead.items():
-        before = getattr(config.model, key)
-        message = "not for these devices: model.%s=%s; taken instead: %s"
-        log.warning(message, key, before, value)
-    config = replace(config, model=replace(config.model, **instead))
+    for key, value in replacements.items():
+        message = "model.%s=%s is not possible on these devices; using %s instead"
+        log.warning(message, key, getattr(config.model, key), value)
+    config = replace(config, model=replace(config.model, **replacements))
     return make_program_here(config, num_tokens)
 
 
-def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
-    """Return what to take in place of refused values: the devices' own, or any's."""
-    own = model.attention is not Attention.auto
-    instead = {
-        "attention": Attention.auto if own else Attention.xla,
+def _replacements(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
+    """Return other values for refused ones: auto, or the kernel that runs anywhere."""
+    is_named = model.attention is not Attention.auto
+    replacements = {
+        "attention": Attention.auto if is_named else Attention.xla,
         "compute_dtype": ComputeDtype.auto,
     }
     return {
         key: value
-        for key, value in instead.items()
+        for key, value in replacements.items()
         if f"model.{key}" in refused and getattr(model, key) not in (value, "xla")
     }
 
@@ -118,21 +118,21 @@ def _instead(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
 def _on_a_mesh(config: Config, num_tokens: int | None) -> Program:
     """Return the program on the run's mesh, or on one that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
-    wrong = ConfigError([])
+    refusal = ConfigError([])
     try:
         if config.mesh.pipeline == 1:
             return make_program(config, num_tokens=num_tokens)
     except ConfigError as error:
-        wrong = error
+        refusal = error
     params, activations = config.mesh.params, config.mesh.activations
     mesh = MeshConfig(fsdp=-1, params=params, activations=activations)
-    here = replace(config, mesh=mesh)
+    sharded = replace(config, mesh=mesh)
     for count in range(len(devices), 0, -1):
         try:
             if batch_size % count == 0:
-                program = make_program(here, devices[:count], num_tokens=num_tokens)
-                log.info("not the run's mesh on these devices: fsdp %d", count)
+                program = make_program(sharded, devices[:count], num_tokens=num_tokens)
+                log.info("the run's mesh does not fit; using fsdp %d", count)
                 return program
         except ConfigError as error:
-            wrong = error
-    raise wrong
+            refusal = error
+    raise refusal

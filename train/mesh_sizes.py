@@ -1,4 +1,4 @@
-"""The sizes of the mesh axes, and what they must divide. Arithmetic, without JAX."""
+"""The sizes of the mesh axes, and the dims that they must divide, without JAX."""
 
 import math
 import os
@@ -10,8 +10,8 @@ from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
-# Variables that tell of more processes than this one, or of other devices.
-_TELLING = (
+# These variables announce more processes than this one, or other devices.
+_ANNOUNCING = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
     *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),
 )
@@ -19,26 +19,27 @@ _ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
 
 
 def listed(entry: Any) -> list[Any]:
-    """Return an entry of a rule table, a mesh axis, several or None, as a list."""
+    """Return the mesh axes of an entry of a rule table as a list."""
     if entry is None:
         return []
     return [*entry] if isinstance(entry, list | tuple) else [entry]
 
 
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return every axis' size, -1 replaced by what is left, or 1 if that is no number.
+    """Return the size of every axis, with -1 replaced by the remaining devices.
 
-    What these do not divide no mesh of this config divides: rules about them can be
-    checked even if they do not multiply to the number of devices.
+    If these are no whole number, -1 becomes 1. A dim that these sizes do not divide is
+    divided by no mesh of this config, so that rules can be checked even if the sizes do
+    not multiply to the number of devices.
     """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    left = 1 if num_devices % fixed else num_devices // fixed
-    return {axis: left if size == -1 else size for axis, size in sizes.items()}
+    remaining = 1 if num_devices % fixed else num_devices // fixed
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
 def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return every axis' size, -1 replaced by what is left.
+    """Return the size of every axis, with -1 replaced by the remaining devices.
 
     Raises:
         ConfigError: if the sizes do not multiply to the number of devices.
@@ -47,22 +48,24 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != num_devices:
         text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
         rule = (
-            f"must multiply to the {num_devices} devices there are; change a size, set "
-            "one axis to -1 (what is left), or runtime.cpu_devices on a CPU"
+            f"must multiply to the {num_devices} devices; change a size, set one axis "
+            "to -1 (the remaining devices), or set runtime.cpu_devices on a CPU"
         )
         raise ConfigError([Mistake("mesh", text, rule)])
     return sizes
 
 
 def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
-    """Return into how many parts a dim on these mesh axes is cut."""
+    """Return the number of shards of a dim on these mesh axes."""
     return math.prod(sizes[axis] for axis in listed(axes))
 
 
 class Pipeline(NamedTuple):
     """How microbatches pass through stages of layers (model/pipeline.py).
 
-    repeats: groups of layers of each stage.
+    stages: the number of stages.
+    repeats: the number of groups of layers on each stage.
+    microbatches: the number of parts of a batch that are in flight.
     """
 
     stages: int
@@ -71,22 +74,22 @@ class Pipeline(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """In which each stage runs one group of its layers."""
+        """The number of iterations; in each, a stage runs one group of its layers."""
         return self.repeats * self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The part of these in which a stage has nothing to do."""
+        """The fraction of the iterations in which a stage is idle."""
         return (self.stages - 1) / self.iterations
 
     @property
     def own(self) -> int:
-        """Microbatches of each device's own rows."""
+        """The number of microbatches of each device's local rows."""
         return max(1, self.microbatches // self.stages)
 
 
 def pipeline_of(config: Config, stages: int) -> Pipeline:
-    """Return the pipeline of a config on a mesh with so many stages."""
+    """Return the pipeline of a config on a mesh with this number of stages."""
     if stages == 1:
         return Pipeline(1, 1, 1)
     microbatches = config.train.pipeline_microbatches or stages
@@ -94,35 +97,37 @@ def pipeline_of(config: Config, stages: int) -> Pipeline:
 
 
 def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check that layers and microbatches are shared out evenly over stages.
+    """Check that layers and microbatches divide evenly over stages.
 
     Raises:
-        ConfigError: if not, with all that is not.
+        ConfigError: with everything that does not.
     """
     stages, repeats, microbatches = pipeline_of(config, sizes["pipeline"])
     mistakes = list[Mistake]()
     if stages == 1:
         return
     if microbatches % stages:
-        rule = f"must be a multiple of mesh.pipeline={stages}, so that stages start "
-        rule += f"with as many each; {nearest(microbatches, stages)}, or null"
-        mistakes.append(Mistake("train.pipeline_microbatches", microbatches, rule))
+        rule = (
+            f"must be a multiple of mesh.pipeline={stages}, so that each stage starts "
+        )
+        rule += f"with the same number; {nearest(microbatches, stages)}, or null"
+        key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
+        mistakes.append(Mistake(key, microbatches, rule, related))
     experts, groups = config.model.expert_layers, stages * repeats
     dense = config.model.layers_before_experts
-    rest = config.model.num_layers - dense
-    wrong = [n for n in (dense, experts or rest) if n % groups]
-    if wrong:
-        kind = "" if wrong[0] == config.model.num_layers else " of one kind"
-        rule = f"x mesh.pipeline_repeats={repeats} must divide the {wrong[0]} layers"
-        rule += f"{kind} (model.num_layers, of these model.dense_layers), which lie in "
-        rule += "groups of as many on the stages; change stages, repeats or layers"
-        mistakes.append(Mistake("mesh.pipeline", stages, rule))
+    counts = dense, experts or config.model.num_layers - dense
+    if uneven := [count for count in counts if count % groups]:
+        kind = "" if uneven[0] == config.model.num_layers else " of one kind"
+        rule = f"x mesh.pipeline_repeats={repeats} must divide the {uneven[0]} layers"
+        rule += f"{kind} (model.num_layers, of these model.dense_layers), which form "
+        rule += "equal groups on the stages; change stages, repeats or layers"
+        related = ("mesh.pipeline_repeats", "model.num_layers", "model.dense_layers")
+        mistakes.append(Mistake("mesh.pipeline", stages, rule, related))
     else:
         windows = config.model.windows
-        stacks = windows[:dense], windows[dense:]
-        for of in (stack for stack in stacks if stack):
-            size = len(of) // groups
-            if len({of[i : i + size] for i in range(0, len(of), size)}) > 1:
+        for stack in filter(None, (windows[:dense], windows[dense:])):
+            size = len(stack) // groups
+            if len({stack[i : i + size] for i in range(0, len(stack), size)}) > 1:
                 rule = f"must be the same in each group of {size} layers that a stage "
                 rule += "runs at once; its length must divide them: change stages, "
                 rule += "mesh.pipeline_repeats or the pattern"
@@ -138,13 +143,13 @@ def check_batch(
     """Check that every device gets whole rows of each microbatch.
 
     Args:
-        batch_size: rows of the global batch.
-        accumulation: microbatches of a step.
-        shards: devices that share the rows of a microbatch.
-        passes: of a pipeline, for each of its stages.
+        batch_size: the number of rows in the global batch.
+        accumulation: the number of microbatches in a step.
+        shards: the number of devices that share the rows of a microbatch.
+        passes: the number of pipeline microbatches for each stage.
 
     Raises:
-        ConfigError: if not.
+        ConfigError: if a device would get a part of a row.
     """
     if batch_size % (shards * accumulation * passes):
         pipeline = "train.pipeline_microbatches / mesh.pipeline"
@@ -154,16 +159,17 @@ def check_batch(
             f"{f' x {passes} ({pipeline})' if passes > 1 else ''}; "
             f"{nearest(batch_size, shards * accumulation * passes)}"
         )
-        raise ConfigError([Mistake("data.batch_size", batch_size, rule)])
+        related = ("train.accumulation_steps", "train.pipeline_microbatches")
+        raise ConfigError([Mistake("data.batch_size", batch_size, rule, related)])
 
 
 def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check that mesh axes divide the model's dims, as far as its config names them.
+    """Check that mesh axes divide the dims that the model's config names.
 
-    Each parameter's are checked where it is laid out (train/sharding.py).
+    The dims of each parameter are checked when it is sharded (train/sharding.py).
 
     Raises:
-        ConfigError: if not, with all that they do not.
+        ConfigError: with every dim that is not divided.
     """
     model, mistakes = config.model, list[Mistake]()
     dims = [
@@ -177,14 +183,14 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     else:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
-        entry, what = config.mesh.params.get(axis), f"model.{field}={size}"
-        found = dim_mistakes(sizes, axis, entry, size, what)
-        if axis in ("heads", "kv_heads"):  # of which a device computes its own
+        entry, description = config.mesh.params.get(axis), f"model.{field}={size}"
+        found = dim_mistakes(sizes, axis, entry, size, description)
+        if not found and axis in ("heads", "kv_heads"):  # each device computes some
             entry = config.mesh.activations.get(axis)
-            found = found or dim_mistakes(
-                sizes, axis, entry=entry, dim=size, what=what, table="activations"
+            found = dim_mistakes(
+                sizes, axis, entry, size, description, table="activations"
             )
-        mistakes += found
+        mistakes += [m._replace(related=(f"model.{field}",)) for m in found]
     if mistakes:
         raise ConfigError(mistakes)
 
@@ -194,15 +200,18 @@ def dim_mistakes(
     axis: str,
     entry: Any,
     dim: int,
-    what: str,
+    description: str,
     table: str = "params",
 ) -> list[Mistake]:
-    """Return the mistake if `entry`'s mesh axes do not divide a dim, called `what`."""
+    """Return a mistake if the mesh axes of a table's entry do not divide a dim.
+
+    `description` names the dim and its size in the message.
+    """
     shards = math.prod(sizes.get(name, 1) for name in listed(entry))
     if dim % shards == 0:
         return []
-    rule = f"puts {what} on {shards} devices, which do not divide it; change size or "
-    rule += f"mesh, or map {axis} to null"
+    rule = f"puts {description} on {shards} devices, which do not divide it; change "
+    rule += f"size or mesh, or map {axis} to null"
     return [Mistake(f"mesh.{table}.{axis}", entry, rule)]
 
 
@@ -210,15 +219,15 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
     """List what the mesh does not divide, as far as that is known without JAX.
 
     Args:
-        config: right in itself.
-        num_devices: default: `runtime.cpu_devices`, where nothing else can be meant;
-            else the number is left out of it.
+        config: a config that passed every other check.
+        num_devices: the number of devices. By default it is `runtime.cpu_devices` if
+            there can be no others; otherwise the number is not checked.
     """
     count = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")
     rules = (*config.mesh.params.values(), *config.mesh.activations.values())
-    known = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
-    if config.mesh.planned or not known:
+    axes_exist = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
+    if config.mesh.planned or not axes_exist:
         return []
     sizes = least_sizes(config.mesh, count or 1)
     passes = pipeline_of(config, sizes["pipeline"]).own
@@ -236,13 +245,13 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
 
 
 def _cpu_devices(config: Config) -> int | None:
-    """Return the virtual devices that will be all there are; None if others may be."""
-    told = config.distributed.num_processes not in (None, 1)
-    if told or any(os.environ.get(name) for name in _TELLING):
+    """Return the number of virtual devices, or None if there may be other devices."""
+    several = config.distributed.num_processes not in (None, 1)
+    if several or any(os.environ.get(name) for name in _ANNOUNCING):
         return None
     platform = config.runtime.platform
-    asked = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
+    is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
     nothing_else = platform is Platform.auto and not any(
         Path(device).exists() for device in _ACCELERATORS
     )
-    return config.runtime.cpu_devices if asked or nothing_else else None
+    return config.runtime.cpu_devices if is_cpu or nothing_else else None

@@ -1,4 +1,4 @@
-"""`python -m train.report runs=[runs/a,runs/b]`: compare runs, or draw one again."""
+"""`python -m train.report runs=[runs/a,runs/b]`: compare runs, or redraw one."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,16 +23,17 @@ class ReportConfig:
 
 
 def report_mistakes(config: ReportConfig) -> list[Mistake]:
-    """List the mistakes: no run to draw."""
+    """Check that a run is named."""
     rule = "must name directories of runs: runs=[runs/a,runs/b]"
     return [] if config.runs else [Mistake("runs", config.runs, rule)]
 
 
-def main(asked: ReportConfig) -> int:
+def main(config: ReportConfig) -> int:
     """Write the page and print its tables.
 
     Raises:
-        ConfigError: naming each directory that holds no run; or what cannot be written.
+        ConfigError: with each directory that holds no run, or with a file that cannot
+            be written.
     """
     from train.console import print_table
     from train.run.comparison import compare_runs
@@ -41,8 +42,8 @@ def main(asked: ReportConfig) -> int:
     from train.run.report import TEMPLATE, write_report
     from train.run.starts import existing_run
 
-    found = check_all(*(partial(existing_run, run, "runs") for run in asked.runs))
-    folders = [*dict.fromkeys(found)]  # a run that is named twice is one
+    runs = check_all(*(partial(existing_run, run, "runs") for run in config.runs))
+    folders = [*dict.fromkeys(runs)]  # each run once, even if it is named twice
     if len(folders) == 1:
         try:
             print(write_report(folders[0]))
@@ -51,7 +52,7 @@ def main(asked: ReportConfig) -> int:
             rule += "name a copy of the run where you may write"
             raise ConfigError([Mistake("runs", str(folders[0]), rule)]) from None
         return 0
-    output, data = run_folder(asked.output, "output"), compare_runs(folders)
+    output, data = run_folder(config.output, "output"), compare_runs(folders)
     for title, headers, rows in data["tables"]:
         print_table(rows, headers, title)
         print()

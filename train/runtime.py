@@ -1,4 +1,4 @@
-"""The machine, settled before JAX first touches a device."""
+"""Set up JAX for this machine, before it first touches a device."""
 
 import ctypes
 import logging
@@ -16,10 +16,10 @@ from train.hardware.chips import chip_of
 from train.mesh import Device
 
 log = logging.getLogger(__name__)
-# What TPUs, and GPUs of NVIDIA (dxg: under Windows) and AMD, are reached by.
+# Device files of TPUs, and of GPUs of NVIDIA (dxg: under Windows) and AMD.
 _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "dxg", "kfd")
-# glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. All memory comes
-# from one heap, and what is freed stays there.
+# Options of glibc's malloc (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX. With
+# these values all memory comes from one heap, and freed memory stays there.
 _KEEP_FREED = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
 
 
@@ -31,8 +31,8 @@ def set_up(config: RuntimeConfig) -> None:
     if config.platform is not Platform.auto:
         jax.config.update("jax_platforms", config.platform.value)
     elif not (_platforms() or _accelerators(Path("/dev"))):
-        # Else libtpu, where installed, looks for a TPU for ten seconds, and complains.
-        # JAX itself names the platform where it sees a TPU's chips.
+        # Otherwise an installed libtpu looks for a TPU for ten seconds, and complains.
+        # JAX itself sets the platform if it sees the chips of a TPU.
         jax.config.update("jax_platforms", "cpu")
     if _platforms() == "cpu":
         keep_freed_memory()
@@ -47,12 +47,12 @@ def set_up(config: RuntimeConfig) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have memory that is freed used again, rather than asked of Linux once more.
+    """Let malloc reuse freed memory, instead of returning it to Linux.
 
-    XLA:CPU allocates a step's intermediate arrays anew at each step. As glibc comes,
-    Linux takes so large a block back at once, and hands it out zeroed again, 4 KiB at a
-    time: half of a step of a small model (docs/log.md). Does nothing where malloc is
-    another.
+    XLA:CPU allocates the intermediate arrays of each step again. By default glibc
+    returns such large blocks to Linux at once, which hands them out again as zeroed
+    pages of 4 KiB. This takes half of the time of a small model's step (docs/log.md).
+    It does nothing if malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform.startswith("linux") and mallopt is not None:
@@ -65,22 +65,22 @@ def _platforms() -> str | None:
 
 
 def _accelerators(devices: Path) -> bool:
-    """Tell whether Linux has a device that is no CPU; where it is not Linux, always."""
+    """Return whether there may be an accelerator; on systems other than Linux, True."""
     if not sys.platform.startswith("linux"):
         return True
     return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
 
 
 def cores() -> int:
-    """Count the cores that may be used, up to two.
+    """Return the number of usable cores, but at most two.
 
-    One virtual device a core beats one device with two threads by a quarter on a small
-    model; more than two were not measured (docs/log.md).
+    One virtual device for each core is a quarter faster than one device with two
+    threads, on a small model. More than two were not measured (docs/log.md).
     """
     return min(2, usable_cores())
 
 
-# XLA:TPU's: collectives are theirs, and none a part of a product's fusion.
+# Options of XLA:TPU: SparseCores run the collectives, and no product is fused with one.
 _ON_SPARSE_CORES: dict[str, bool | str] = {
     **{
         f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
@@ -99,15 +99,15 @@ _ON_SPARSE_CORES: dict[str, bool | str] = {
 def compiler_options(
     device: Device, compute: jnp.dtype, sparse_cores: bool
 ) -> dict[str, bool | str]:
-    """Return XLA's options for the train step, by its compute dtype.
+    """Return the XLA options for the training step with a compute dtype.
 
-    On a TPU with SparseCores they run the collectives, if they may: left to itself XLA
-    runs none of an FSDP step beside its products there (docs/log.md).
+    On a TPU with SparseCores these run the collectives, if `sparse_cores` allows it. By
+    default XLA overlaps no collective of an FSDP step with products (docs/log.md).
 
-    A CPU's default analysis of live ranges copies every optimizer moment at the start
-    of each step; the finer one sees that the old moment is read for the last time
-    where the new one is written. Of float32 its library YNNPACK is to take products
-    alone: left to XLA, what is elementwise around them is faster (docs/log.md).
+    On a CPU the default analysis of live ranges copies every optimizer moment at the
+    start of each step. The finer analysis sees that the old moment is last read when
+    the new one is written. In float32 the library YNNPACK runs only products, because
+    XLA is faster for the elementwise operations around them (docs/log.md).
     """
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
@@ -123,8 +123,8 @@ def compiler_options(
 def cpu_prefers_bfloat16(info: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32.
 
-    It does with AMX, and with AMD's AVX-512 BF16; Intel's alone, where AMX is missing
-    or hidden from a virtual machine, has half of float32's rate (docs/log.md).
+    It does with AMX, and with AVX-512 BF16 of AMD. Intel's AVX-512 BF16 without AMX,
+    which a virtual machine may hide, has half of float32's rate (docs/log.md).
     """
     try:
         text = info.read_text()

@@ -1,4 +1,4 @@
-"""`python -m train.status run.dir=...`: how far a run is, and what its time went to."""
+"""`python -m train.status run.dir=...`: show how far a run is and how it spent time."""
 
 import contextlib
 import dataclasses
@@ -31,9 +31,9 @@ from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_SILENT_S = 180.0  # uploads come once a minute
-_LOOKS, _LOOK_S = 6, 1.0  # at a lease, which its owner renews every two seconds
-_SILENT_LAPS = 5  # or so many times the longest lap so far, say a compilation
+_SILENT_S = 180.0  # a live run is not silent for longer: it uploads once a minute,
+_SILENT_LAPS = 5  # or for longer than this many times its longest lap so far
+_LOOKS, _LOOK_S = 6, 1.0  # a lease is renewed every two seconds
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class StatusConfig:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint. age_s: since it was sealed; None: not sealed, or not known."""
+    """A checkpoint.
+
+    age_s: the time since it was sealed; None if it is not sealed, or unknown.
+    """
 
     step: int
     sealed: bool
@@ -58,13 +61,13 @@ class Save:
 
 @dataclass(frozen=True)
 class Status:
-    """What a run's directory says of it.
+    """The status of a run, read from its directory.
 
-    state: finished, running, or stopped and how.
-    owner: who runs it, if somebody does.
-    silent_s: since the last record.
-    left_s: until it is finished, if it runs.
-    validation: the last evaluation and the best one, if there were any.
+    state: finished, running, or stopped with the reason.
+    owner: the process that runs it, if there is one.
+    silent_s: the time since its last record.
+    left_s: the time until it is finished, if it runs.
+    validation: the last and the best evaluation, if there were any.
     """
 
     state: str
@@ -80,7 +83,7 @@ class Status:
 
 
 def read_status(folder: epath.Path) -> Status:
-    """Read how far the run in a folder is, live or not; nothing is written."""
+    """Read the status of the run in a folder, without writing anything."""
     events, start = read_events(folder), newest_start(folder)
     goodput, silent_s = account(events), None
     num_steps = start.get("changes", {}).get("train.num_steps")
@@ -107,25 +110,25 @@ def read_status(folder: epath.Path) -> Status:
 
 
 def status_mistakes(config: StatusConfig) -> list[Mistake]:
-    """List the mistakes: no run, or one object that would have to change."""
+    """Check that a run is named, and that json and follow are not combined."""
     mistakes = must_name_run(config)
     if config.json and config.follow:
-        rule = "is for people; leave it out, or json, and ask again now and then"
+        rule = "cannot be combined with json=true; leave out one of them"
         mistakes.append(Mistake("follow", config.follow, rule))
     return mistakes
 
 
-def main(asked: StatusConfig) -> int:
+def main(config: StatusConfig) -> int:
     """Print the status of a run.
 
     Raises:
         ConfigError: if there is no such run.
     """
-    folder = existing_run(run_dir(Config(run=asked.run)))
+    folder = existing_run(run_dir(Config(run=config.run)))
     status = read_status(folder)
-    if asked.follow:
+    if config.follow:
         _follow(folder, status)
-    elif asked.json:
+    elif config.json:
         print(json.dumps(_plain(status)))
     else:
         _print(status)
@@ -133,7 +136,7 @@ def main(asked: StatusConfig) -> int:
 
 
 def _follow(folder: epath.Path, status: Status) -> None:
-    """Draw the status in place; off a terminal it is printed once, at the end."""
+    """Redraw the status until the run ends; without a terminal, print it at the end."""
     with Live(auto_refresh=False, console=Console()) as live:
         while True:
             shown = io.StringIO()
@@ -152,10 +155,10 @@ def _live_owner(
     silent_s: float | None,
     events: Sequence[Mapping[str, Any]],
 ) -> str | None:
-    """Return who is at the run: as its process tells, or its logs, or its lease.
+    """Return the process that runs the run, judged by itself, its logs or its lease.
 
-    Nothing is recorded while a step compiles, and what was is not uploaded to a store;
-    then its lease tells, but only who waits for the next beat.
+    A run records and uploads nothing while a step compiles. Then only its lease shows
+    that it is alive, to a reader who waits until it is renewed.
     """
     owner = read_owner(os.fspath(folder))
     alive = owner is not None and owner.alive()
@@ -172,7 +175,7 @@ def _live_owner(
 def _seems_alive(
     goodput: Goodput, silent_s: float | None, events: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Judge by the time since the last record, and by the longest lap so far."""
+    """Return whether the time since the last record is usual for this run."""
     if silent_s is None or goodput.starts[-1].code is not None:
         return False
     number = goodput.starts[-1].number
@@ -194,7 +197,7 @@ def _state(
 
 
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
-    """Judge by the last start, saves and evaluations included."""
+    """Estimate the time left from the last start, with its saves and evaluations."""
     start = goodput.starts[-1]
     if start.last_step is None or start.first_step is None:
         return None
@@ -213,13 +216,13 @@ def _last_save(folder: epath.Path) -> Save | None:
     newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
     saved = (newest / "digests.json").stat().mtime if sealed else 0
-    # Object stores keep no such time where it is looked for.
+    # Object stores do not keep this time.
     age_s = max(0.0, time.time() - saved) if saved else None
     return Save(steps[-1], sealed, age_s)
 
 
 def _plain(status: Status) -> dict[str, Any]:
-    """Return the status as JSON, with what is derived."""
+    """Return the status as plain values for JSON, with derived ones."""
     goodput, validation = status.goodput, status.validation
     return {
         **dataclasses.asdict(status),

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts, FLOPs, durations."""
+"""Format bytes, counts, FLOPs and durations for people."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count with three digits or so: `950`, `12.4K`, `124M`, `1.24B`."""
+    """Return a count with about three digits: `950`, `12.4K`, `124M`, `1.24B`."""
     return "".join(_shortened(count, ("", "K", "M", "B", "T")))
 
 
@@ -34,7 +34,7 @@ def _shortened(count: float, units: Sequence[str]) -> tuple[str, str]:
 def format_seconds(seconds: float) -> str:
     """Return a duration in its two leading units: `12 ms`, `3.2 s`, `1 h 02 min`.
 
-    What takes time is not rounded to zero: `300 µs`.
+    A positive duration is not rounded to zero: `300 µs`.
     """
     if seconds <= 0:
         return "0 s"
@@ -45,9 +45,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if round(seconds) < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {whole_seconds:02d} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 24:
         return f"{hours} h {minutes:02d} min"
@@ -56,6 +56,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list, and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

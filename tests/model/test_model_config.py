@@ -39,9 +39,9 @@ from train.cli.schema import convert
 def test_every_mistake_is_named_with_its_value(change, fields):
     config = replace(ModelConfig(), **change)
     _, bounds = convert(asdict(config), ModelConfig)
-    found = [tuple(mistake) for mistake in bounds] or broken_rules(config)
-    assert [field for field, _, _ in found] == fields
-    for field, value, rule in found:
+    found = bounds or broken_rules(config)
+    assert [mistake[0] for mistake in found] == fields
+    for field, value, rule, _ in found:
         assert value == attrgetter(field)(config)
         assert len(rule) > 10
 

@@ -7,7 +7,7 @@ import pytest
 
 from model.choices import Activation, NormSpan, Position, RopeScaling, Scaling
 from model.config import ModelConfig
-from train.cli.rules import without_effect
+from train.cli.unread_keys import without_effect
 from train.config import (
     Config,
     EvalConfig,
@@ -98,4 +98,4 @@ def test_to_keep_what_a_model_does_not_make_is_named(key):
     assert without_effect(config) == []
     plain = replace(config.model, activation=Activation.gelu)
     (warning,) = without_effect(replace(config, model=plain))
-    assert f"{key} keeps mlp_gate in vain: model.activation=gelu" in warning
+    assert f"{key}: mlp_gate has no effect, because model.activation=gelu" in warning

@@ -98,7 +98,7 @@ def test_a_dcn_factor_must_divide_its_axis():
     with pytest.raises(ConfigError) as error:
         make_mesh(MeshConfig(data=8, dcn=DcnConfig(fsdp=2)))
     (mistake,) = error.value.mistakes
-    assert mistake == ("mesh.dcn.fsdp", 2, "must divide mesh.fsdp=1")
+    assert mistake[:3] == ("mesh.dcn.fsdp", 2, "must divide mesh.fsdp=1")
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from train.cli.compose import Validate, check_command_line, compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
-from train.cli.rules import config_mistakes, without_effect
+from train.cli.rules import config_mistakes
 from train.cli.schema import config_yaml, read_yaml
+from train.cli.unread_keys import without_effect
 from train.config import Config
 from train.errors import STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask

@@ -1,33 +1,33 @@
-"""From a command line to one config, or to everything that is wrong with it.
+"""Turn a command line into one config, or into the list of all its mistakes.
 
-By itself Hydra stops at the first mistake, with exit code 1. Here its parser reads each
-argument, its loader composes the presets that the groups choose (`presets.py`), and
-the other overrides are set in those. `schema.py` holds the result against the
-dataclasses, `rules.py` adds the rules between keys.
+Hydra alone stops at the first mistake, with exit code 1. Here its parser reads each
+argument, its loader composes the chosen presets (`presets.py`), and the other overrides
+are set in these. `schema.py` checks the result against the dataclasses, and `rules.py`
+checks the rules between keys.
 """
 
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from train.cli.compat import node_of, override_parser
 from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
 from train.cli.hints import (
     did_you_mean,
     keys_of,
     must_be,
+    similar_names,
     type_in_words,
     type_of,
     unknown_key,
 )
-from train.cli.presets import Presets, node_of, read_once, search_path, why
+from train.cli.presets import Presets, read_once, search_path, why
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
@@ -35,7 +35,7 @@ from train.errors import ConfigError, Mistake
 from train.masking import remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
-MAX_JOBS = 32  # of a sweep checked as a whole beforehand; each job checks itself again
+MAX_JOBS = 32  # checked before a sweep begins; each job also checks itself
 
 Validate = Callable[[Any], list[Mistake]]
 
@@ -43,16 +43,16 @@ Validate = Callable[[Any], list[Mistake]]
 def compose(
     overrides: Sequence[str], config_name: str = "train", schema: type = Config
 ) -> Any:
-    """Return the config that a command line means, the rules between keys unchecked.
+    """Return the config of a command line, without checking rules between keys.
 
     Raises:
-        ConfigError: with every mistake in it.
+        ConfigError: with every mistake.
     """
     return check_command_line(quote_text(overrides, schema), config_name, schema)
 
 
 def no_rules(config: Any) -> list[Mistake]:
-    """List no mistakes: all is well between keys."""
+    """Check no rules between keys."""
     return []
 
 
@@ -63,24 +63,23 @@ def check_command_line(
     validate: Validate = no_rules,
     chosen: Sequence[str] = (),
 ) -> Any:
-    """Check the arguments of a command (`sys.argv[1:]`), of a sweep each value.
+    """Check the arguments of a command (`sys.argv[1:]`), and each value of a sweep.
 
-    With `--cfg` and the like, which only show the config, the rules between keys are
-    left out.
+    `--cfg` and other flags that only show the config do not check rules between keys.
 
     Args:
-        argv: the arguments, as `quote_text` has them.
-        config_name: root file in `configs/`.
+        argv: the arguments, as `quote_text` returns them.
+        config_name: the root file in `configs/`.
         schema: the dataclass of all keys.
-        validate: lists the mistakes between them.
-        chosen: choices of groups that the schema holds for.
+        validate: lists the mistakes between keys.
+        chosen: the choices of groups that this schema is for.
 
     Returns:
-        The config; of a sweep the first job's; None if only help is asked for.
+        The config, or that of the first job of a sweep; None for help.
 
     Raises:
-        ConfigError: with every mistake there is, in the order of the arguments, then
-            of the config.
+        ConfigError: with every mistake, first in the order of the arguments, then in
+            the order of the config.
     """
     argv, mistakes = without_spaced(argv)
     flags = parse_flags(argv)
@@ -106,7 +105,7 @@ def check_command_line(
 
 
 class _Check:
-    """The mistakes so far, and what is needed to find more."""
+    """Collects the mistakes of a command line."""
 
     def __init__(
         self,
@@ -117,19 +116,19 @@ class _Check:
     ) -> None:
         self.presets, self.schema, self.validate = presets, schema, validate
         self.mistakes = mistakes
-        # Groups whose choice cannot be used.
+        # The groups whose choice is wrong.
         self.rejected = {m.key for m in mistakes} & presets.choices.keys()
-        self.parser = OverridesParser.create(config_loader=presets.loader)
+        self.parser = override_parser(presets.loader)
 
     def read(self, text: str, sweep: bool) -> list[Override]:
-        """Parse one argument: into one override, or one for each value of a sweep."""
+        """Parse an argument into one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader
             overrides = [parsed]
             if parsed.is_sweep_override():
-                # Only the sweeper knows the values of an interval.
+                # The values of an interval are only known to the sweeper.
                 items = parsed.is_discrete_sweep() and parsed.sweep_string_iterator()
                 name = parsed.get_key_element()
                 texts = [f"{name}={item}" for item in items or ()]
@@ -145,26 +144,25 @@ class _Check:
             else:
                 names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
-                rule += "" if key in names else did_you_mean(key, names)
+                rule += "" if key in names else did_you_mean(similar_names(key, names))
             self._add(key, value, rule)
             return []
         return [override for override in overrides if self._fits(override)]
 
     def job(self, overrides: Sequence[Override]) -> Any:
-        """Return the config of one job, wrong values replaced; record its mistakes."""
+        """Return the config of one job, with defaults for wrong values."""
         chosen = [str(o.input_line) for o in overrides if self._options(o)]
         tree, mistakes = self.presets.compose(chosen)
         for mistake in mistakes:
             self.rejected.add(mistake.key)
-            self._add(*mistake)
+            self._record(mistake)
         typed = []
         for override in overrides:
             if not self._options(override):
-                key, value = override.key_or_group, override.value()
-                if rule := _set(tree, override, self.schema):
-                    self._add(key, "" if override.is_delete() else value, rule)
+                if mistake := _set(tree, override, self.schema):
+                    self._record(mistake)
                 else:
-                    typed.append(key)
+                    typed.append(override.key_or_group)
         tree.pop("hydra", None)
         remember_secrets(str(OmegaConf.to_container(tree)))
         try:
@@ -173,37 +171,46 @@ class _Check:
             self._add(str(error.full_key or "command line"), "", why(error))
             return None
         config, mistakes = convert(values, self.schema)
-        for key, value, rule in mistakes:
-            by_hand = any(key.startswith(prefix) for prefix in typed)
-            file = None if by_hand else self.presets.file_with(key, chosen)
-            self._add(key, value, f"{rule}\nin {file}" if file else rule)
+        for mistake in mistakes:
+            is_typed = any(mistake.key.startswith(key) for key in typed)
+            file = None if is_typed else self.presets.file_with(mistake.key, chosen)
+            if file:
+                mistake = mistake._replace(rule=f"{mistake.rule}\nin {file}")
+            self._record(mistake)
         if self.rejected <= {f.name for f in fields(self.schema)}:
-            # What else an unusable experiment would have set is unknown.
+            # A wrong experiment might have set any key.
             self._between(self.validate(config), typed)
             if self.mistakes and isinstance(config, Config):
-                # Alone they are found with all else that does not fit the devices.
+                # Without other mistakes these are found once devices are counted.
                 self._between(mesh_mistakes(config), typed)
         return config
 
     def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:
-        """Add mistakes between keys, but none that speaks of a mistaken key's value."""
-        faulty_keys = {word for mistake in self.mistakes for word in _keys_in(mistake)}
-        for key, value, rule in mistakes:
+        """Record mistakes between keys, except those that follow from other mistakes.
+
+        A mistake follows from another one if its rule reads a key that is wrong, or
+        that a user may have meant by a wrong key: it then has its default here.
+        """
+        wrong = {m.key for m in self.mistakes}
+        wrong |= {key for m in self.mistakes for key in m.related}
+        for mistake in mistakes:
+            key = mistake.key
             section, table = key.partition(".")[0], key.rpartition(".")[0]
-            entry = key in typed and type_of(self.schema, table)[1]
-            unknown = section in self.rejected and not entry
-            inside = any(f"{faulty}.".startswith(f"{key}.") for faulty in faulty_keys)
-            concerned = any(f"{faulty}=" in rule for faulty in faulty_keys)
-            if not (unknown or inside or concerned):
-                self._add(key, value, rule)
+            is_entry = key in typed and type_of(self.schema, table)[1]
+            is_unknown = section in self.rejected and not is_entry
+            is_section_of_wrong = any(k.startswith(f"{key}.") for k in wrong)
+            if not (
+                is_unknown or is_section_of_wrong or wrong & {key, *mistake.related}
+            ):
+                self._record(mistake)
 
     def _options(self, override: Override) -> list[str]:
-        """List a group's choices; empty for a key."""
+        """List the choices of a group; empty for a key."""
         section = isinstance(override.value(), dict)
         return [] if section else self.presets.options(override.key_or_group)
 
     def _fits(self, override: Override) -> bool:
-        """Record what is wrong with an override whatever else is set."""
+        """Return whether an override is possible at all, and record why not."""
         key, options, rule = override.key_or_group, self._options(override), ""
         if options and key not in self.presets.choices:
             groups = ", ".join(self.presets.groups) or "it has none"
@@ -218,69 +225,72 @@ class _Check:
         return not rule
 
     def _add(self, key: str, value: object, rule: str) -> None:
-        mistake = Mistake(key, value, rule)
+        self._record(Mistake(key, value, rule))
+
+    def _record(self, mistake: Mistake) -> None:
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
 
 
 def _choice_rule(override: Override, options: list[str]) -> str:
-    """Return what is wrong with a choice; empty if nothing is."""
+    """Return the rule that a choice breaks; empty if there is none."""
     key, value = override.key_or_group, override.value()
     rule = f"must be one of {', '.join(options)}"
     if override.is_add() or override.is_force_add():
         return f"is one of this command's groups already; write {key}={value}"
     if value is None:
-        return f"{rule}; ~{key} is none"
+        return f"{rule}; ~{key} chooses none"
     choices = map(str, value if isinstance(value, list) else [value])
     if isinstance(value, list) and "none" in value and value[1:]:
         return "none stands alone; leave it out, or the others"
     unknown = next((choice for choice in choices if choice not in options), None)
-    return "" if unknown is None else rule + did_you_mean(unknown, options)
+    if unknown is None:
+        return ""
+    return rule + did_you_mean(similar_names(unknown, options))
 
 
-def _set(tree: DictConfig, override: Override, schema: type) -> str:
-    """Set one key in the composed values; return why that cannot be, empty if it is."""
+def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
+    """Set or remove one key in the composed values; return why that is impossible."""
     key, value = override.key_or_group, override.value()
     parent, _, name = key.rpartition(".")
     section, node = node_of(tree, parent), node_of(tree, key)
     in_table = type_of(schema, parent)[1] and isinstance(section, DictConfig)
     if override.is_delete():
         if node is None and in_table:
-            return f"there is no such key; {parent} has {', '.join(section)}"
+            rule = f"there is no such key; {parent} has {', '.join(section)}"
+            return Mistake(key, "", rule)
         if node is None:
             return unknown_key(schema, key)
         if not in_table:
-            return "cannot be removed; leave it out, and it has its default"
+            rule = "cannot be removed; leave it out, and it has its default"
+            return Mistake(key, "", rule)
         section.pop(name)
-        return ""
+        return None
     if override.is_add() and node is not None:
-        return f"is there already; write {key}=... without the +"
-    hydras = node is None and key.startswith("hydra.")
-    if hydras or not isinstance(section, DictConfig | None):
-        return unknown_key(schema, key)
-    kind = {DictConfig: dict, ListConfig: list}.get(type(node), object)
-    # What is a list in one table may be a name in another; null may stand for a list.
-    kind = object if kind is list and (in_table or value is None) else kind
-    if not isinstance(value, kind):
-        return must_be(type_in_words(type_of(schema, key)[0]), schema, key)
+        return Mistake(key, value, f"is there already; write {key}=... without the +")
+    is_hydras = node is None and key.startswith("hydra.")
+    if is_hydras or not isinstance(section, DictConfig | None):
+        return unknown_key(schema, key, value)
+    required = {DictConfig: dict, ListConfig: list}.get(type(node), object)
+    # An entry of a table may be a list or a name, and null may replace a list.
+    if required is list and (in_table or value is None):
+        required = object
+    if not isinstance(value, required):
+        words = type_in_words(type_of(schema, key)[0])
+        return Mistake(key, value, must_be(words, schema, key))
     try:
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        return str(error).splitlines()[0]
-    return ""
+        return Mistake(key, value, str(error).splitlines()[0])
+    return None
 
 
 def _place(key: str, typed: Sequence[str], sections: Sequence[str]) -> tuple[int, int]:
-    """Return a mistake's place: flags, arguments, and what follows from several."""
+    """Return the place of a mistake in the list: flags, arguments, then all others."""
     if key.startswith("-"):
         return -1, 0
-    positions = [i for i, text in enumerate(typed) if text and key.startswith(text)]
+    exact = [i for i, text in enumerate(typed) if text and key.startswith(text)]
     parts = [i for i, text in enumerate(typed) if text.startswith(f"{key}.")]
     section = key.partition(".")[0]
     order = sections.index(section) if section in sections else -1
-    return min(positions or parts or [len(typed)]), order
-
-
-def _keys_in(mistake: Mistake) -> set[str]:
-    """List the dotted keys that a mistake speaks of."""
-    return {mistake.key, *re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+", mistake.rule)}
+    return min(exact or parts or [len(typed)]), order

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser
-
-from train.cli.hints import did_you_mean, keys_of
-from train.cli.other_trainers import name_here
+from train.cli.compat import flag_actions, flags_parser
+from train.cli.hints import did_you_mean, keys_of, similar_names
+from train.cli.other_trainers import called_here, name_here
 from train.config import Config
 from train.errors import ConfigError, Mistake
 
@@ -18,8 +17,8 @@ _KEY = r"[\w.+~]+"
 
 
 def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
-    """Return the arguments without overrides that have spaces around =, and these."""
-    words, joined, mistakes = list(argv), list[str](), list[Mistake]()
+    """Return the arguments without overrides that have spaces around =, and those."""
+    words, others, mistakes = list(argv), list[str](), list[Mistake]()
     while words:
         first = word = words.pop(0)
         if words and words[0].startswith("=") and re.fullmatch(_KEY, word):
@@ -33,8 +32,8 @@ def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
             rule += shlex.quote(f"{key}={value}")
             mistakes.append(Mistake(key.lstrip("+~"), value, rule))
         else:
-            joined.append(first)
-    return joined, mistakes
+            others.append(first)
+    return others, mistakes
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
@@ -43,22 +42,22 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: for a flag that lacks its value, or takes none.
     """
-    parser = get_args_parser()
+    parser = flags_parser()
 
     def error(message: str) -> NoReturn:
         raise ConfigError([Mistake("command line", "", message)])
 
     parser.error = error
-    for action in parser._actions:
-        action.choices = None  # `flag_mistakes` lists these with all else
-    flags, overrides = parser.parse_known_args(flags_first(argv))
-    flags.unknown = [text for text in overrides if text.startswith("-")]
-    flags.overrides += [text for text in overrides if not text.startswith("-")]
+    for action in flag_actions(parser):
+        action.choices = None  # `flag_mistakes` checks them with everything else
+    flags, rest = parser.parse_known_args(flags_first(argv))
+    flags.unknown = [text for text in rest if text.startswith("-")]
+    flags.overrides += [text for text in rest if not text.startswith("-")]
     return flags
 
 
 def flags_first(argv: Sequence[str]) -> list[str]:
-    """Move overrides behind flags: argparse takes them in one place only."""
+    """Move overrides after the flags, since argparse takes them in one place only."""
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
 
 
@@ -68,8 +67,8 @@ def is_sweep(flags: Namespace) -> bool:
 
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
-    """List flags that do not exist, that exclude each other or that we lack."""
-    actions, mistakes = get_args_parser()._actions, list[Mistake]()
+    """List flags that do not exist, exclude each other, or are not supported."""
+    actions, mistakes = flag_actions(flags_parser()), list[Mistake]()
     for action in actions:
         value, choices = getattr(flags, action.dest, None), list(action.choices or ())
         if choices and value not in (None, *choices):
@@ -78,36 +77,31 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
     options = [option for action in actions for option in action.option_strings]
     for flag in flags.unknown:
         name, _, value = flag.lstrip("-").partition("=")
-        rule = "there is no such flag" + did_you_mean(flag, options)
+        rule = "there is no such flag" + did_you_mean(similar_names(flag, options))
         typed, keys = name.replace("-", "_"), keys_of(Config)
-        key = did_you_mean(typed, keys)
-        if our_name := name_here(typed, keys):
-            rule += f"; keys have no dashes, and {our_name}"
-        elif key and "=" in flag:
-            rule += f"; keys have no dashes{key.removesuffix('?')}={value}?"
+        similar = similar_names(typed, keys)
+        if translation := name_here(typed, keys):
+            rule += f"; keys have no dashes, and {called_here(translation)}"
+        elif similar and "=" in flag:
+            rule += f"; keys have no dashes{did_you_mean(similar)[:-1]}={value}?"
         else:
             rule += "; --hydra-help lists them"
         mistakes.append(Mistake(flag, "", rule))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
-    modes_given = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
-    unsupported = "is not supported; presets of your own go into --config-dir <folder>"
+    asked = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
+    own = "is not supported; presets of your own go into --config-dir <folder>"
     folder = flags.config_dir
     checks = [
-        (
-            len(modes_given) > 1,
-            " and ".join(modes_given),
-            "",
-            "exclude each other; give one",
-        ),
+        (len(asked) > 1, " and ".join(asked), "", "exclude each other; give one"),
         (
             flags.resolve and not (flags.cfg or flags.help),
             *("--resolve", "", "goes with --cfg only"),
         ),
-        (flags.config_path, "--config-path", "", unsupported),
-        (flags.experimental_rerun, "--experimental-rerun", "", unsupported),
+        (flags.config_path, "--config-path", "", own),
+        (flags.experimental_rerun, "--experimental-rerun", "", own),
         (
             folder and not Path(folder).is_dir(),
             *("--config-dir", folder, "is not a folder"),
         ),
     ]
-    return mistakes + [Mistake(*mistake) for applies, *mistake in checks if applies]
+    return mistakes + [Mistake(*mistake) for wrong, *mistake in checks if wrong]

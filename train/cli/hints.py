@@ -4,7 +4,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
@@ -14,7 +14,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
 from data.config import INT32_MAX
-from train.cli.other_trainers import name_here
+from train.cli.other_trainers import called_here, key_of, name_here
+from train.errors import Mistake
 
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
@@ -72,37 +73,44 @@ def keys_of(schema: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def unknown_key(schema: type, key: str) -> str:
-    """Return the rule for a key that does not exist, and suggest keys that do."""
+def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
+    """Return the mistake of a key that does not exist, with keys that may be meant."""
+    keys = keys_of(schema)
     rule, parent = "there is no such key", key.rpartition(".")[0]
-    if here := name_here(key, keys_of(schema)):
-        return f"{rule}; {here}"
+    if name := name_here(key, keys):
+        return Mistake(key, value, f"{rule}; {called_here(name)}", (key_of(name),))
     section = type_of(schema, parent)[0]
     siblings = fields(section) if is_dataclass(section) and parent else ()
-    listed = {*keys_of(schema), *(f"{parent}.{field.name}" for field in siblings)}
-    if suggestion := did_you_mean(key, sorted(listed)):
-        return rule + suggestion
-    if section is None and (suggestion := did_you_mean(parent, sorted(listed))):
-        return rule + suggestion
+    known = sorted({*keys, *(f"{parent}.{field.name}" for field in siblings)})
+    similar = similar_names(key, known)
+    if not similar and section is None:
+        similar = similar_names(parent, known)
+    if similar:
+        return Mistake(key, value, rule + did_you_mean(similar), tuple(similar))
     while not is_dataclass(section):
         parent = parent.rpartition(".")[0]
         section = type_of(schema, parent)[0]
     if not parent:
-        return f"{rule}; --cfg job shows all keys"
-    return f"{rule}; {parent} has {', '.join(field.name for field in fields(section))}"
+        return Mistake(key, value, f"{rule}; --cfg job shows all keys")
+    names = ", ".join(field.name for field in fields(section))
+    return Mistake(key, value, f"{rule}; {parent} has {names}")
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Suggest names with the same last part, with its initials, or spelt similarly."""
+def similar_names(word: str, names: Iterable[str]) -> list[str]:
+    """Return names with the same last part, with its initials, or spelt similarly."""
     names, last = list(names), _tail(word)
     same = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
-    similar = difflib.get_close_matches(word, same, n=3, cutoff=0)
-    if not similar:
-        for name in difflib.get_close_matches(word, names, n=5):
-            if difflib.SequenceMatcher(None, last, _tail(name)).ratio() > 0.6:
-                similar = [name]
-                break
-    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+    if same:
+        return difflib.get_close_matches(word, same, n=3, cutoff=0)
+    for name in difflib.get_close_matches(word, names, n=5):
+        if difflib.SequenceMatcher(None, last, _tail(name)).ratio() > 0.6:
+            return [name]
+    return []
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return the question whether one of these names is meant; empty without any."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def _tail(key: str) -> str:

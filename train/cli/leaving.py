@@ -1,7 +1,7 @@
-"""The end of a process: threads that a library has left behind do not delay it.
+"""End a process without waiting for threads that a library has left behind.
 
-Python waits at its end for every thread that is not a daemon. After a save that failed
-one of Orbax's waits 20 minutes for a signal that will not come.
+Python waits at its end for every thread that is not a daemon. After a failed save, one
+of Orbax's threads waits 20 minutes for a signal that will not come.
 """
 
 import atexit
@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import NoReturn
 
+from train.cli.compat import run_exit_functions
+
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
@@ -19,11 +21,11 @@ GRACE_S = 10.0
 def leave(code: int) -> NoReturn:
     """End the process with an exit code, as `sys.exit` does.
 
-    If threads go on for `GRACE_S`, they are left behind. What is registered with
-    `atexit` is called, and output is flushed, in either case.
+    Threads that still run after `GRACE_S` are left behind. In either case the functions
+    of `atexit` are called, and output is flushed.
     """
     threads_ended = threading.Event()
-    # Python calls these functions after the last thread, and the newest of them first.
+    # Python calls functions of atexit after the last thread, the newest one first.
     atexit.register(threads_ended.set)
 
     def leave_threads_behind() -> None:
@@ -33,7 +35,7 @@ def leave(code: int) -> NoReturn:
         names = ", ".join(t.name for t in running if t is not threading.main_thread())
         log.warning("leaving, although these threads have not ended: %s", names)
         try:
-            atexit._run_exitfuncs()  # such as JAX's, which tells the other processes
+            run_exit_functions()  # JAX's tells the other processes
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

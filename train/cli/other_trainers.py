@@ -1,4 +1,4 @@
-"""What settings of nanoGPT, MaxText and torchtitan are called in Longhaul.
+"""The names that settings of nanoGPT, MaxText and torchtitan have in Longhaul.
 
 `docs/guides/switching.md` explains the same names in a table.
 """
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 RESUME = "the same command continues a run"
 
-# A name that several trainers share stands once.
+# A name that several trainers share is listed once.
 NAMES = {
     "resume": RESUME,
     # nanoGPT
@@ -56,14 +56,22 @@ NAMES = {
 }
 
 
-def name_here(key: str, keys: Collection[str]) -> str:
-    """Return what another trainer's key is called in Longhaul; "" if it is not known.
+def name_here(key: str, known_keys: Collection[str]) -> str:
+    """Return the entry of `NAMES` for another trainer's key; empty if there is none.
 
     Args:
-        key: as typed; only its last part counts.
-        keys: the keys of the command, without which the answer would be of no use.
+        key: the key as typed, of which only the last part counts.
+        known_keys: the keys of the command; an entry for any other would be of no use.
     """
-    our_name = NAMES.get(key.rpartition(".")[2], "")
-    if our_name == RESUME:
-        return our_name
-    return f"it is called {our_name} here" if our_name.partition(",")[0] in keys else ""
+    name = NAMES.get(key.rpartition(".")[2], "")
+    return name if name == RESUME or key_of(name) in known_keys else ""
+
+
+def key_of(name: str) -> str:
+    """Return the key that an entry of `NAMES` begins with."""
+    return name.partition(",")[0]
+
+
+def called_here(name: str) -> str:
+    """Return the sentence that tells a user about an entry of `NAMES`."""
+    return name if name == RESUME else f"it is called {name} here"

@@ -1,4 +1,4 @@
-"""Arguments as typed, made into overrides that Hydra reads as they are meant."""
+"""Quote arguments, so that Hydra reads them as the user means them."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from train.cli.compat import override_parser
 from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import bare_type, type_of
 from train.cli.schema import OLD_NAMES
 
-_CHOICES = {"tracker.name": "tracker"}  # keys that choose of a group today
-# A value of a sweep that is quoted, or is not.
+_CHOICES = {"tracker.name": "tracker"}  # older keys that are groups today
+# One value of a sweep, quoted or not.
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
 )
@@ -31,15 +32,15 @@ def _in_quotes(value: str) -> str:
 
 
 def quote_text(argv: Sequence[str], schema: type) -> list[str]:
-    """Return the arguments with that quoted which Hydra's grammar would misread.
+    """Return the arguments, with text quoted that Hydra's grammar would misread.
 
-    So `prompt='def f('`, `data.path=a,b` and `run.name=1.10` say what they seem to.
-    Values that are quoted already, null, and the sweeps of `--multirun` stay, but for
-    numbers among their values. A table takes new entries: Hydra wants that said with
-    ++. A key's old name becomes the one of today.
+    So `prompt='def f('`, `data.path=a,b` and `run.name=1.10` mean what they say.
+    Quoted values, null, and the sweeps of `--multirun` stay as they are, except numbers
+    among the values of a sweep. A new entry of a table gets the ++ that Hydra requires,
+    and an older name of a key is replaced by the current one.
     """
     sweeps = is_sweep(parse_flags(argv))
-    parser = OverridesParser.create()
+    parser = override_parser()
 
     def quoted(argument: str) -> str:
         key, equals, value = argument.partition("=")
@@ -61,7 +62,7 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
 
 
 def _parsed(parser: OverridesParser, value: str) -> Override | None:
-    """Read a value as Hydra does; None if it cannot."""
+    """Read a value as Hydra does; None if Hydra cannot."""
     try:
         return parser.parse_override(f"key={value}")
     except HydraException:
@@ -69,12 +70,12 @@ def _parsed(parser: OverridesParser, value: str) -> Override | None:
 
 
 def _is_text(parsed: Override | None) -> bool:
-    """Tell whether Hydra makes text of a value, or null, and not a number, say."""
+    """Return whether Hydra reads a value as text or null."""
     return parsed is not None and isinstance(parsed.value(), str | None)
 
 
 def _as_text(parser: OverridesParser, value: str) -> str:
-    """Return one value of a sweep, in quotes if it would be a number or the like."""
+    """Return one value of a sweep, in quotes if Hydra would not read it as text."""
     parsed = _parsed(parser, value)
     stays = parsed is None or not value.strip() or _is_text(parsed)
     return value if stays else _in_quotes(value.strip())

@@ -1,8 +1,8 @@
-"""Plain values to frozen dataclasses, and back to YAML.
+"""Convert plain values to frozen dataclasses, and these to YAML.
 
-The dataclasses own types, defaults and bounds (`Annotated[int, Ge(1)]`); pydantic holds
-values against them and names everything that is wrong at once. It is imported when the
-first value is checked: help needs none of it.
+The dataclasses own types, defaults and bounds (`Annotated[int, Ge(1)]`). pydantic
+checks values against them, and reports everything that is wrong at once. It is imported
+when the first value is checked, because help does not need it.
 """
 
 import copy
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from etils import epath
 from omegaconf import OmegaConf
 
+from train.cli.compat import strict_validator
 from train.cli.hints import (
     bare_type,
     bounds_in_words,
@@ -32,7 +33,7 @@ from train.masking import mask_values
 
 Schema = TypeVar("Schema")
 
-# Keys that had another name: it still works, also in the config.yaml of old runs.
+# Older names of keys still work, also in the config.yaml of older runs.
 OLD_NAMES = {
     "data.skip_steps": "data.skip_batches",
     "tracker.name": "tracker.wandb.enabled",
@@ -45,16 +46,14 @@ _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 def convert(
     values: Mapping[str, Any], schema: type[Schema]
 ) -> tuple[Schema, list[Mistake]]:
-    """Convert nested plain values, as YAML has them, to a dataclass.
-
-    Keys that they lack have their defaults.
+    """Convert nested plain values to a dataclass; missing keys get their defaults.
 
     Returns:
-        The config, a wrong value replaced by its default, and all that is wrong.
+        The config, with wrong values replaced by their defaults, and all mistakes.
     """
     from pydantic import ValidationError
 
-    values, validate = copy.deepcopy(dict(values)), _adapter(schema).validate_python
+    values, validate = copy.deepcopy(dict(values)), _validator(schema)
     _rename(values)
     mistakes: dict[tuple[Any, ...], Mistake] = {}
     for path, value in leaves(values):  # pydantic takes true for 1
@@ -78,45 +77,38 @@ def convert(
 
 
 def renamed(key: str, value: Any) -> tuple[str, Any]:
-    """Return a key of any version as it is called today, and its value likewise."""
-    if key == "tracker.name":  # it was none or wandb
+    """Return the current name and value of a key of any version."""
+    if key == "tracker.name":  # formerly none or wandb
         value = value == "wandb"
     return OLD_NAMES.get(key, key), value
 
 
 def _rename(values: dict[str, Any]) -> None:
-    """Give keys of older versions the names of today."""
+    """Replace older names of keys by the current ones."""
     for old in OLD_NAMES:
         section, name = old.split(".")
-        section_values = values.get(section)
-        if isinstance(section_values, dict) and name in section_values:
-            new, value = renamed(old, section_values.pop(name))
-            *tables, today = new.split(".")[1:]
-            for table in tables:
-                section_values = section_values.setdefault(table, {})
-            section_values[today] = value
+        table = values.get(section)
+        if isinstance(table, dict) and name in table:
+            new, value = renamed(old, table.pop(name))
+            *subtables, new_name = new.split(".")[1:]
+            for subtable in subtables:
+                table = table.setdefault(subtable, {})
+            table[new_name] = value
 
 
-@functools.cache
-def _adapter(schema: type) -> Any:
-    from pydantic import ConfigDict, TypeAdapter
-
-    # A dataclass of its own takes no settings from outside; inside a tuple it does.
-    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-    inside: Any = types.GenericAlias(tuple, (schema,))
-    return TypeAdapter(inside, config=config)
+_validator = functools.cache(strict_validator)
 
 
 def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mistake]:
-    """Translate one of pydantic's errors; return the path of the value, too."""
+    """Translate an error of pydantic; return the path of the value and the mistake."""
     hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
-            break  # the rest tells the members of a union apart
+            break  # the rest of the path names the member of a union
         hint = type_inside(hint, name)
         path.append(name)
-        step = f"[{name}]" if isinstance(name, int) else f".{name}"
-        key = (key + step).removeprefix(".")
+        key += f"[{name}]" if isinstance(name, int) else f".{name}"
+        key = key.removeprefix(".")
     value = entry["input"]
     if hint is not None:
         words = bounds_in_words(hint, value) if entry["type"] in _BOUNDS else ""
@@ -125,11 +117,11 @@ def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], M
     while isinstance(value, dict) and len(value) == 1:
         ((name, value),) = value.items()
         key = f"{key}.{name}"
-    return tuple(path), Mistake(key, value, unknown_key(schema, key))
+    return tuple(path), unknown_key(schema, key, value)
 
 
 def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Take out the deepest part of a path that there is: of a list all goes."""
+    """Remove the value at a path, or the whole list that holds it."""
     *sections, name = path
     for section in sections:
         if not isinstance(values.get(section), dict):
@@ -140,7 +132,7 @@ def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
 
 
 def config_yaml(config: Any) -> str:
-    """Return a config as YAML, every key with its value, secrets masked."""
+    """Return a config as YAML, with every key and with secrets masked."""
     return OmegaConf.to_yaml(OmegaConf.create(mask_values(asdict(config))))
 
 
@@ -150,20 +142,20 @@ def read_yaml(
     changes: Mapping[str, Any] = types.MappingProxyType({}),
     text: str | None = None,
 ) -> Schema:
-    """Read a config.yaml back. A key that it lacks has its default.
+    """Read a config.yaml; missing keys get their defaults.
 
-    The file may be someone else's, so an interpolation such as `${oc.env:HOME}` in it
-    stays text: it is not resolved with the environment of this user.
+    The file may come from another user, so an interpolation such as `${oc.env:HOME}`
+    stays text. It is not resolved with the environment of this user.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         schema: the dataclass to read it as.
-        changes: other values of some keys; null takes an entry out of a table.
-        text: is read instead of the file; errors still name `path`.
+        changes: other values of some keys; null removes an entry of a table.
+        text: the content to read instead of the file; errors still name `path`.
 
     Raises:
-        ConfigError: if the file is missing or damaged; or, each named, for every
-            unknown key and every value of a wrong type.
+        ConfigError: if the file is missing or damaged, or with every unknown key and
+            every value of a wrong type.
     """
     try:
         plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
@@ -204,7 +196,7 @@ def _read_table(text: str) -> dict[str, Any]:
     Raises:
         ValueError: the text is damaged.
     """
-    table = parse_yaml(text)  # so that OmegaConf expands no aliases without end
+    table = parse_yaml(text)  # OmegaConf would expand aliases without end
     if not isinstance(table, dict):
         raise ValueError("must hold key: value lines")
     plain: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -212,7 +204,7 @@ def _read_table(text: str) -> dict[str, Any]:
 
 
 def _change(cfg: Any, schema: type, changes: Mapping[str, Any]) -> None:
-    """Set some keys of a config; null takes an entry out of a table."""
+    """Set some keys of a config; null removes an entry of a table."""
     for key, value in changes.items():
         table, _, name = key.rpartition(".")
         hint, in_table = type_of(schema, table)

@@ -5,7 +5,8 @@ import pytest
 
 from train.cli.command import compose
 from train.cli.presets import CONFIG_DIR
-from train.cli.rules import config_mistakes, without_effect
+from train.cli.rules import config_mistakes
+from train.cli.unread_keys import without_effect
 from train.program import make_program, settle
 
 RECIPES = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))

@@ -1,0 +1,105 @@
+"""Private and undocumented API of Hydra, OmegaConf, pydantic, argparse and atexit.
+
+Each function states the version that it was checked against, and what would remove it.
+"""
+
+import argparse
+import atexit
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """Return the parser of Hydra's flags.
+
+    Hydra 1.3.8. A public parser would remove it.
+    """
+    return get_args_parser()
+
+
+def flag_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the flags of a parser.
+
+    Python 3.11 to 3.13. argparse has no public list of them.
+    """
+    return parser._actions
+
+
+def override_parser(loader: Any = None) -> OverridesParser:
+    """Return Hydra's parser of overrides; sweeps over groups need the loader.
+
+    Hydra 1.3.8, importable but undocumented. An override parser among Hydra's public
+    API would remove it.
+    """
+    return OverridesParser.create(config_loader=loader)
+
+
+def config_loader() -> Any:
+    """Return the loader of presets of the initialised Hydra.
+
+    Hydra 1.3.8. `hydra.compose` alone does not say which preset set a key, nor which
+    choice is wrong; if it did, this and the next three functions could go.
+    """
+    return GlobalHydra.instance().config_loader()
+
+
+def search_folder_first(folder: Path) -> None:
+    """Let Hydra search a folder of presets before its others (Hydra 1.3.8)."""
+    loader = config_loader()
+    anchor = SearchPathQuery(provider="schema")
+    path = f"file://{folder.resolve()}"
+    loader.config_search_path.prepend("command-line", path, anchor)
+    loader.repository.initialize_sources(loader.config_search_path)
+
+
+def defaults_list(loader: Any, config_name: str, choices: Sequence[str]) -> Any:
+    """Return the presets that a root config and choices include (Hydra 1.3.8)."""
+    return loader.compute_defaults_list(config_name, [*choices], RunMode.RUN)
+
+
+def load_preset(loader: Any, path: str) -> Any:
+    """Return one preset with its `config` and `path` (Hydra 1.3.8)."""
+    return loader.repository.load_config(path)
+
+
+def node_of(tree: DictConfig, key: str) -> Any:
+    """Return the node under a dotted key, its interpolations unresolved, or None.
+
+    OmegaConf 2.3. `OmegaConf.select` resolves interpolations; an option not to would
+    remove it.
+    """
+    node: Any = tree
+    for name in key.split(".") if key else ():
+        node = node._get_node(name, False) if isinstance(node, DictConfig) else None
+    return node
+
+
+def strict_validator(schema: type) -> Any:
+    """Return a function that makes a dataclass of `(values,)`, refusing unknown keys.
+
+    pydantic 2.14. A type adapter of a plain dataclass accepts no config of its own, but
+    one of a tuple that holds the dataclass does. It would go if `TypeAdapter` took
+    `extra="forbid"` for dataclasses.
+    """
+    from pydantic import ConfigDict, TypeAdapter  # slow: help needs none of it
+
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    in_tuple: Any = types.GenericAlias(tuple, (schema,))
+    return TypeAdapter(in_tuple, config=config).validate_python
+
+
+def run_exit_functions() -> None:
+    """Call everything that is registered with `atexit`.
+
+    Python 3.11 to 3.13. An exit that does not wait for threads would remove it.
+    """
+    atexit._run_exitfuncs()

@@ -1,0 +1,82 @@
+"""Warnings about keys that a command line changes and nothing reads."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from data.config import Source
+from model.choices import Activation, Mlp, Position, Scaling
+from model.config import ModelConfig
+from train.config import Config, OptimizerName, Schedule
+from train.identity import config_differences
+
+
+def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
+    """Yield (True, prefix of keys, reason) for keys that only other optimizers read."""
+    keys = {
+        OptimizerName.adamw: ["muon_"],
+        OptimizerName.muon: [],
+        OptimizerName.lion: ["muon_", "epsilon"],
+        OptimizerName.adafactor: ["muon_", "epsilon", "b1", "b2", "moment_dtype"],
+    }
+    for key in keys[optimizer]:
+        yield True, f"optimizer.{key}", f"optimizer.name is {optimizer}"
+
+
+def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield (is unread, prefix of keys, reason) for keys that other choices read."""
+    learned, scaling = model.position is Position.learned, model.rope_scaling.kind
+    for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
+        yield learned, f"model.{key}", "model.position is learned"
+    unscaled = scaling is Scaling.none and not learned
+    yield unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
+    yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
+    unclamped = model.activation is not Activation.clamped_swiglu
+    yield unclamped, "model.swiglu_", f"model.activation is {model.activation}"
+    for key in (
+        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
+        *("dense_layers", "experts_every", "router"),
+    ):
+        yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return warnings about changed keys that nothing reads, and an endless warm-up."""
+    changed = sorted(diff.key for diff in config_differences(Config(), config))
+    schedule, source = config.schedule.name, config.data.source
+    decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
+    model = config.model
+    unread = [
+        *_unread_by(config.optimizer.name),
+        *_unread_of(model),
+        (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
+        (constant, "schedule.final_fraction", "schedule.name is constant"),
+        (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
+        (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
+        (source is Source.python, "data.on_error", f"data.source is {source}"),
+        (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
+    ]
+    for name in (tracker.name for tracker in fields(config.tracker)):
+        off = not getattr(config.tracker, name).enabled
+        unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
+    stored = source in (Source.tokens, Source.mixture)  # a store has its own
+    unread += [
+        (stored, f"data.{key}", f"data.source is {source}")
+        for key in ("validation", "tokenizer", "pattern", "on_error")
+    ]
+    warnings = [
+        f"{key} has no effect: {why}"
+        for unused, prefix, why in unread
+        for key in changed
+        if unused and key.startswith(prefix)
+    ]
+    for key in ("remat", "offload"):
+        if "mlp_gate" in getattr(config.train, key) and not model.gated:
+            makes = f"model.activation={model.activation} makes none"
+            warnings.append(f"train.{key}: mlp_gate has no effect, because {makes}")
+    steps, warmup = config.train.num_steps, config.schedule.warmup_steps
+    if warmup >= steps:
+        warnings.append(
+            f"schedule.warmup_steps={warmup} is not below train.num_steps={steps}: the "
+            "learning rate never reaches its peak"
+        )
+    return warnings
