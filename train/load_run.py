@@ -14,9 +14,9 @@ from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
 from train.program import Program, make_program
+from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import check_data, known_run_id, read_run
-from train.run.storage import run_folder
 from train.runtime import set_up
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""What chips and networks can do, also of machines one does not have."""
+"""The rates of chips and networks, also of machines that one does not have."""

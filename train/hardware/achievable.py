@@ -1,11 +1,11 @@
-"""What programs get of the rates that vendors state: few constants, each with a source.
+"""The fractions of stated rates that programs achieve, each with its source.
 
-TPUs: means of published measurements, settled before any prediction was compared with
-a published run. What more slices cost, the rate of experts' products and that of v6e's
-products were settled on published runs, and others judge them. GPUs: published
-measurements of kernels and of NCCL; products and memory, which whole steps do not get
-as single kernels do, were settled on one half of the published runs
-(benchmarks/published_gpu_rows.py), the other half judges them. Nothing here was
+TPUs: means of published measurements, chosen before any prediction was compared with a
+published run. The cost of more slices, the rate of experts' products and that of v6e's
+products were fitted to published runs, and other runs judge them. GPUs: published
+measurements of kernels and of NCCL. Products and memory, which are slower in whole
+steps than in single kernels, were fitted to one half of the published runs
+(benchmarks/published_gpu_rows.py), and the other half judges them. Nothing here was
 measured by this project on an accelerator.
 """
 
@@ -27,16 +27,16 @@ class Attention:
 
     def part(self, head_dim: int, length: float) -> float:
         """Return the part of the peak for a head dim and a length of rows."""
-        known = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
-        return self.parts[max(known)] * length / (length + self.half_length)
+        dims = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
+        return self.parts[max(dims)] * length / (length + self.half_length)
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """What products of rows grouped by expert get.
+    """The rates of products whose rows are grouped by expert.
 
-    rate: part of the rate of one product of as many rows.
-    intensity: FLOPs for each byte that the kernel's tiles bring from memory.
+    rate: the fraction of the rate of one product with the same number of rows.
+    intensity: FLOPs for each byte that the kernel's tiles read from memory.
     """
 
     rate: float = 1.0
@@ -45,18 +45,21 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Achievable:
-    """Parts of the stated rates, and what they do not say.
+    """The fractions of the stated rates that programs achieve, and further costs.
 
-    products: of the matrix units; GPU: by long contractions, in a whole step.
-    memory: of main memory. links: of ICI or NVLink. network: of DCN, network cards.
+    products: the fraction for matrix units. GPU: with long contractions, in whole
+        steps.
+    memory: the fraction for main memory.
+    links: the fraction for ICI or NVLink.
+    network: the fraction for DCN or network cards.
     half_depth: contracted elements at which a GPU's product reaches half its rate.
-    grouped: of products whose rows are grouped by expert.
-    attention: of a GPU's kernel; None: attention runs at the rate of products.
-    start_s: seconds to start a collective; an all-reduce goes round twice.
-    hop_s: more for each further slice or node that it goes through.
-    unhidden: part of what a collective takes beside products that still delays them;
-        TPU: between slices; GPU: of all, by the processors that NCCL takes.
-    spread: of the step times of slices or nodes, over their mean (`slowest`).
+    grouped: rates of products whose rows are grouped by expert.
+    attention: rates of a GPU's kernel. None: attention has the rate of products.
+    start_s: seconds to start a collective; an all-reduce goes around twice.
+    hop_s: additional seconds for each further slice or node on the way.
+    unhidden: the fraction of an overlapped collective that still delays products. TPU:
+        between slices. GPU: of all, because NCCL occupies processors.
+    spread: the spread of step times of slices or nodes, over their mean (`slowest`).
     """
 
     products: float
@@ -79,10 +82,10 @@ class Achievable:
 # links: the same: all-gather on tpu7x, 2 x 2 chips, 178.8 of the 200 GB/s of two links;
 #     all-reduce on v6e, 16 x 16, 235.8 of the 400 GB/s of four.
 # network: the same, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
-# hop_s, unhidden, spread: settled on AI-Hypercomputer/maxtext at e591f30, src/maxtext/
+# hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; those on 4 and 16
-#     judge them (docs/log.md). unhidden is of what is scheduled beside products.
-# grouped: rate settled on MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
+#     judge them (docs/log/planner.md). unhidden applies to overlapped collectives.
+# grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
 #     it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3 FLOPs for
 #     2 x 512^2 values of 2 bytes.
 TPU = Achievable(

@@ -202,8 +202,8 @@ CHIPS = {
 
 def chip_of(device_kind: str) -> Chip | None:
     """Find the chip of a JAX device, None where unknown (any CPU)."""
-    found = [chip for chip in CHIPS.values() if chip.kind in device_kind]
-    return max(found, key=lambda chip: len(chip.kind), default=None)
+    matching = [chip for chip in CHIPS.values() if chip.kind in device_kind]
+    return max(matching, key=lambda chip: len(chip.kind), default=None)
 
 
 def peak_flops(device_kind: str) -> float | None:

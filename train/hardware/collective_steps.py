@@ -36,7 +36,7 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
     chip = chip_of(device.device_kind)
     if device.platform != "tpu" or chip is None or chip.links not in _FEW:
         return ()
-    found = []
+    axis_steps = []
     for axis in mesh.axis_names:
         members = members_along(mesh, [axis])
         slices = num_slices(members)
@@ -52,17 +52,17 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
             axis, *((*sizes, slices) for sizes in (gather, small, scatter))
         )
         if any(size not in (1, len(members)) for size in (*steps.small, *scatter)):
-            found.append(steps)
-    return tuple(found)
+            axis_steps.append(steps)
+    return tuple(axis_steps)
 
 
 def _gather(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
     """Return the steps of a gather over devices of a slice."""
-    size, whole = len(members), len(members) == len(slice_)
+    size, is_slice = len(members), len(members) == len(slice_)
     goes_around = all(rings(extents(slice_), chip))
-    if chip.devices == 1 or not whole or goes_around or size <= _FEW_HALVES:
+    if chip.devices == 1 or not is_slice or goes_around or size <= _FEW_HALVES:
         return (size,)
     return _planes_and_lines(members)
 
@@ -90,16 +90,16 @@ def _scatter(
     over_planes = (1 - 1 / planes) / links(members[::lines])
     over_lines = (1 / planes - 1 / size) / links(members[:lines])
     # At equal times the form wins that sends fewer bytes.
-    most = one_step * (1.001 if all_reduced else 0.999)
-    return planes_and_lines if over_planes + over_lines < most else (size,)
+    limit = one_step * (1.001 if all_reduced else 0.999)
+    return planes_and_lines if over_planes + over_lines < limit else (size,)
 
 
 def _planes_and_lines(devices: Sequence[Device]) -> tuple[int, ...]:
     """Return the devices of the first dims of a torus, and those along the last."""
     lines = len(devices)
-    for place in range(1, len(devices)):
-        if sum(extent > 1 for extent in extents(devices[: place + 1])) > 1:
-            lines = place
+    for split in range(1, len(devices)):
+        if sum(extent > 1 for extent in extents(devices[: split + 1])) > 1:
+            lines = split
             break
-    whole = len(devices) % lines or lines == len(devices)
-    return (len(devices),) if whole else (len(devices) // lines, lines)
+    covers_all = len(devices) % lines or lines == len(devices)
+    return (len(devices),) if covers_all else (len(devices) // lines, lines)

@@ -78,15 +78,17 @@ def group_at(places: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
     coordinates = np.unravel_index(places, mesh.devices.shape)
     axes = tuple(
         name
-        for name, place in zip(mesh.axis_names, coordinates, strict=True)
-        if np.any(place != place[:, :1])
+        for name, coordinate in zip(mesh.axis_names, coordinates, strict=True)
+        if np.any(coordinate != coordinate[:, :1])
     )
     devices = mesh.devices.flat
-    domains = [[_domain(devices[place]) for place in group] for group in places]
+    domains = [
+        [_domain(devices[coordinate]) for coordinate in group] for group in places
+    ]
     crosses = any(len(set(group)) > 1 for group in domains)
     platform = devices[0].platform
     network = _NETWORKS[platform][crosses]
-    near = [devices[place] for place in places[0]]
+    near = [devices[coordinate] for coordinate in places[0]]
     return Group(axes, places.shape[1], network, _links_of(near, mesh, dims))
 
 
@@ -136,7 +138,7 @@ def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> i
     members: as `group_along`.
     """
     devices = members_along(mesh, axes)
-    group = [devices[place] for place in members] or devices
+    group = [devices[index] for index in members] or devices
     return num_slices(group)
 
 
@@ -182,8 +184,8 @@ def num_links(
         chip: of each device.
         dims: of the grid that the collective uses at once; None: all that members span.
     """
-    whole, sizes = extents(slice_), extents(members)
-    of_dims = zip(sizes, whole, rings(whole, chip), strict=True)
+    slice_extents, sizes = extents(slice_), extents(members)
+    of_dims = zip(sizes, slice_extents, rings(slice_extents, chip), strict=True)
     spanned = [
         2 if ring and size == extent else 1
         for size, extent, ring in of_dims
@@ -199,7 +201,7 @@ def num_links(
 def slice_of(mesh: Mesh, device: Device) -> list[Device]:
     """Return all devices of a mesh in the slice or node of one of them."""
     home = _domain(device)
-    return [other for other in mesh.devices.flat if _domain(other) == home]
+    return [neighbor for neighbor in mesh.devices.flat if _domain(neighbor) == home]
 
 
 def stated(chip: Chip, field: str) -> float:

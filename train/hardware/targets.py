@@ -86,11 +86,11 @@ def parse_target(name: str) -> Target:
     Raises:
         ConfigError: if there is no such machine; says what there is.
     """
-    found = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
-    family = found[1] if found else ""
-    if found is None or family not in (*_TPUS, *_GPUS):
+    match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
+    family = match[1] if match else ""
+    if match is None or family not in (*_TPUS, *_GPUS):
         raise ConfigError([Mistake("target", name, f"must be one like {FORMS}")])
-    size, slices = int(found[2]), int(found[3] or 1)
+    size, slices = int(match[2]), int(match[3] or 1)
     if slices < 1:
         rule = f"must have at least one {'node' if family in _GPUS else 'slice'}"
         raise ConfigError([Mistake("target", name, rule)])

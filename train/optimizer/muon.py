@@ -54,7 +54,9 @@ def muon(
         flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         pairs = zip(leaves, flat, strict=True)
         places = [spec for info, spec in pairs if info.kind is Kind.matrix]
-        return on_whole_matrices(orthogonal, arrays, matrices, places, mesh, compute)
+        return on_whole_matrices(
+            orthogonal, arrays, infos=matrices, places=places, mesh=mesh, dtype=compute
+        )
 
     def directions(updates: Any, params: Any) -> Any:
         arrays, tree = jax.tree.flatten(updates)

@@ -39,44 +39,48 @@ def make_fit(
 
     `searchable`: a search could find more; it compares speeds, which must be known.
     """
-    needed, held = memory.needed.bytes, memory.held
-    what = (
+    needed, host_bytes = memory.needed.bytes, memory.held
+    purpose = (
         f"memory: {format_bytes(needed)} a device are needed, "
         f"{format_bytes(needed - budget.available)} more than there are. State and "
-        f"batch take {format_bytes(held)}."
+        f"batch take {format_bytes(host_bytes)}."
     )
     # What the compiler found beyond the estimate is taken to stay.
     beyond = needed - estimate_memory(program).needed.bytes
     kinds = [_recompute, _cut_batch, _shard]
-    if 2 * held > budget.available:
+    if 2 * host_bytes > budget.available:
         kinds.insert(0, kinds.pop())
     kinds.append(partial(_shard, across=True))
     # They cost precision, or are slow: where nothing else does it.
     keys = itertools.groupby(SMALLER, lambda change: change.key)
     kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
-    made = list[SuggestedChange]()
+    suggested = list[SuggestedChange]()
     for kind in kinds:
         sizes = [
             (beyond + estimate_memory(change.program).needed.bytes, change)
             for change in kind(program)
         ]
         fitting = (pair for pair in sizes if pair[0] <= budget.available)
-        least = min(sizes, key=lambda pair: pair[0], default=(needed, None))
-        size, change = next(fitting, least)
+        smallest = min(sizes, key=lambda pair: pair[0], default=(needed, None))
+        size, change = next(fitting, smallest)
         if change is None or size >= needed:
             continue
         program, needed = change.program, size
         fits = needed <= budget.available
-        made.append(SuggestedChange(change.override, change.words, needed, fits))
+        suggested.append(SuggestedChange(change.override, change.words, needed, fits))
         if fits:
-            override = " ".join(one.override for one in made)
-            return Advice(what, "with this it fits, estimated", override, tuple(made))
+            override = " ".join(one.override for one in suggested)
+            return Advice(
+                purpose, "with this it fits, estimated", override, tuple(suggested)
+            )
     more = "take more or larger chips, or cut layers into more parts"
-    if made:
+    if suggested:
         more = f"the changes in the table are not enough: {more}"
     if not searchable:
-        return Advice(what, more, changes=tuple(made))
-    return Advice(what, f"{more}; a search finds out", "search=true", tuple(made))
+        return Advice(purpose, more, changes=tuple(suggested))
+    return Advice(
+        purpose, f"{more}; a search finds out", "search=true", tuple(suggested)
+    )
 
 
 def _shard(program: Program, across: bool = False) -> list[_Try]:
@@ -104,12 +108,12 @@ def _shard(program: Program, across: bool = False) -> list[_Try]:
 
 def _recompute(program: Program) -> list[_Try]:
     """Keep less of each layer, down to nothing."""
-    train, found = program.config.train, list[_Try]()
+    train, tries = program.config.train, list[_Try]()
     for way in keeping_less(train.remat, train.offload):
         changed = program.with_train_config(replace(train, remat=way))
         words, override = "recompute more of each layer", f"train.remat={typed(way)}"
-        found.append(_Try(words, override, changed))
-    return found
+        tries.append(_Try(words, override, changed))
+    return tries
 
 
 def _cut_batch(program: Program) -> list[_Try]:
@@ -120,22 +124,22 @@ def _cut_batch(program: Program) -> list[_Try]:
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
     steps, passes = train.accumulation_steps, program.pipeline.own
-    found = list[_Try]()
+    tries = list[_Try]()
     while rows % (passes * (steps := 2 * steps)) == 0:
         changed = program.with_train_config(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         words = "cut the batch into smaller microbatches"
-        found.append(_Try(words, override, changed))
-    return found
+        tries.append(_Try(words, override, changed))
+    return tries
 
 
 def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Try]:
     """Keep something in fewer bits or in host memory, where it is not and can be."""
-    devices, found = list(program.mesh.devices.flat), list[_Try]()
+    devices, tries = list(program.mesh.devices.flat), list[_Try]()
     for change in changes:
         config = change.applied(program.config)
         if change.is_open(program.config) and not validate(config):
             with suppress(ConfigError):  # these devices cannot
                 changed = make_program(config, devices, num_tokens=program.num_tokens)
-                found.append(_Try(f"have {change.words}", change.override, changed))
-    return found
+                tries.append(_Try(f"have {change.words}", change.override, changed))
+    return tries

@@ -88,24 +88,29 @@ def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
 
 def layer_loops(module: Module) -> dict[str, Loop]:
     """Find the loops over layers, `forward` and `backward`; not the loops in them."""
-    found = dict[str, list[Loop]]()
+    loops_of_pass = dict[str, list[Loop]]()
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
         loop = executed.instruction.loop
-        known = [inner.body for loops in found.values() for inner in loops]
-        if any(outer.body in known for outer in executed.loops):
+        inner_bodies = [
+            inner.body for loops in loops_of_pass.values() for inner in loops
+        ]
+        if any(outer.body in inner_bodies for outer in executed.loops):
             continue
         loops = (*executed.loops, loop)
         inside = Executed(loop.instruction, executed.times, loops)
-        what, _, way = scope(inside, loop.instruction).partition(" ")
-        if what == "layers" and way:
-            found.setdefault(way, []).append(loop)
+        kind, _, way = scope(inside, loop.instruction).partition(" ")
+        if kind == "layers" and way:
+            loops_of_pass.setdefault(way, []).append(loop)
 
     def flops(loop: Loop) -> float:
         return loop.trips * computed_flops(loop.body.order)
 
-    return {way: max(found[way], key=flops) for way in sorted(found, reverse=True)}
+    return {
+        way: max(loops_of_pass[way], key=flops)
+        for way in sorted(loops_of_pass, reverse=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,9 @@ class _Device:
     ) -> float:
         """Note what takes a lane as soon as it is free, and give its end."""
         start = max(self._now, self._free.get(lane, 0.0))
-        self._spans.append(Span(lane, kind, start, seconds, label, detail))
+        self._spans.append(
+            Span(lane, kind, start_s=start, seconds=seconds, label=label, detail=detail)
+        )
         self._free[lane] = start + seconds
         return start + seconds
 
@@ -214,17 +221,19 @@ class _Device:
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
                 attention += math.prod(kernel_flops(inner))
-        moved = memory_bytes(instruction)
+        hbm_bytes = memory_bytes(instruction)
         flops = products + attention
         busy += attention / self._rates.flops
-        seconds = max(busy, moved / self._rates.memory)
+        seconds = max(busy, hbm_bytes / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
         done = [u.name for u in instruction.users if u.opcode.endswith("-done")]
         copied = done[0] if opcode.endswith("-start") and seconds and done else ""
         work = f"{format_flops(flops)}, " if flops else ""
-        detail = f"{instruction.name}: {work}{format_bytes(moved)}"
+        detail = f"{instruction.name}: {work}{format_bytes(hbm_bytes)}"
         label = "attention" if attention else _label(instruction)
-        return _Cost(kind, seconds, label, detail, sent, copied)
+        return _Cost(
+            kind, seconds, label=label, detail=detail, collectives=sent, copied=copied
+        )
 
 
 def _sent_label(sent: Collective) -> str:
@@ -234,5 +243,5 @@ def _sent_label(sent: Collective) -> str:
 
 def _label(instruction: Instruction) -> str:
     name = instruction.op_name
-    said = part_of(name) or name.rpartition("/")[2] or instruction.opcode
-    return said + (", again" if "rematted_computation" in name else "")
+    name_shown = part_of(name) or name.rpartition("/")[2] or instruction.opcode
+    return name_shown + (", again" if "rematted_computation" in name else "")

@@ -149,6 +149,6 @@ def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
 def _alike(last: Span, span: Span, resolution_s: float) -> bool:
     if span.start_s - last.start_s - last.seconds > resolution_s:
         return False
-    longest, same = max(last.seconds, span.seconds), last.kind == span.kind
-    short = longest < (4 if same else 1) * resolution_s
-    return short or (same and last.label == span.label)
+    longest, same_kind = max(last.seconds, span.seconds), last.kind == span.kind
+    short = longest < (4 if same_kind else 1) * resolution_s
+    return short or (same_kind and last.label == span.label)

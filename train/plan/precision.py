@@ -73,8 +73,8 @@ def changed(config: Any, overrides: Sequence[str]) -> Any:
 
 def combinations(config: Any) -> list[tuple[str, ...]]:
     """Return the changes that a config leaves open, with each other, fewest first."""
-    left = [change for change in CHANGES.values() if change.is_open(config)]
-    keys = itertools.groupby(left, lambda change: change.key)
+    open_changes = [change for change in CHANGES.values() if change.is_open(config)]
+    keys = itertools.groupby(open_changes, lambda change: change.key)
     choices = [("", *(change.override for change in group)) for _, group in keys]
     chosen = (tuple(filter(None, combo)) for combo in itertools.product(*choices))
     return sorted(filter(None, chosen), key=len)

@@ -56,8 +56,8 @@ def ways_beside(offload: Sequence[OffloadName]) -> list[Policy]:
 
 def keeping_less(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
     """List the ways that keep a part of what a policy keeps, the most first."""
-    beside = reversed(ways_beside(offload))
-    return [way for way in beside if _kept(way) < _kept(policy)]
+    alternatives = reversed(ways_beside(offload))
+    return [way for way in alternatives if _kept(way) < _kept(policy)]
 
 
 def keeping_more(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:

@@ -5,11 +5,11 @@ from typing import Any
 
 from etils import epath
 
+from data.storage import write_atomically
 from train.console import print_table
 from train.plan.aot import lower_step
 from train.plan.compiled.inspection import Inspection
 from train.program import Program
-from train.run.storage import write_whole
 from train.units import format_bytes
 
 _NAMED = 3  # of what is not updated in place
@@ -27,23 +27,26 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
         "step.hlo": text,
     }
     for name, content in texts.items():
-        write_whole(folder / name, content + "\n")
+        write_atomically(folder / name, content + "\n")
     return list(texts)
 
 
-def sentences(found: Inspection) -> list[tuple[str, str]]:
+def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     """Return what matters of a compiled step, as names and sentences."""
-    updated, others = found.in_place
+    updated, copied = inspection.in_place
     in_place = f"all {len(updated)} arrays of the state are updated where they are"
-    if others:
-        named = ", ".join(others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
-        in_place = f"{len(updated)} of {len(updated + others)} arrays of the state; "
+    if copied:
+        named = ", ".join(copied[:_NAMED]) + ", ..." * (len(copied) > _NAMED)
+        in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state; "
         in_place += f"not {named}"
-    kernels = ", ".join(f"{name} {n} x" for name, n in found.kernels.items())
-    total = sum(found.operand_bytes.values())
-    dtypes = (f"{dtype} {n / total:.1%}" for dtype, n in found.operand_bytes.items())
+    kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
+    total = sum(inspection.operand_bytes.values())
+    dtypes = (
+        f"{dtype} {n / total:.1%}" for dtype, n in inspection.operand_bytes.items()
+    )
     copies = [
-        f"{one.share:.1%} of all bytes: {one.name} ({one.what})" for one in found.copies
+        f"{one.share:.1%} of all bytes: {one.name} ({one.what})"
+        for one in inspection.copies
     ]
     return [
         ("in place", in_place),
@@ -53,19 +56,19 @@ def sentences(found: Inspection) -> list[tuple[str, str]]:
     ]
 
 
-def as_json(found: Inspection) -> dict[str, Any]:
+def as_json(inspection: Inspection) -> dict[str, Any]:
     """Return what is found as plain values, with the sentences for the page."""
-    values = asdict(found) | {"in_place": found.in_place._asdict()}
-    return values | {"sentences": sentences(found)}
+    values = asdict(inspection) | {"in_place": inspection.in_place._asdict()}
+    return values | {"sentences": sentences(inspection)}
 
 
-def print_inspection(found: Inspection) -> None:
+def print_inspection(inspection: Inspection) -> None:
     """Print what matters of a compiled step, and its largest buffers."""
-    for name, text in sentences(found):
+    for name, text in sentences(inspection):
         print(f"{name:<11} {text}")
     rows = [
         [format_bytes(buffer.bytes), buffer.array, buffer.made, buffer.dies]
-        for buffer in found.buffers
+        for buffer in inspection.buffers
     ]
     headers = ["bytes", "array", "made by", "used last by"]
     print_table(rows, headers, "largest buffers besides the state (compiled)")

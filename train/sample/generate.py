@@ -73,7 +73,14 @@ def generate(
     call = CallContext(trained_length=trained_length)
     room = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
     cache = _read(
-        model, params, prompt_BP, lengths_B, room, execution, call, cache_sharding
+        model,
+        params,
+        prompt_BP=prompt_BP,
+        lengths_B=lengths_B,
+        room=room,
+        execution=execution,
+        call=call,
+        cache_sharding=cache_sharding,
     )
     token_B = prompt_BP[:, -1]
     for step in range(0, room, _TOKENS_PER_CALL):
@@ -82,15 +89,15 @@ def generate(
         cache, drawn_BC = _draw(
             model,
             params,
-            cache,
-            token_B,
-            key,
-            np.int32(step),
-            vocab_size,
-            sampling,
-            execution,
-            call,
-            cache_sharding,
+            cache=cache,
+            token_B=token_B,
+            key=key,
+            step=np.int32(step),
+            vocab_size=vocab_size,
+            sampling=sampling,
+            execution=execution,
+            call=call,
+            cache_sharding=cache_sharding,
         )
         drawn_BC = jax.device_get(drawn_BC)
         token_B = drawn_BC[:, -1]
@@ -116,7 +123,12 @@ def _read(
     if P > 1:
         positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
         _, cache, _ = model.features(
-            prompt_BP[:, :-1], positions_BP, None, execution, cache, call
+            prompt_BP[:, :-1],
+            positions_BP,
+            segment_ids_BT=None,
+            execution=execution,
+            cache=cache,
+            call=call,
         )
     return _constrain(cache, cache_sharding)
 
@@ -142,7 +154,12 @@ def _draw(
         cache, token_B = carry
         positions_B1 = (cache[0].length[0] - cache[0].first_B[0])[:, None]
         x_B1D, cache, _ = model.features(
-            token_B[:, None], positions_B1, None, execution, cache, call
+            token_B[:, None],
+            positions_B1,
+            segment_ids_BT=None,
+            execution=execution,
+            cache=cache,
+            call=call,
         )
         logits_BV = model.logits(x_B1D, execution)[:, 0]
         logits_BV = jnp.where(

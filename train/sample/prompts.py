@@ -55,7 +55,14 @@ def continue_prompts(
     rows = [encode(encoding, prompt.encode()) for prompt in prompts]
     rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
     return continue_rows(
-        program, params, encoding, rows, num_tokens, sampling, seed=seed, stop=stop
+        program,
+        params,
+        encoding=encoding,
+        rows=rows,
+        num_tokens=num_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
     )
 
 
@@ -87,9 +94,11 @@ def continue_rows(
     lengths = np.array([len(row) for row in rows], np.int32)
     learned = config.model.position is Position.learned
     if learned and (room := config.model.max_sequence_length) is not None:
-        most = room - int(lengths.max())
-        if num_tokens > most:
-            rule = f"must be at most {most}: the model has {room} learned positions"
+        max_columns = room - int(lengths.max())
+        if num_tokens > max_columns:
+            rule = (
+                f"must be at most {max_columns}: the model has {room} learned positions"
+            )
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
@@ -98,13 +107,13 @@ def continue_rows(
     for drawn_BC in generate(
         program.model,
         params,
-        prompt_BP,
-        lengths,
-        jax.random.key(seed),
-        num_tokens,
-        encoding.n_vocab,
-        sampling,
-        program.execution,
+        prompt_BP=prompt_BP,
+        lengths_B=lengths,
+        key=jax.random.key(seed),
+        num_tokens=num_tokens,
+        vocab_size=encoding.n_vocab,
+        sampling=sampling,
+        execution=program.execution,
         trained_length=config.data.sequence_length,
         cache_sharding=_cache_sharding(program, len(rows)),
     ):

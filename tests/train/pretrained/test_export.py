@@ -26,7 +26,7 @@ from train.pretrained.families import family_of
 from train.pretrained.folder import empty_folder, settings_of
 from train.pretrained.tensors import Parts
 from train.pretrained.weights import write_json, write_weights
-from train.run.storage import run_folder
+from train.run.folder import run_folder
 
 BYTES = load_tokenizer("bytes")
 LENGTH = 48

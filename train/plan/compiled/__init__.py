@@ -1,1 +1,1 @@
-"""What a step costs, read from the program that XLA made."""
+"""Reads the costs of a step from the program that XLA compiled."""

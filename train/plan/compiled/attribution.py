@@ -1,9 +1,9 @@
-"""What an instruction of a compiled step is for.
+"""Attribute the instructions of a compiled step to parts of the model.
 
-Told by the names that the compiler keeps of the traced program, such as
+The compiler keeps names of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
-part of the model (model/scopes.py) inside a scope of the step. An instruction that the
-compiler left without a name is for what its nearest neighbours are for.
+part of the model (model/scopes.py) inside a scope of the step. An instruction without a
+name gets the attribution of its nearest neighbours.
 """
 
 import re
@@ -34,7 +34,7 @@ def scope(executed: Executed, instruction: Instruction) -> str:
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
     scopes = [scope_of(name) for name in (*loops, *names) if not names_apart(name)]
-    inner = [place for place in scopes if place and place != _OUTER]
+    inner = [scope_name for scope_name in scopes if scope_name and scope_name != _OUTER]
     return next(iter(inner), _OUTER if _OUTER in scopes else "")
 
 
@@ -43,8 +43,8 @@ def scope_of(name: str) -> str:
     matches = _SCOPE.findall(name)
     if not matches:
         return ""
-    back, forward, what = matches[-1]
-    return what + (" backward" if back else " forward" if forward else "")
+    back, forward, label = matches[-1]
+    return label + (" backward" if back else " forward" if forward else "")
 
 
 def part_of(name: str) -> str:
@@ -56,9 +56,9 @@ def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return what the operands of a collective are for, with their bytes."""
     outer, operands = executed.instruction, inner.operands
     callers = () if inner.within is outer.within else (outer,)
-    own = inner.op_name or outer.op_name
-    names = names_apart(own)
-    if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
+    op_name = inner.op_name or outer.op_name
+    names = names_apart(op_name)
+    if len(operands) == 1 and names:  # several arrays are concatenated (GPU)
         arrays = _concatenated(operands[0])
         if len(arrays) == len(names):
             parts = [part_of(name) or OTHER for name in names]
@@ -69,10 +69,10 @@ def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
             uses.append((SCALARS, operand.num_bytes))
             continue
         # The name of several operands is that of one of them.
-        exact = own if len(operands) == 1 and not names else ""
+        exact = op_name if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        before = (made.op_name for made in producers(operand, callers))
-        candidates = (exact, *before, own, *_user_names(executed))
+        producer_names = (producer.op_name for producer in producers(operand, callers))
+        candidates = (exact, *producer_names, op_name, *_user_names(executed))
         part = next(filter(None, map(part_of, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
@@ -86,23 +86,23 @@ def _concatenated(instruction: Instruction) -> list[Instruction]:
 
 def names_apart(name: str) -> list[str]:
     """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
-    found = re.fullmatch(r"(|.*?/)\((.*:.*)\)", name)
-    return [found[1] + item for item in found[2].split(":")] if found else []
+    match = re.fullmatch(r"(|.*?/)\((.*:.*)\)", name)
+    return [match[1] + item for item in match[2].split(":")] if match else []
 
 
 def _user_names(executed: Executed) -> Iterator[str]:
     """Return the names of the instructions that use a result, the nearest first."""
-    queue, seen = deque([executed.instruction]), {executed.instruction}
-    while queue and len(seen) < _NEIGHBOURS:
+    queue, visited = deque([executed.instruction]), {executed.instruction}
+    while queue and len(visited) < _NEIGHBOURS:
         for user in queue.popleft().users:
-            if user not in seen:
-                seen.add(user)
+            if user not in visited:
+                visited.add(user)
                 queue.append(user)
                 yield user.op_name
 
 
 class _Value(NamedTuple):
-    """What an instruction makes, and the fusions it stands in, innermost last."""
+    """An instruction and the fusions that contain it, innermost last."""
 
     instruction: Instruction
     callers: tuple[Instruction, ...]
@@ -115,11 +115,11 @@ def producers(
 
     `callers` are the fusions that it stands in, innermost last.
     """
-    queue, seen = deque([_Value(instruction, callers)]), set[str]()
-    while queue and len(seen) < _NEIGHBOURS:
+    queue, visited = deque([_Value(instruction, callers)]), set[str]()
+    while queue and len(visited) < _NEIGHBOURS:
         value = queue.popleft()
-        if value.instruction.name not in seen:
-            seen.add(value.instruction.name)
+        if value.instruction.name not in visited:
+            visited.add(value.instruction.name)
             yield value.instruction
             queue += _made_from(value)
 
@@ -129,8 +129,8 @@ def _made_from(value: _Value) -> Iterator[_Value]:
     instruction, callers = value
     operands, opcode = instruction.operands, instruction.opcode
     if opcode == "parameter" and callers:
-        made = callers[-1].operands[int(instruction.arguments)]
-        yield _Value(made, callers[:-1])
+        caller_operand = callers[-1].operands[int(instruction.arguments)]
+        yield _Value(caller_operand, callers[:-1])
     elif opcode in _FUSIONS:
         yield _Value(instruction.called[0].root, (*callers, instruction))
     elif opcode == "get-tuple-element":

@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffer:
-    """For people: `made` and `dies` are a place in the step, and lines of source."""
+    """A buffer. `made` and `dies` name scopes of the step and lines of source."""
 
     bytes: int
     array: str
@@ -45,7 +45,7 @@ class Buffer:
 
 
 def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
-    """List so many buffers of a program that hold most, in main memory."""
+    """List the largest `count` buffers of a program in main memory."""
     lives = _Lives(module)
     sizes = sorted(lives.arrays.items(), key=lambda item: -item[1].num_bytes)
     result = []
@@ -65,15 +65,15 @@ def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buff
 
 def _described(executed: Executed, lines: SourceLines) -> str:
     """Return where in the step something stands, and its lines of source."""
-    own, part, line = executed.instruction, "", ""
-    for made in (own, *producers(own)):
-        line = line or lines.line_of(made)
-        if part := part_of(made.op_name):
-            line = lines.line_of(made) or line
+    instruction, part, line = executed.instruction, "", ""
+    for producer in (instruction, *producers(instruction)):
+        line = line or lines.line_of(producer)
+        if part := part_of(producer.op_name):
+            line = lines.line_of(producer) or line
             break
-    place = scope(executed, own)
-    words = [place if part in place else f"{place} {part}".strip(), line]
-    return ", ".join(filter(None, words)) or own.name
+    scope_name = scope(executed, instruction)
+    words = [scope_name if part in scope_name else f"{scope_name} {part}".strip(), line]
+    return ", ".join(filter(None, words)) or instruction.name
 
 
 class _Lives:
@@ -88,10 +88,10 @@ class _Lives:
         self._handed_on: dict[Key, Key] = {}
         for loop in module.loops.values():
             for number in range(len(loop.instruction.arrays)):
-                own = self._of(loop.body.root, number)
+                value_key = self._of(loop.body.root, number)
                 carried = self._of(loop.instruction, number)
-                if own and carried and own.instruction.within is loop.body:
-                    self._handed_on[own] = carried
+                if value_key and carried and value_key.instruction.within is loop.body:
+                    self._handed_on[value_key] = carried
         self._collect()
 
     def _collect(self) -> None:
@@ -102,8 +102,8 @@ class _Lives:
                 key = self._holder(self._of(instruction, number))
                 if key is None or _makes_nothing(instruction.opcode):
                     continue
-                own = key == (instruction, number)
-                if own and array.space == 0 and array.num_bytes:
+                is_own = key == (instruction, number)
+                if is_own and array.space == 0 and array.num_bytes:
                     self.arrays[key] = array
                 if not filled[key]:  # zeros do not count, what is put there does
                     self.makers[key] = executed
@@ -114,7 +114,7 @@ class _Lives:
                     for number in range(len(operand.arrays)):
                         if key := self._holder(self._of(operand, number)):
                             self.last[key] = executed
-        for number in range(len(root.arrays)):  # of results, and what aliases
+        for number in range(len(root.arrays)):  # results, and arrays that they alias
             if key := self._holder(self._of(root, number)):
                 self.arrays.pop(key, None)
 
@@ -123,21 +123,21 @@ class _Lives:
             key = self._handed_on[key]
         return key
 
-    def _of(self, made: Instruction, element: int) -> Key | None:
+    def _of(self, producer: Instruction, element: int) -> Key | None:
         """Return what holds an element; None: an argument."""
-        key = Key(made, element)
+        key = Key(producer, element)
         if key not in self._known:
             self._known[key] = self._find(key)
         return self._known[key]
 
     def _find(self, key: Key) -> Key | None:
-        made, element = key
-        operands, opcode = made.operands, made.opcode
+        producer, element = key
+        operands, opcode = producer.operands, producer.opcode
         if opcode == "parameter":
-            loop = self.module.loops.get(made.within.name)
+            loop = self.module.loops.get(producer.within.name)
             return self._of(loop.instruction, element) if loop else None
         if opcode == "get-tuple-element":
-            return self._of(operands[0], made.index)
+            return self._of(operands[0], producer.index)
         if opcode == "tuple" and element < len(operands):
             return self._of(operands[element], 0)
         if opcode in _VIEWS:
@@ -145,7 +145,7 @@ class _Lives:
         if opcode == "dynamic-update-slice":
             return self._of(operands[0], 0)
         if opcode == "fusion":
-            updated = _updated(made.called[0], element)
+            updated = _updated(producer.called[0], element)
             if updated is not None:
                 return self._of(operands[updated], 0)
         return key
@@ -158,10 +158,10 @@ def _makes_nothing(opcode: str) -> bool:
 
 def _updated(inside: Computation, element: int) -> int | None:
     """Return the operand that a fusion updates in place for an element, if one."""
-    made = inside.root
-    if made.opcode == "tuple":
-        operands = made.operands
-        made = operands[element] if element < len(operands) else made
-    while made.opcode in ("bitcast", "dynamic-update-slice"):
-        made = made.operands[0]
-    return int(made.arguments) if made.opcode == "parameter" else None
+    producer = inside.root
+    if producer.opcode == "tuple":
+        operands = producer.operands
+        producer = operands[element] if element < len(operands) else producer
+    while producer.opcode in ("bitcast", "dynamic-update-slice"):
+        producer = producer.operands[0]
+    return int(producer.arguments) if producer.opcode == "parameter" else None

@@ -1,7 +1,7 @@
-"""What a compiled step sends, over which network and along which axes of the mesh.
+"""List the collectives of a compiled step, with their networks and mesh axes.
 
-A collective counts once each time that it runs, however XLA wrote it down: as one
-instruction, as a start and a done, cut over several fusions (TPU), as a ring of
+A collective counts once each time it runs, in whatever form XLA wrote it: as one
+instruction, as a start and a done, split over several fusions (TPU), as a ring of
 permutes between the parts of a product (TPU's windowed products), or as a transfer by
 the hosts between TPU slices.
 """
@@ -26,8 +26,8 @@ KINDS = (
 )
 _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
-_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # of a send and its recv
-_CHAIN = r'chain_id="(\d+)"'  # of the fusions that a collective is cut over
+_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # joins a send and its recv
+_CHAIN = r'chain_id="(\d+)"'  # joins the fusions over which a collective is split
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -36,14 +36,14 @@ class Collective:
     """One of a program's collectives; bytes are of one execution."""
 
     name: str
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     group: Group
     times: int  # in one run of the program
     payload: int
-    sent: float  # by each device
+    sent: float  # bytes sent by each device
     dtypes: tuple[str, ...]
-    scope: str  # where it stands: "layers backward", ...; "" for none of those
-    serves: tuple[tuple[str, int], ...]  # what, and its share of the payload
+    scope: str  # the scope of the step, such as "layers backward"; "" if there is none
+    serves: tuple[tuple[str, int], ...]  # parts of the model, and their payloads
     is_async: bool = False
     overlap_flops: float = 0.0  # products scheduled between its start and its end
     is_ring: bool = False  # done by permutes between the parts of a product
@@ -52,15 +52,15 @@ class Collective:
 
 def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     """List the collectives of a program, in the order in which they are scheduled."""
-    found, permutes = list[Collective](), list[tuple[Executed, Collective]]()
+    collectives, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
         by_hosts = executed.instruction.opcode == "send"
         for collective in started(executed, mesh):
             if collective.kind == "collective-permute" and not by_hosts:
                 permutes.append((executed, collective))
             else:
-                found.append(collective)
-    return found + _rings(module, permutes)
+                collectives.append(collective)
+    return collectives + _rings(module, permutes)
 
 
 def started(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
@@ -91,17 +91,28 @@ def totals(
     for (axes, network, kind, use, links), group in groupby(
         sorted(pieces, key=key), key
     ):
-        of = [
+        same_kind = [
             (c, share * c.times, c.times * c.sent * share / max(1, c.payload))
             for c, _, share in group
         ]
-        sent = sum(s for *_, s in of)
-        hidden = sum(s for c, _, s in of if c.overlap_flops)
-        payload, count = sum(p for _, p, _ in of), sum(c.times for c, *_ in of)
+        sent = sum(s for *_, s in same_kind)
+        hidden = sum(s for c, _, s in same_kind if c.overlap_flops)
+        payload, count = (
+            sum(p for _, p, _ in same_kind),
+            sum(c.times for c, *_ in same_kind),
+        )
         share = hidden / sent if sent else 0.0
         rows.append(
             CollectiveTotal(
-                axes, network, kind, count, payload, sent, share, use, links
+                axes,
+                network,
+                kind=kind,
+                count=count,
+                payload=payload,
+                sent=sent,
+                overlapped=share,
+                serves=use,
+                links=links,
             )
         )
     return sorted(rows, key=lambda row: -row.sent)
@@ -121,16 +132,18 @@ def _collective(
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
     dims = _dims_at_once(executed, inner)
     group, span = group_of(inner, mesh, dims), _span(executed, inner)
-    return _made(executed, inner, kind, group, serves(executed, inner), span)
+    return _made(
+        executed, inner, kind=kind, group=group, uses=serves(executed, inner), span=span
+    )
 
 
 def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
-    """Read how many dims of the torus XLA:TPU uses at once; None: it does not say.
+    """Read how many dims of the torus XLA:TPU uses at once; None if it does not say.
 
-    It writes the form that it chose for a gather (2DAllGather...) or a sum (colors:2)
-    beside the collective, or beside the fusion that holds it. Each color is a ring in
-    both directions along one dim after the other, but of a UniDirection strategy one in
-    one direction.
+    XLA writes the chosen form of a gather (2DAllGather...) or of a sum (colors:2) on
+    the collective or on the fusion that contains it. Each color is a ring in both
+    directions along one dim after another; with a UniDirection strategy in one
+    direction.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
@@ -182,22 +195,22 @@ def _goes_on(inner: Instruction) -> bool:
 
 def _span(executed: Executed, inner: Instruction) -> tuple[int, int]:
     """Find where a collective starts and ends; twice the same if it is synchronous."""
-    own = executed.instruction
-    order = own.within.order
-    start = order.index(own)
-    if '"is_sync":true' in own.attributes:
+    instruction = executed.instruction
+    order = instruction.within.order
+    start = order.index(instruction)
+    if '"is_sync":true' in instruction.attributes:
         return start, start
     if chain := inner.find(_CHAIN):
-        for at, later in enumerate(order[start + 1 :], start + 1):
-            held = list(later.inside) if later.opcode == "fusion" else []
-            same = any(i.find(_CHAIN) == chain for i in held)
-            if same and any("AsyncCollectiveDone" in i.attributes for i in held):
-                return start, at
+        for index, later in enumerate(order[start + 1 :], start + 1):
+            fused = list(later.inside) if later.opcode == "fusion" else []
+            in_chain = any(i.find(_CHAIN) == chain for i in fused)
+            if in_chain and any("AsyncCollectiveDone" in i.attributes for i in fused):
+                return start, index
         return start, len(order)
-    if own.opcode.endswith("-start"):
-        for at, later in enumerate(order[start + 1 :], start + 1):
-            if later.opcode.endswith("-done") and own in later.operands:
-                return start, at
+    if instruction.opcode.endswith("-start"):
+        for index, later in enumerate(order[start + 1 :], start + 1):
+            if later.opcode.endswith("-done") and instruction in later.operands:
+                return start, index
     return start, start
 
 
@@ -207,11 +220,13 @@ def _rings(
     """Join the permutes of each windowed product to the collective that they are."""
     rings, kinds = dict[tuple, list[Executed]](), dict[tuple, str]()
     for executed in module.executed:
-        own = executed.instruction
-        if own.opcode == "while" and (found := _WINDOWED.search(own.body.name)):
-            key = (own.loop.op_name, executed.loops)
+        instruction = executed.instruction
+        if instruction.opcode == "while" and (
+            match := _WINDOWED.search(instruction.body.name)
+        ):
+            key = (instruction.loop.op_name, executed.loops)
             rings.setdefault(key, []).append(executed)
-            kinds[key] = _RING[found[1]]
+            kinds[key] = _RING[match[1]]
     pieces, plain = dict[tuple, list[tuple[Executed, Collective]]](), []
     for executed, permute in permutes:
         loops = executed.loops
@@ -222,7 +237,9 @@ def _rings(
             pieces.setdefault(key, []).append((executed, permute))
         else:
             plain.append(permute)
-    return plain + [_ring(kinds[key], rings[key], of) for key, of in pieces.items()]
+    return plain + [
+        _ring(kinds[key], rings[key], members) for key, members in pieces.items()
+    ]
 
 
 def _ring(
@@ -256,12 +273,12 @@ def _transfer(executed: Executed, mesh: Mesh) -> Collective:
     order = send.within.order
     start = end = order.index(send)
     meeting, answer = send.find(_RENDEZVOUS), None
-    for at, other in enumerate(order):
-        if other.opcode == "recv" and other.find(_RENDEZVOUS) == meeting:
-            answer = other
-        elif other.opcode == "recv-done" and answer in other.operands:
-            end = at
+    for index, later in enumerate(order):
+        if later.opcode == "recv" and later.find(_RENDEZVOUS) == meeting:
+            answer = later
+        elif later.opcode == "recv-done" and answer in later.operands:
+            end = index
     sent = send.operands[0].num_bytes
-    whole = [(use, sent) for use, _ in serves(executed, send)[:1]]
+    shares = [(use, sent) for use, _ in serves(executed, send)[:1]]
     group = slices_group(send, mesh)
-    return _made(executed, send, kind, group, whole, (start, end))
+    return _made(executed, send, kind=kind, group=group, uses=shares, span=(start, end))

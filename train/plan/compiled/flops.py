@@ -28,7 +28,7 @@ _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 def count_flops(module: Module) -> Flops:
     """Add up a program."""
-    products = attention = whole = eight_bits = grouped = 0.0
+    products = attention = total = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
         for inner in executed.instruction.parts:
@@ -41,11 +41,18 @@ def count_flops(module: Module) -> Flops:
             if inner.opcode == "custom-call":
                 flops, share = kernel_flops(inner)
                 attention += executed.times * flops * share
-                whole += executed.times * flops
+                total += executed.times * flops
                 if not flops and not product_flops(inner) and is_kernel(inner):
                     unknown.add(inner.target)
     names = tuple(sorted(unknown))
-    return Flops(products, attention, whole, names, eight_bits, grouped)
+    return Flops(
+        products,
+        attention,
+        whole_attention=total,
+        unknown=names,
+        eight_bits=eight_bits,
+        grouped=grouped,
+    )
 
 
 def multiplies(instruction: Instruction) -> bool:
@@ -75,12 +82,12 @@ def _flops(instruction: Instruction) -> float:
 def product_flops(instruction: Instruction) -> float:
     """Count the FLOPs of a dot, a convolution, or rows grouped by expert; else 0."""
     if instruction.opcode == "dot" or _CUBLAS in instruction.attributes:
-        left = instruction.operands[0].arrays[0]
+        lhs = instruction.operands[0].arrays[0]
         dims = r'"lhs_contracting_dimensions":\[([\d",]*)\]'
         if instruction.opcode == "dot":
             dims = r" lhs_contracting_dims=\{([\d,]*)\}"
         contracted = re.findall(r"\d+", instruction.find(dims))
-        inner = math.prod(left.dims[int(dim)] for dim in contracted)
+        inner = math.prod(lhs.dims[int(dim)] for dim in contracted)
         return 2.0 * math.prod(instruction.arrays[0].dims) * inner
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction)
@@ -101,12 +108,14 @@ def multiplied(instruction: Instruction) -> list[Array]:
     Not what a library's call adds or scales by, nor a kernel's masks and sizes.
     """
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    own = instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes
-    if own:
+    is_custom = (
+        instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes
+    )
+    if is_custom:
         arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]
     if product_flops(instruction):
         return arrays[:2]
-    return arrays if own and kernel_flops(instruction)[0] else []
+    return arrays if is_custom and kernel_flops(instruction)[0] else []
 
 
 def is_grouped(instruction: Instruction) -> bool:
@@ -119,7 +128,7 @@ def _grouped_flops(instruction: Instruction) -> float:
     if not is_kernel(instruction):
         return 0.0
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # behind the sizes
+    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # after the sizes
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
     return flops * expected_part(instruction.op_name)
 
@@ -129,7 +138,7 @@ def _convolution_flops(instruction: Instruction) -> float:
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
-    left, right = (i.arrays[0].dims for i in instruction.operands[:2])
+    lhs, rhs = (i.arrays[0].dims for i in instruction.operands[:2])
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
@@ -146,22 +155,26 @@ def _convolution_flops(instruction: Instruction) -> float:
         )
         low = int(of("pad", rank, "0_0")[dim].split("_")[0])
         outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        at = np.arange(outputs)[:, None] * stride - low
-        at = at + np.arange(size) * right_dilate
-        end = (left[labels[0].index(str(dim))] - 1) * left_dilate + 1
-        pairs *= int(np.sum((at >= 0) & (at < end) & (at % left_dilate == 0)))
+        positions = np.arange(outputs)[:, None] * stride - low
+        positions = positions + np.arange(size) * right_dilate
+        end = (lhs[labels[0].index(str(dim))] - 1) * left_dilate + 1
+        pairs *= int(
+            np.sum(
+                (positions >= 0) & (positions < end) & (positions % left_dilate == 0)
+            )
+        )
     groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
-    features = right[labels[1].index("i")] * right[labels[1].index("o")]
-    return 2.0 * pairs * features * left[labels[0].index("b")] / groups
+    features = rhs[labels[1].index("i")] * rhs[labels[1].index("o")]
+    return 2.0 * pairs * features * lhs[labels[0].index("b")] / groups
 
 
 def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     """Count the FLOPs of an attention kernel, and the share of them that it computes.
 
-    Splash skips whole blocks above the diagonal and behind a window; how many there are
-    stands in the shape of its mask. For a causal cuDNN kernel the share is taken to be
-    one half, with a window the part of all scores that is seen. Its operands have heads
-    before positions or behind them: the shape of its scores tells which is which.
+    Splash skips whole blocks above the diagonal and outside a window; the shape of its
+    mask gives their number. For a causal cuDNN kernel the share is assumed to be one
+    half, and with a window the fraction of scores that is seen. Its operands have heads
+    before or after positions; the shape of its scores tells which.
     """
     target = instruction.target
     arrays = [a for i in instruction.operands for a in i.arrays[:1]]
@@ -177,17 +190,17 @@ def kernel_flops(instruction: Instruction) -> tuple[float, float]:
     for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
-            rows = math.prod(q.dims[:-2])  # of the batch, by heads
+            rows = math.prod(q.dims[:-2])  # rows of the batch times heads
             flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
-            known = computed_blocks(instruction.op_name)
+            known_blocks = computed_blocks(instruction.op_name)
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
             causal = causal_blocks(masks[0][-2:]) if masks else (1, 1)
-            computed, blocks = known or causal
+            computed, blocks = known_blocks or causal
             return flops, computed / blocks
     return 0.0, 1.0
 
 
 def is_kernel(instruction: Instruction) -> bool:
     """Tell whether a custom call may multiply matrices, not just move what it gets."""
-    own = ("tpu_custom_call", "__gpu$xla.gpu.triton")
-    return instruction.target.startswith((*own, "__cu", "__triton", "__onednn"))
+    targets = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+    return instruction.target.startswith((*targets, "__cu", "__triton", "__onednn"))

@@ -1,7 +1,7 @@
-"""What an instruction of a compiled program reads from and writes to main memory.
+"""Count the bytes that an instruction of a compiled program moves to and from memory.
 
-An upper estimate of the traffic between a device and its main memory: each instruction
-by itself, as if no cache held anything from one to the next.
+This is an upper estimate of the traffic between a device and its main memory: it counts
+each instruction separately, as if no cache kept anything from one to the next.
 """
 
 from collections.abc import Iterable
@@ -14,23 +14,24 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
-# Results of a fusion that are written by others: operands that are passed on, and what
-# a collective gives that runs beside several fusions (TPU), each of which names it.
+# Results of a fusion that other instructions write: operands that are passed on, and
+# the results of a collective that overlaps several fusions (TPU), each of which names
+# it.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-# TPU: a buffer without content, and slices that lie behind each other already.
+# TPU: a buffer without content, and slices that are adjacent already.
 NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 
 def count_hbm_bytes(module: Module) -> HbmBytes:
     """Add up a program."""
-    products = others = 0
+    products = other_bytes = 0
     for executed in module.executed:
-        moved = executed.times * memory_bytes(executed.instruction)
-        if moved and multiplies(executed.instruction):
-            products += moved
+        num_bytes = executed.times * memory_bytes(executed.instruction)
+        if num_bytes and multiplies(executed.instruction):
+            products += num_bytes
         else:
-            others += moved
-    return HbmBytes(products, others)
+            other_bytes += num_bytes
+    return HbmBytes(products, other_bytes)
 
 
 def memory_bytes(instruction: Instruction) -> int:
@@ -111,12 +112,12 @@ def _is_bitcast(fusion: Instruction) -> bool:
 def _written_by_fusion(inside: Computation) -> int:
     root = inside.root
     total = 0
-    for made in root.operands if root.opcode == "tuple" else [root]:
-        size = _main_bytes(made)
-        while made.opcode == "bitcast":
-            (made,) = made.operands
-        if made.opcode in _NOT_WRITTEN:
+    for result in root.operands if root.opcode == "tuple" else [root]:
+        size = _main_bytes(result)
+        while result.opcode == "bitcast":
+            (result,) = result.operands
+        if result.opcode in _NOT_WRITTEN:
             continue
-        in_place = made.opcode == "dynamic-update-slice" and size
-        total += made.operands[1].num_bytes if in_place else size
+        in_place = result.opcode == "dynamic-update-slice" and size
+        total += result.operands[1].num_bytes if in_place else size
     return total

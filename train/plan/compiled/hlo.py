@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def operands(self) -> "list[Instruction]":
-        """What makes the operands."""
+        """The instructions that make the operands."""
         return [self.within.instructions[name] for name in self.operand_names]
 
     @property
@@ -66,9 +66,9 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Where it comes from in the traced program; "" where XLA does not say."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        """Its name in the traced program; "" if XLA does not give one."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def num_bytes(self) -> int:
@@ -77,12 +77,12 @@ class Instruction:
 
     def find(self, pattern: str) -> str:
         """Return the group of a pattern searched in the attributes, else ""."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return self.find(r'custom_call_target="([^"]*)"')
 
     @property
@@ -92,7 +92,7 @@ class Instruction:
 
     @property
     def body(self) -> "Computation":
-        """What a `while` runs."""
+        """The body of a `while`."""
         return self.within.module.computations[self.find(_BODY)]
 
     @property
@@ -104,7 +104,7 @@ class Instruction:
     def called(self) -> "list[Computation]":
         """The computations that it runs once: a fusion's, a call's, the branches."""
         names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
-        if self.opcode in ("call", "call-start"):  # on this core, or a TPU's SparseCore
+        if self.opcode in ("call", "call-start"):  # the latter on a TPU's SparseCore
             names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)
@@ -112,7 +112,7 @@ class Instruction:
 
     @property
     def inside(self) -> "Iterator[Instruction]":
-        """What runs inside a fusion or an asynchronous wrapper, nested too."""
+        """All instructions inside a fusion or an asynchronous wrapper, also nested."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
@@ -153,7 +153,7 @@ class Loop:
     """A `while` that instructions stand in."""
 
     body: Computation
-    op_name: str  # of the loop, or the most frequent start of those in its body
+    op_name: str  # the loop's name, or the most frequent prefix of those in its body
     trips: int
     instruction: Instruction
 
@@ -175,7 +175,7 @@ class Module:
     entry: Computation = field(init=False)
     unread: list[str] = field(default_factory=list)  # lines, and loops' trips
     executed: list[Executed] = field(default_factory=list)
-    loops: dict[str, Loop] = field(default_factory=dict)  # by their bodies' names
+    loops: dict[str, Loop] = field(default_factory=dict)  # keyed by name of the body
 
 
 def parse(text: str) -> Module:
@@ -206,36 +206,43 @@ def parse(text: str) -> Module:
 def _computation(name: str, lines: list[str], module: Module) -> Computation:
     computation = Computation(name, module, {})
     for line in lines:
-        found = _INSTRUCTION.fullmatch(line)
-        instruction = _instruction(found[2], found[3], computation) if found else None
-        if not found or not instruction:
+        match = _INSTRUCTION.fullmatch(line)
+        instruction = _instruction(match[2], match[3], computation) if match else None
+        if not match or not instruction:
             module.unread.append(line.strip())
             continue
         computation.instructions[instruction.name] = instruction
-        if found[1]:
+        if match[1]:
             computation.root = instruction
     module.computations[name] = computation
     return computation
 
 
-def _instruction(name: str, text: str, within: Computation) -> Instruction | None:
+def _instruction(name: str, text: str, computation: Computation) -> Instruction | None:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
         return None
     close = _closing(text, opcode.end() - 1)
-    arrays = tuple(_array(*found) for found in _ARRAY.findall(text[:end]))
+    arrays = tuple(_array(*groups) for groups in _ARRAY.findall(text[:end]))
     arguments, attributes = text[opcode.end() : close], text[close + 1 :]
-    return Instruction(name, opcode[1], arrays, arguments, attributes, within)
+    return Instruction(
+        name,
+        opcode[1],
+        arrays=arrays,
+        arguments=arguments,
+        attributes=attributes,
+        within=computation,
+    )
 
 
 def _closing(text: str, start: int) -> int:
     """Find the parenthesis that closes the one at `start`; strings do not count."""
     depth = 0
-    for found in re.compile(rf"{_STRING}|[()]").finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
-            return found.start()
+            return match.start()
     return len(text)
 
 
@@ -249,19 +256,19 @@ def is_kept(body: Computation, element: int) -> bool:
     """Tell whether a loop with this body leaves an element of its state as it was."""
     if body.root.opcode != "tuple":
         return False
-    made = body.root.operands[element]
+    producer = body.root.operands[element]
     while True:
-        if made.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            (made,) = made.operands
-        elif made.opcode != "get-tuple-element":
+        if producer.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+            (producer,) = producer.operands
+        elif producer.opcode != "get-tuple-element":
             return False
         else:
-            (source,) = made.operands
+            (source,) = producer.operands
             if source.opcode == "parameter":
-                return made.index == element
-            if source.opcode != "while" or not is_kept(source.body, made.index):
+                return producer.index == element
+            if source.opcode != "while" or not is_kept(source.body, producer.index):
                 return False
             (start,) = source.operands
             if start.opcode != "tuple":
                 return False
-            made = start.operands[made.index]
+            producer = start.operands[producer.index]

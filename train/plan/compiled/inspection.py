@@ -1,7 +1,7 @@
-"""What the compiler made of a step, in a few figures that people ask for.
+"""A few figures about a compiled step that people ask for.
 
-Whether the state is updated in place, which kernels run, what the largest buffers are,
-which copies are worth a look, and in which dtypes products are taken.
+They say whether the state is updated in place, which kernels run, what the largest
+buffers are, which copies are large, and in which dtypes products are computed.
 """
 
 import re
@@ -20,7 +20,7 @@ from train.plan.compiled.trip_counts import read
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
-_MUCH = 0.01  # of all bytes to and from memory
+_MUCH = 0.01  # the fraction of all bytes to and from memory from which a copy is shown
 _MOVES = {"copy", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "tuple", "constant"}
 # How XLA marks things, not kernels.
@@ -50,13 +50,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Of one device.
+    """The figures of one device.
 
     in_place: the arrays of the state by whether the step updates them in place.
     kernels: how often each custom call runs, by its name.
-    buffers: the largest.
-    copies: those above one percent of the bytes to and from memory.
-    operand_bytes: of products and attention kernels, by dtype.
+    buffers: the largest buffers.
+    copies: copies above one percent of the bytes to and from memory.
+    operand_bytes: bytes of the operands of products and attention kernels, by dtype.
     """
 
     in_place: InPlace
@@ -104,25 +104,30 @@ def _kernels(module: Module) -> dict[str, int]:
 
 def _kernel_name(call: Instruction) -> str:
     """Return the target; of Pallas' kernels, which share one, their own name."""
-    own = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
-    return own if call.target == "tpu_custom_call" else call.target
+    base_name = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
+    return base_name if call.target == "tpu_custom_call" else call.target
 
 
 def _copies(module: Module, lines: SourceLines) -> list[Copied]:
-    total, found = count_hbm_bytes(module).total, list[Copied]()
+    total, copies = count_hbm_bytes(module).total, list[Copied]()
     for executed in module.executed:
-        own = executed.instruction
-        if not _only_moves(own):
+        instruction = executed.instruction
+        if not _only_moves(instruction):
             continue
-        moved = executed.times * memory_bytes(own)
-        if moved > _MUCH * total:
-            names = (made.op_name for made in producers(own))
+        num_bytes = executed.times * memory_bytes(instruction)
+        if num_bytes > _MUCH * total:
+            names = (producer.op_name for producer in producers(instruction))
             part = next(filter(None, map(part_of, names)), "")
-            words = f"{scope(executed, own)} {part}".strip(), lines.line_of(own)
-            what = ", ".join(filter(None, words))
-            share = moved / total
-            found.append(Copied(own.name, executed.times, moved, share, what))
-    return sorted(found, key=lambda one: -one.bytes)
+            words = (
+                f"{scope(executed, instruction)} {part}".strip(),
+                lines.line_of(instruction),
+            )
+            label = ", ".join(filter(None, words))
+            share = num_bytes / total
+            copies.append(
+                Copied(instruction.name, executed.times, num_bytes, share, label)
+            )
+    return sorted(copies, key=lambda one: -one.bytes)
 
 
 def _only_moves(instruction: Instruction) -> bool:

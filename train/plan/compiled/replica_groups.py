@@ -35,8 +35,8 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
     group = group_at(_on_mesh(ids, mesh), mesh, dims)
     if not pairs:
         return group
-    whole = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
-    return replace(group, size=whole)
+    axis_size = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
+    return replace(group, size=axis_size)
 
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
@@ -63,15 +63,15 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     Raises:
         ValueError: if they are written in a way that is not known.
     """
-    found = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
-    text = found[1] if found else ""
+    listed = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
+    text = listed[1] if listed else ""
     named = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
     if named:
         return _named_groups(named[1], named[2])
     if text.startswith("{{"):
-        whole = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
-        assert whole
-        groups = re.findall(r"\{([\d,]+)\}", whole[1])
+        nested = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
+        assert nested
+        groups = re.findall(r"\{([\d,]+)\}", nested[1])
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     if text.startswith("["):
         return _iota(text)
@@ -82,10 +82,10 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
 
 def _iota(text: str) -> np.ndarray:
     """Read `[4,2]<=[2,4]T(1,0)`: 0, 1, ... as [2,4], transposed, as [4,2]."""
-    found = _IOTA.match(text)
-    assert found, text
+    match = _IOTA.match(text)
+    assert match, text
     shape, source, order = (
-        [int(n) for n in part.split(",")] if part else None for part in found.groups()
+        [int(n) for n in part.split(",")] if part else None for part in match.groups()
     )
     assert shape
     ids = np.arange(np.prod(shape)).reshape(source or shape)
@@ -102,19 +102,19 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     listed = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
     if listed and listed[1].startswith("["):
-        ids = _iota(listed[1])  # whose dims are not those of the mesh
+        ids = _iota(listed[1])  # its dims are not those of the mesh
     elif listed:
         ids = np.array([int(n) for n in re.findall(r"\d+", listed[1])])
     ids = ids.reshape([*sizes.values()])
     chosen = list[int]()
-    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
-        at = names.index(name)
+    for name, major, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+        position = names.index(name)
         if size:  # a part of an axis: cut it into three
-            parts = (int(before), int(size), sizes[name] // int(before) // int(size))
-            ids = ids.reshape(*ids.shape[:at], *parts, *ids.shape[at + 1 :])
-            names[at : at + 1] = [f"{name}<", name, f"{name}>"]
+            parts = (int(major), int(size), sizes[name] // int(major) // int(size))
+            ids = ids.reshape(*ids.shape[:position], *parts, *ids.shape[position + 1 :])
+            names[position : position + 1] = [f"{name}<", name, f"{name}>"]
             sizes[name] = int(size)
-            at += 1
+            position += 1
         chosen.append(names.index(name))
     ids = np.moveaxis(ids, chosen, range(-len(chosen), 0))
     return ids.reshape(-1, int(np.prod(ids.shape[-len(chosen) :])))
@@ -126,5 +126,5 @@ def _on_mesh(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
     slices = [getattr(device, "slice_index", 0) for device in devices]
     if devices[0].platform != "tpu" or len(set(slices)) == 1:
         return ids
-    first = [place for place, number in enumerate(slices) if number == slices[0]]
+    first = [index for index, number in enumerate(slices) if number == slices[0]]
     return np.array(first)[ids]

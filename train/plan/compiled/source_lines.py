@@ -27,27 +27,29 @@ class SourceLines:
         """Read the tables of an optimized module's text."""
         files = dict(_FILE.findall(_table(text, "FileNames")))
         places = _LOCATION.findall(_table(text, "FileLocations"))
-        self._places = {own: (files.get(file, ""), line) for own, file, line in places}
+        self._places = {
+            number: (files.get(file, ""), line) for number, file, line in places
+        }
         frames = _FRAME.findall(_table(text, "StackFrames"))
         # XLA of jax 0.10 writes each caller's number plus one; the first has none.
         more = int(frames[0][2] or 0) if frames else 0
         self._frames = dict[int, tuple[str, int]]()
-        for own, place, caller in frames:
-            before = int(caller or 0) - more
-            self._frames[int(own)] = place, before if before < int(own) else 0
+        for number, location, caller in frames:
+            parent = int(caller or 0) - more
+            self._frames[int(number)] = location, parent if parent < int(number) else 0
 
     def line_of(self, instruction: Instruction) -> str:
         """Return the lines an instruction comes from, innermost first; or ""."""
-        frame, found = int(instruction.find(r" stack_frame_id=(\d+)") or 0), {}
+        frame, locations = int(instruction.find(r" stack_frame_id=(\d+)") or 0), {}
         while frame in self._frames:
-            place, frame = self._frames[frame]
-            file, line = self._places.get(place, ("", ""))
+            location, frame = self._frames[frame]
+            file, line = self._places.get(location, ("", ""))
             if file.startswith(_ROOMS):
-                found.setdefault(file.removeprefix(f"{ROOT}/"), line)
-        lines = [f"{file}:{line}" for file, line in found.items()]
+                locations.setdefault(file.removeprefix(f"{ROOT}/"), line)
+        lines = [f"{file}:{line}" for file, line in locations.items()]
         return " < ".join(lines[:_SHOWN])
 
 
 def _table(text: str, title: str) -> str:
-    found = re.search(rf"^{title}\n((?:\d.*\n?)*)", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{title}\n((?:\d.*\n?)*)", text, re.MULTILINE)
+    return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""What a compiled step costs, read in the text of the optimized program."""
+"""Read the costs of a compiled step from the text of the optimized program."""
 
 from train.plan.compiled.collectives import ledger, outside_layers, totals
 from train.plan.compiled.flops import count_flops

@@ -1,10 +1,10 @@
-"""What a compiled program executes, and how often.
+"""List the instructions that a compiled program executes, and how often.
 
-Trip counts stand in the text for CPU and GPU; for TPU they are found by running the
+The text contains trip counts for CPU and GPU. For TPU they are found by running the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says (model/scopes.py), at least once if it is ever taken; or
-else always. GPUs run a first iteration outside of its loop: its branches all count.
+often as a scope in it says (model/scopes.py), at least once if it is ever taken, and
+otherwise always. GPUs run a first iteration outside its loop: all its branches count.
 """
 
 import re
@@ -64,27 +64,29 @@ def _run(
         if instruction.opcode == "while":
             loop = _loop(instruction, values)
             module.loops[loop.body.name] = loop
-            before = _before(instruction, values)
+            constants = _before(instruction, values)
 
-            def invariant(number: int, element: int | None, loop=loop, before=before):
+            def invariant(
+                number: int, element: int | None, loop=loop, constants=constants
+            ):
                 if element is None or not is_kept(loop.body, element):
                     return None
-                return before(element)
+                return constants(element)
 
             _run(loop.body, times * loop.trips, (*loops, loop), invariant)
         elif instruction.opcode in ("call", "conditional"):
             for called in instruction.called:
                 scopes = (i.op_name for i in called.order)
-                conditional, own = instruction.opcode != "call", instruction.op_name
-                part = taken_part(scopes, own) if conditional else None
-                least = 1 if part else 0
-                often = times if part is None else max(least, round(times * part))
+                conditional, op_name = instruction.opcode != "call", instruction.op_name
+                part = taken_part(scopes, op_name) if conditional else None
+                minimum = 1 if part else 0
+                often = times if part is None else max(minimum, round(times * part))
                 _run(called, often, loops, lambda number, element: None)
 
 
 def _loop(loop: Instruction, values: Values) -> Loop:
-    known = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
-    trips = int(known) if known else _trips(loop, values)
+    trip_count = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
+    trips = int(trip_count) if trip_count else _trips(loop, values)
     if trips is None:
         loop.within.module.unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
@@ -102,8 +104,8 @@ def _before(loop: Instruction, values: Values) -> Callable[[int], int | None]:
     (start,) = loop.operands
 
     def before(element: int) -> int | None:
-        known = start.opcode == "tuple"
-        return _evaluate(start.operands[element], values) if known else None
+        is_tuple = start.opcode == "tuple"
+        return _evaluate(start.operands[element], values) if is_tuple else None
 
     return before
 
@@ -111,14 +113,14 @@ def _before(loop: Instruction, values: Values) -> Callable[[int], int | None]:
 def _trips(loop: Instruction, values: Values) -> int | None:
     """Count the trips of a loop by running its counter, None if that cannot be read."""
     condition = loop.within.module.computations[loop.find(r" condition=%([\w.-]+)")]
-    root, before = loop.body.root, _before(loop, values)
+    root, start_value = loop.body.root, _before(loop, values)
     state = dict[int, int | None]()
 
     def element_of(number: int, element: int | None) -> int | None:
         if element is None:
             return None
         if element not in state:
-            state[element] = before(element)
+            state[element] = start_value(element)
         return state[element]
 
     for trips in range(_MOST_TRIPS):
@@ -127,8 +129,10 @@ def _trips(loop: Instruction, values: Values) -> int | None:
             return None if goes_on is None else trips
         if root.opcode != "tuple":
             return None
-        made = root.operands
-        state |= {element: _evaluate(made[element], element_of) for element in [*state]}
+        steps = root.operands
+        state |= {
+            element: _evaluate(steps[element], element_of) for element in [*state]
+        }
     return None
 
 
@@ -144,8 +148,8 @@ def _evaluate(instruction: Instruction, values: Values) -> int | None:
         (source,), index = operands, instruction.index
         if source.opcode == "parameter":
             return values(int(source.arguments), index)
-        known = source.opcode == "tuple"
-        return _evaluate(source.operands[index], values) if known else None
+        is_tuple = source.opcode == "tuple"
+        return _evaluate(source.operands[index], values) if is_tuple else None
     if opcode in _FORWARDED:
         return _evaluate(operands[0], values)
     if opcode == "fusion":
