@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -117,14 +118,13 @@ def gradients(programs: Programs, store: Sources) -> Callable:
         if batch is None:
             batch = Order(store, program.config.data, 0).read(0)
             assert (batch.targets < 0).any()  # documents end inside of rows
-        with jax.set_mesh(program.mesh):
-            params = params_of(GPT(program.config.model, nnx.Rngs(1)))
-            if balance is not None:
-                router = params["layers"]["mlp"]["router"]
-                router["balance"] = router["balance"] + jnp.asarray(balance)
-            params = jax.device_put(params, program.shardings.params)
-            batch = place(batch, program.batch)
-            return jax.device_get(steps[overrides](params, batch)[:3])
+        params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+        if balance is not None:
+            router = params["layers"]["mlp"]["router"]
+            router["balance"] = router["balance"] + jnp.asarray(balance)
+        params = jax.device_put(params, program.shardings.params)
+        batch = place(batch, program.batch)
+        return jax.device_get(steps[overrides](params, batch)[:3])
 
     return gradients
 
@@ -139,3 +139,24 @@ def compile_step(composed: Configure) -> Compile:
 def stored_step(composed: Configure) -> Compile:
     """Read the step of a small model as compiled for TPUs, by its name in STEPS."""
     return make_stored(composed)
+
+
+def losses_of(program, store, state, num_steps: int = 20) -> list[float]:
+    """Return the loss of each step on real batches."""
+    state = jax.device_put(state, program.shardings)
+    losses = []
+    for step in range(num_steps):
+        batch = Order(store, program.config.data, 0).read(step)
+        state, metrics = program.train_step(state, place(batch, program.batch))
+        jax.block_until_ready((state, metrics))  # see train/loop.py
+        losses.append(float(metrics["loss"]))
+    assert int(state.step) == num_steps
+    return losses
+
+
+def distance(found, expected) -> float:
+    """Return the norm of the difference of two trees over the norm of the second."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    parts = [(np.float64(a) - b, np.float64(b)) for a, b in pairs]
+    error, length = (sum(np.sum(p[i] ** 2) for p in parts) ** 0.5 for i in (0, 1))
+    return error / length

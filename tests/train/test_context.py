@@ -6,8 +6,7 @@ import pytest
 from data.batches import Batch, Order
 from model.attention.across import choose_context_attention
 from model.choices import Attention, ContextAttention
-from tests.train.test_meshes import distance
-from train.errors import ConfigError
+from tests.train.conftest import distance
 
 GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")
 LOCAL = (
@@ -126,9 +125,3 @@ def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
         return
     with pytest.raises(ValueError, match=answer):
         choose_context_attention(ContextAttention(asked), *given)
-
-
-def test_rows_that_cannot_be_cut_are_refused(programs):
-    with pytest.raises(ConfigError, match=r"mesh\.context_attention") as error:
-        programs("data.sequence_length=20", "mesh.context=8", devices=8)
-    assert "data.sequence_length divisible by 16, not 20" in str(error.value)

@@ -9,7 +9,7 @@ import pytest
 
 from data.batches import Order
 from data.rows import padding
-from tests.train.test_meshes import distance
+from tests.train.conftest import distance
 from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution

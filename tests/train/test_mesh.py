@@ -15,13 +15,6 @@ from train.mesh import make_mesh
 from train.mesh_sizes import axis_sizes
 
 
-def test_sizes_are_as_asked():
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert mesh.axis_names == MESH_AXES
-    assert mesh.devices.shape == (1, 2, 2, 1, 1, 2)
-    assert set(mesh.devices.flat) == set(jax.devices())
-
-
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [

@@ -12,6 +12,7 @@ import pytest
 
 from data.batches import Order
 from model.params import named
+from tests.train.conftest import distance
 from train.config import CheckpointConfig
 from train.feed import place
 from train.run.checkpoint import Checkpoints
@@ -89,13 +90,12 @@ def steps(programs, store):
 
     def steps(program, state, first: int, last: int):
         order, metrics = Order(store, program.config.data, 0), []
-        with jax.set_mesh(program.mesh):
-            for step in range(first, last):
-                batch = order.read(step)
-                assert step or (batch.segment_ids.max(axis=1) > 1).any()
-                state, found = program.train_step(state, place(batch, program.batch))
-                jax.block_until_ready((state, found))  # see train/loop.py
-                metrics.append(jax.device_get(found))
+        for step in range(first, last):
+            batch = order.read(step)
+            assert step or (batch.segment_ids.max(axis=1) > 1).any()
+            state, found = program.train_step(state, place(batch, program.batch))
+            jax.block_until_ready((state, found))  # see train/loop.py
+            metrics.append(jax.device_get(found))
         return state, metrics
 
     return steps
@@ -181,11 +181,3 @@ def test_a_run_goes_on_to_the_bit_and_on_other_meshes(
 def sizes(mesh: str) -> list[str]:
     """Give overrides: sizes of a mesh, and keys that are written out."""
     return [word if "." in word else f"mesh.{word}" for word in mesh.split()]
-
-
-def distance(found, expected):
-    """Give the length of the difference of two trees over that of the second."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    parts = [(np.float64(a) - b, np.float64(b)) for a, b in pairs]
-    error, length = (sum(np.sum(p[i] ** 2) for p in parts) ** 0.5 for i in (0, 1))
-    return error / length

@@ -24,10 +24,9 @@ DEEP = ("model.num_layers=4", "model.embed_dim=16")
 
 def taken(program, store, step, state=None):
     """Take a step, the one of that name, from a state or from the start."""
-    with jax.set_mesh(program.mesh):
-        state = program.init() if state is None else jax.tree.map(jnp.copy, state)
-        batch = place(Order(store, program.config.data, 0).read(0), program.batch)
-        return jax.device_get(getattr(program, step)(state, batch))
+    state = program.init() if state is None else jax.tree.map(jnp.copy, state)
+    batch = place(Order(store, program.config.data, 0).read(0), program.batch)
+    return jax.device_get(getattr(program, step)(state, batch))
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,7 @@ def program(programs):
 
 @pytest.fixture(scope="module")
 def start(program):
-    with jax.set_mesh(program.mesh):
-        return jax.device_get(program.init())
+    return jax.device_get(program.init())
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +54,7 @@ def test_a_run_that_is_watched_takes_the_same_steps_as_one_that_is_not(
     unwatched = programs(PARTS[0])
     texts = []
     for each in (program, unwatched):
-        with jax.set_mesh(each.mesh):
-            step = each.train_step.lower(each.state, each.batch)
+        step = each.train_step.lower(each.state, each.batch)
         texts.append(step.as_text())
     assert texts[0] == texts[1]
     assert "abs" not in texts[0]  # what every tap begins with
@@ -159,8 +156,7 @@ def test_figures_are_the_same_on_any_mesh(programs, store, model, mesh, devices)
 def test_what_eight_bits_lose(programs, store, dtype):
     """Gains of a norm of very different sizes: the small values are flushed."""
     program = programs(f"model.compute_dtype={dtype}")
-    with jax.set_mesh(program.mesh):
-        state = jax.device_get(program.init())
+    state = jax.device_get(program.init())
     state = jax.tree.map(np.copy, state)
     scale = state.params["layers"]["mlp_norm"]["scale"]
     scale[1, :] = 1e-6
@@ -180,8 +176,7 @@ def test_what_eight_bits_lose(programs, store, dtype):
 def test_what_eight_bits_lose_of_experts(programs, store, mesh, devices):
     """Of one layer most hidden values are some 1e-7 of the largest."""
     program = programs(*MOE, *mesh, "model.compute_dtype=float8", devices=devices)
-    with jax.set_mesh(program.mesh):
-        state = jax.tree.map(np.copy, jax.device_get(program.init()))
+    state = jax.tree.map(np.copy, jax.device_get(program.init()))
     up = state.params["layers"]["mlp"]["up"]
     up[-1, :, :, 2:] *= 3e-4  # what comes of it is squared
     placed = jax.device_put(state, program.shardings)

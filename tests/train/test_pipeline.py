@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.test_program import train
+from tests.train.conftest import losses_of
 from train.errors import ConfigError
 from train.plan.compiled.step import read_step
 from train.plan.estimated.step import estimate_step
@@ -26,8 +26,8 @@ def test_losses_of_muon_do_not_depend_on_the_stages(programs, store):
     named = (*DEEP, "optimizer=muon", "optimizer.ema_decay=0.9")
     one = programs(*named, devices=1)
     state = jax.device_get(one.init())
-    expected = train(one, store, state, 6)
-    found = train(
+    expected = losses_of(one, store, state, 6)
+    found = losses_of(
         programs(*named, *MIXED, "mesh.pipeline_repeats=2", devices=8), store, state, 6
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -44,8 +44,7 @@ def test_the_compiled_step_does_as_many_iterations_as_planned(
     pipeline = program.pipeline
     assert pipeline.iterations == iterations
     assert pipeline.bubble == 1 / iterations
-    with jax.set_mesh(program.mesh):
-        step = program.train_step.lower(program.state, program.batch).compile()
+    step = program.train_step.lower(program.state, program.batch).compile()
     read, estimated = read_step(program, step.as_text()), estimate_step(program)
     rows = program.config.data.batch_size // 8 * 32 * 16 * 4  # bytes of a microbatch
     for cost in (read, estimated) if repeats == 1 else ():  # else weights travel too

@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from data.batches import Order
 from data.config import DataConfig
 from model.choices import Position
 from model.config import ModelConfig
+from tests.train.conftest import losses_of
 from train.config import Config
 from train.errors import ConfigError
-from train.feed import place
 from train.program import settle
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -25,28 +24,16 @@ def born(programs):
     return jax.device_get(programs(devices=1).init())
 
 
-def train(program, store, state, num_steps: int = 20) -> list[float]:
-    """Give the loss of each step on real batches."""
-    state = jax.device_put(state, program.shardings)
-    losses = []
-    with jax.set_mesh(program.mesh):
-        for step in range(num_steps):
-            batch = Order(store, program.config.data, 0).read(step)
-            state, metrics = program.train_step(state, place(batch, program.batch))
-            jax.block_until_ready((state, metrics))  # see train/loop.py
-            losses.append(float(metrics["loss"]))
-    assert int(state.step) == num_steps
-    return losses
-
-
 def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born):
     """Matrices that lie in parts, and are orthogonalized whole."""
     alone = programs("optimizer=muon", devices=1)
     state = born._replace(optimizer=alone.optimizer.init(born.params))
     state = jax.device_get(state)
-    expected = train(alone, store, state, 10)
+    expected = losses_of(alone, store, state, 10)
     sharded = programs("optimizer=muon", *CUBE, devices=8)
-    np.testing.assert_allclose(train(sharded, store, state, 10), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        losses_of(sharded, store, state, 10), expected, rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -58,9 +45,9 @@ def test_nor_do_they_with_what_is_rounded_at_random(programs, store, optimizer):
         kept += ("optimizer.moment_dtype=int8",)
     alone, cube = programs(*kept, devices=1), programs(*kept, *CUBE, devices=8)
     state = jax.device_get(alone.init())
-    expected = train(alone, store, state, 10)
+    expected = losses_of(alone, store, state, 10)
     assert expected[-1] < expected[0]
-    np.testing.assert_allclose(train(cube, store, state, 10), expected, rtol=1e-3)
+    np.testing.assert_allclose(losses_of(cube, store, state, 10), expected, rtol=1e-3)
 
 
 def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
@@ -71,8 +58,7 @@ def test_the_first_state_does_not_depend_on_the_mesh(programs, born):
 def test_the_step_on_a_cpu_copies_no_part_of_the_state(programs):
     """What is donated is written in place (train/runtime.py, compiler_options)."""
     program = programs("mesh.data=2", devices=2)
-    with jax.set_mesh(program.mesh):
-        step = program.train_step.lower(program.state, program.batch).compile()
+    step = program.train_step.lower(program.state, program.batch).compile()
     assert not re.findall(r"= f32.* copy\(%?param.*", step.as_text())
 
 
@@ -123,6 +109,5 @@ def test_so_is_it_where_the_mesh_is_none(programs):
 def test_no_activation_is_replicated_to_lie_elsewhere(programs, capfd):
     """What is looked up in tables W[V, D_fsdp] becomes x[B_(data, fsdp), T, D]."""
     program = programs(*CUBE, "model.position=learned", devices=8)
-    with jax.set_mesh(program.mesh):
-        program.train_step.lower(program.state, program.batch).compile()
+    program.train_step.lower(program.state, program.batch).compile()
     assert "Involuntary full rematerialization" not in capfd.readouterr().err

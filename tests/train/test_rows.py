@@ -27,8 +27,7 @@ def equations(jaxpr, inside=()):
 def traced(program):
     config = program.config.train
     gradients = make_gradients(program.model, program.execution, config)
-    with jax.set_mesh(program.mesh):
-        jaxpr = jax.make_jaxpr(gradients)(program.state.params, program.batch)
+    jaxpr = jax.make_jaxpr(gradients)(program.state.params, program.batch)
     return [*equations(jaxpr.jaxpr)]
 
 
@@ -80,14 +79,11 @@ def run(program, batch, **changes):
         placement=replace(program.execution.placement, **changes)
     )
     gradients = make_gradients(program.model, execution, program.config.train)
-    with jax.set_mesh(program.mesh):
-        params = params_of(GPT(program.config.model, nnx.Rngs(1)))
-        params = jax.device_put(params, program.shardings.params)
-        placed = jax.device_put(
-            jax.tree.map(jnp.asarray, batch), program.batch_shardings
-        )
-        jaxpr = jax.make_jaxpr(gradients)(params, placed)
-        result = jax.device_get(jax.jit(gradients)(params, placed))
+    params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+    params = jax.device_put(params, program.shardings.params)
+    placed = jax.device_put(jax.tree.map(jnp.asarray, batch), program.batch_shardings)
+    jaxpr = jax.make_jaxpr(gradients)(params, placed)
+    result = jax.device_get(jax.jit(gradients)(params, placed))
     return result, {e.primitive.name for e, _ in equations(jaxpr.jaxpr)}
 
 

@@ -1,7 +1,5 @@
 """Where every array lies."""
 
-import math
-
 import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -42,12 +40,6 @@ def test_bytes_per_device_are_those_of_a_shard(programs):
         assert bytes_per_device(leaf) == shard.size * leaf.dtype.itemsize
 
 
-def test_a_batch_is_spread_over_its_axes(programs):
-    spec = programs(*CUBE, devices=8).batch.inputs.sharding.spec
-    rows = ("pipeline", "data", "fsdp", "expert")
-    assert spec == PartitionSpec(rows, "context")
-
-
 def test_all_that_does_not_divide_is_listed_at_once(programs):
     found = mistakes(
         lambda: programs(
@@ -70,15 +62,6 @@ def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
     (rule,) = (rule for _, rule in found.values())
     assert set(found) == {"mesh.params"}
     assert rule
-
-
-def test_a_batch_that_the_devices_cannot_share_is_refused(programs):
-    shape = ("data.batch_size=8", "train.accumulation_steps=4")
-    found = mistakes(lambda: programs(*shape, "mesh.fsdp=8", devices=8))
-    value, rule = found["data.batch_size"]
-    assert value == 8
-    assert "divisible by 8 (devices" in rule
-    assert "4 (train.accumulation_steps)" in rule
 
 
 def moments(state, fields: tuple[str, ...], params) -> dict:
@@ -144,26 +127,3 @@ def test_a_new_state_is_born_where_the_table_says(programs):
         assert leaf.sharding == by_path(program.state)[path].sharding
     up = state.optimizer.transform[0].nu["layers"]["mlp"]["up"]["weight"]
     assert up.addressable_shards[0].data.shape == (2, 16, 64)
-
-
-def test_bytes_of_a_device_fall_as_the_mesh_grows(programs):
-    def held(size: int) -> int:
-        state = programs(f"mesh.fsdp={size}", devices=size).state
-        return sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(state)
-        )
-
-    whole = held(1)
-    for size in (2, 4, 8):
-        # Not exactly: counts and the scales of the heads' norms are replicated.
-        assert whole / size <= held(size) < 1.02 * whole / size
-
-
-def test_a_leaf_of_another_shape_is_replicated(programs):
-    state = programs("mesh.fsdp=8", devices=8).state
-    counts = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 0]
-    assert counts
-    for leaf in counts:
-        assert isinstance(leaf.sharding, NamedSharding)
-        assert leaf.sharding.spec == PartitionSpec()

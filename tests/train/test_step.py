@@ -14,8 +14,7 @@ POISON = 383  # an id of the padding: its embedding changes nothing else
 @pytest.fixture(scope="module")
 def program(programs):
     program = programs("optimizer.ema_decay=0.9", devices=1)
-    with jax.set_mesh(program.mesh):
-        yield program
+    return program
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +58,6 @@ def test_an_update_that_is_not_finite_is_left_out(program, store, state):
         jax.device_get(later.params["head"]["weight"]) - state.params["head"]["weight"]
     )
     assert np.abs(moved).max() > 0
-
-
-def test_metrics_are_of_the_update_that_was_made(program, store, state):
-    """The rate of the step, the norm before clipping, nats without the z-loss."""
-    state = jax.tree.map(jnp.asarray, state)
-    rate = float(program.optimizer.learning_rate(3))
-    _, metrics = program.train_step(state, batch_of(program, store, 3))
-    assert float(metrics["learning_rate"]) == pytest.approx(rate)
-    assert metrics["loss"].dtype == jnp.float32
-    assert 0 < float(metrics["grad_norm"]) < 100
 
 
 def test_microbatches_weigh_by_their_targets(program, programs, store, state):
