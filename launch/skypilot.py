@@ -135,8 +135,9 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 
 def _run_script(job: Job, cluster: SkypilotCluster) -> str:
     """Return the lines of shell of each node."""
-    limits = cluster.max_restarts, cluster.backoff_s
-    around = node_command(PYTHON, 1, job.folder, *limits)
+    around = node_command(
+        PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s
+    )
     local_job = replace(job, folder=".")  # the working directory has the archive
     rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
     return rank + shell(local_job.command(PYTHON, cluster.code, around)) + "\n"

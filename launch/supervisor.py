@@ -152,8 +152,12 @@ class Supervisor:
         if len(last) == SAME_STEP and last[0] is not None and len({*last}) == 1:
             log.error("crashed %d times at step %d: not again", SAME_STEP, last[0])
             return CRASHES_AGAIN, 0
-        limits = self.max_restarts, self.backoff_s
-        pause_s = pause_after_crash(code, len(self._crashed_at), *limits)
+        pause_s = pause_after_crash(
+            code,
+            len(self._crashed_at),
+            max_restarts=self.max_restarts,
+            first_s=self.backoff_s,
+        )
         return (code, 0) if pause_s is None else (None, pause_s)
 
     def _stop(self, number: int, frame: object) -> None:

@@ -161,8 +161,13 @@ def encoding_settings(
 ) -> EncodingSettings:
     """Return what decides the tokens of a text."""
     sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
-    values = config.tokenizer, sha256, reading, config.validation
-    return EncodingSettings(*values, skip_bad)
+    return EncodingSettings(
+        config.tokenizer,
+        sha256,
+        reading=reading,
+        validation=config.validation,
+        skip_bad=skip_bad,
+    )
 
 
 def _segments(

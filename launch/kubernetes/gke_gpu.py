@@ -27,8 +27,12 @@ def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
 
 def machine(cluster: GkeGpuCluster) -> Machine:
     """Plan for the nodes."""
-    nodes = cluster.gpus_per_node, cluster.nodes
-    return gpu.machine_of(cluster.gpu, *nodes, cluster.environment)
+    return gpu.machine_of(
+        cluster.gpu,
+        gpus_per_node=cluster.gpus_per_node,
+        nodes=cluster.nodes,
+        environment=cluster.environment,
+    )
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:

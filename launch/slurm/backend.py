@@ -34,8 +34,12 @@ def machine(cluster: SlurmCluster) -> Machine:
     """Return nodes of GPUs; nothing for CPUs, whose number is not known."""
     if cluster.gpus_per_node is None:
         return Machine()
-    nodes = cluster.gpus_per_node, cluster.nodes
-    return gpu.machine_of(cluster.gpu, *nodes, cluster.environment)
+    return gpu.machine_of(
+        cluster.gpu,
+        gpus_per_node=cluster.gpus_per_node,
+        nodes=cluster.nodes,
+        environment=cluster.environment,
+    )
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:

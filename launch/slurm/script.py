@@ -88,8 +88,9 @@ def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
 def _memory(job: Job, cluster: SlurmCluster) -> str | None:
     if job.staged_bytes is None:
         return cluster.memory
-    bytes_kept = job.staged_bytes, job.held_bytes
-    gib = host_memory_gib(*bytes_kept, cluster.processes_per_node)
+    gib = host_memory_gib(
+        job.staged_bytes, job.held_bytes, processes=cluster.processes_per_node
+    )
     return cluster.memory or f"{gib}G"
 
 

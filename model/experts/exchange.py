@@ -107,10 +107,12 @@ def _by_gathering(
 
         first = E * jax.lax.axis_index(apart) if apart else 0
         x_nD, experts_nk, weights_nk = map(of_all, own)
-        choice = experts_nk - first, weights_nk
-        y_nD, counts = local_experts(x_nD, *choice, held)
+        local_nk = experts_nk - first
+        y_nD, counts = local_experts(x_nD, local_nk, weights_nk, held)
         y_nD, counts = held.added_up(y_nD, counts)
-        y_nD = with_bias(y_nD, *choice, held.own_biases[-1:], held.execution)
+        y_nD = with_bias(
+            y_nD, local_nk, weights_nk, held.own_biases[-1:], held.execution
+        )
         y_nD = jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
         return y_nD, counts
 
@@ -141,15 +143,16 @@ def _by_sending(
 
     def send(x_nD: jax.Array, weights_nk: jax.Array) -> Made:
         out, back = pieces_to_exchange(rows_SE, apart)
-        way = apart, execution.grouped is Grouped.scan  # the body of CPUs
+        emulated = execution.grouped is Grouped.scan  # the body of CPUs
         x_RD = to_rows(x_nD, order // k, row_nk)
         weights_R1 = to_rows(weights_nk.reshape(-1, 1), order, row_nk.reshape(-1, 1))
         x_RD, weights_R = (
-            travel(x, out, back, (n * k, room), *way) for x in (x_RD, weights_R1[:, 0])
+            travel(x, out, back, (n * k, room), apart, emulated)
+            for x in (x_RD, weights_R1[:, 0])
         )
         sizes_E = jnp.sum(out.received.reshape(devices, E), axis=0)
         y_RD, counts = mlps(x_RD, weights_R[:, None], sizes_E, n * k, held)
-        y_RD = travel(y_RD, back, out, (room, n * k), *way)
+        y_RD = travel(y_RD, back, out, (room, n * k), apart, emulated)
         y_nD = from_rows(y_RD, order // k, row_nk)
         y_nD, counts = held.added_up(y_nD, counts)
         return with_bias(
@@ -163,5 +166,10 @@ def _by_sending(
         return send(x_nD, weights_nk)
     most = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
     most = jax.lax.pmax(most, execution.placement.layer_batch_axes)  # all do the same
-    branches = in_branch(send, 1, 1), in_branch(gather, 0, 1)
-    return jax.lax.cond(most <= room, *branches, x_nD, weights_nk)
+    return jax.lax.cond(
+        most <= room,
+        in_branch(send, 1, 1),
+        in_branch(gather, 0, 1),
+        x_nD,
+        weights_nk,
+    )

@@ -123,8 +123,8 @@ def _ask_jax(
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
-    counts = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    number_here = local[0] if local and _several_here(*counts) else None
+    several = _several_here("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    number_here = local[0] if local and several else None
     return address, processes, process, number_here
 
 

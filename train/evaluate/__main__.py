@@ -126,8 +126,9 @@ def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
     wanted = Asked(config.tasks, config.task_path, config.limit, config.num_fewshot)
     loaded = dict[str, Any]()
     cluster.agree(lambda: loaded.update(load_tasks(wanted)) or {})
-    location = config.run, config.runtime, config.step
-    program, sources, step, params = load_run(*location, config.batch_size)
+    program, sources, step, params = load_run(
+        config.run, config.runtime, step=config.step, batch_size=config.batch_size
+    )
     tasks = Tasks(loaded, wanted, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     with jax.set_mesh(program.mesh):
@@ -148,8 +149,9 @@ def _on_sets(asked: EvaluateConfig) -> Found:
     from train.evaluate.validation import as_metrics, evaluate_all
     from train.load_run import load_run
 
-    location = asked.run, asked.runtime, asked.step
-    program, sources, step, params = load_run(*location, asked.batch_size)
+    program, sources, step, params = load_run(
+        asked.run, asked.runtime, step=asked.step, batch_size=asked.batch_size
+    )
     config = program.config
     if mistakes := [*set_mistakes(asked.sets, config.data, "sets")]:
         raise ConfigError(mistakes)

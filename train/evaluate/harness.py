@@ -200,11 +200,14 @@ def generation(arguments: dict[str, Any]) -> Generation:
     settings: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
     num_tokens, stop = settings.pop("max_gen_toks"), settings.pop("until", None) or []
     usual = 1.0 if settings.pop("do_sample") else 0.0
-    temperature = settings.pop("temperature", usual)
-    among = settings.pop("top_k", None), settings.pop("top_p", None)
+    sampling = Sampling(
+        settings.pop("temperature", usual),
+        top_k=settings.pop("top_k", None),
+        top_p=settings.pop("top_p", None),
+    )
     stop = [stop] if isinstance(stop, str) else stop
     stop = [text for text in stop if text]
-    return Generation(num_tokens, stop, Sampling(temperature, *among), sorted(settings))
+    return Generation(num_tokens, stop, sampling, unknown=sorted(settings))
 
 
 def windows_of(

@@ -80,8 +80,7 @@ class Optimizer:
         def update(
             grads: Any, moments_before: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            arguments = grads, moments_before, params
-            moved, moments = self._moved(*arguments, norm, factor)
+            moved, moments = self._moved(grads, moments_before, params, norm, factor)
 
             def num_spoiled(grads: Any, moments_before: Any, params: Any) -> jax.Array:
                 new = moved, moments
@@ -98,7 +97,12 @@ class Optimizer:
                 # without it. The branch computes the update again, which reads the
                 # state again. Muon is excluded, because its products are expensive.
                 spoiled = jax.lax.cond(
-                    accepted, num_spoiled, lambda *_: jnp.float32(0), *arguments
+                    accepted,
+                    num_spoiled,
+                    lambda *_: jnp.float32(0),
+                    grads,
+                    moments_before,
+                    params,
                 )
             fine = accepted & (spoiled == 0)
             new = self.storage.rounded(moved, params, step, layer)
@@ -106,9 +110,14 @@ class Optimizer:
             return *_chosen(fine, (new, moments), (params, moments_before)), fine
 
         if self.by_layer:
-            in_loop = self.config.offload, self.in_place
-            trees = grads, state.transform, params
-            params, moments, accepted = layer_by_layer(update, *trees, *in_loop)
+            params, moments, accepted = layer_by_layer(
+                update,
+                grads,
+                moments=state.transform,
+                params=params,
+                on_host=self.config.offload,
+                in_place=self.in_place,
+            )
         else:
             params, moments, accepted = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
@@ -258,10 +267,16 @@ def make_optimizer(
         matrices = muon(config, infos, compute, mesh, specs)
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    parts = transform, factor(schedule, num_steps), storage
     # Ahead of time XLA:GPU is not told which arguments lie in host memory.
     in_place = not (config.offload and platform == "gpu")
-    return Optimizer(config, *parts, _by_layer(config, platform, mesh), in_place)
+    return Optimizer(
+        config,
+        transform,
+        factor=factor(schedule, num_steps),
+        storage=storage,
+        by_layer=_by_layer(config, platform, mesh),
+        in_place=in_place,
+    )
 
 
 def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:

@@ -52,16 +52,28 @@ def main(config: PlanConfig) -> int:
     if config.search or config.mesh.planned:
         check_vocab()  # no layout is worth looking for
     if config.search:
-        limits = compiles, config.search_minutes
-        result = search(config, devices, budget, *limits, config.search_precision)
+        result = search(
+            config,
+            devices,
+            budget=budget,
+            compiles=compiles,
+            minutes=config.search_minutes,
+            precision=config.search_precision,
+        )
         if config.json:
             print(json.dumps(dataclasses.asdict(result)))
         else:
             print_result(result, config)
         return FINISHED if result.best else DOES_NOT_FIT
     if config.mesh.planned:
-        limits = config.margin, compiles, config.search_minutes
-        config = choose(config, devices, *limits).applied(config)
+        layout = choose(
+            config,
+            devices,
+            margin=config.margin,
+            compiles=compiles,
+            minutes=config.search_minutes,
+        )
+        config = layout.applied(config)
     program = _lay_out(config, devices, num_tokens, check_vocab)
     if not config.json:
         describe_program(program)

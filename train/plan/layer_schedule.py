@@ -166,13 +166,15 @@ class _Device:
         return max((executed.times for executed in self._bodies[called]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
-        work = (cost.kind, cost.seconds, cost.label, cost.detail)
+        def book(lane: str) -> float:
+            return self._book(lane, cost.kind, cost.seconds, cost.label, cost.detail)
+
         if cost.copied:
-            self._expect(cost.copied, self._book(COPIES, *work), cost.label)
+            self._expect(cost.copied, book(COPIES), cost.label)
             return
         sent = [(c, self._send(c)) for c in cost.collectives]
         if cost.seconds:
-            self._now = self._book(COMPUTE, *work)
+            self._now = book(COMPUTE)
         for collective, end in sent:
             until = collective.until if collective.is_async else instruction.name
             self._expect(until, end, _sent_label(collective))

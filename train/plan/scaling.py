@@ -82,8 +82,8 @@ def weak_scaling(
     for slices in points:
         sent, prediction = at(slices)
         step = prediction.step_s
-        parts = sorted((alone.low / step.low, alone.high / step.high))
-        rows.append(Scaled(slices, sent, prediction, Range(*parts)))
+        low, high = sorted((alone.low / step.low, alone.high / step.high))
+        rows.append(Scaled(slices, sent, prediction, Range(low, high)))
     return rows
 
 

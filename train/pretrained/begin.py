@@ -80,12 +80,13 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
     """
     record = run / RECORD
     recorded = cluster.broadcast(lambda: _read_known(record))
-    share = cluster.process, cluster.processes
     try:
         names = (
             sealed_files(path) if is_run(path) else recorded or weight_files(Path(path))
         )
-        hashed = digests(run_folder(path), *share, names=names)
+        hashed = digests(
+            run_folder(path), cluster.process, cluster.processes, names=names
+        )
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
     parts = [hashed]

@@ -47,9 +47,8 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     )
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
-    marks = _marks(
-        [evaluation_scores(*run) for run in zip(folders, rows.values(), strict=True)]
-    )
+    runs = zip(folders, rows.values(), strict=True)
+    marks = _marks([evaluation_scores(folder, of_run) for folder, of_run in runs])
     return {
         "name": ", ".join(names),
         "tables": [

@@ -218,9 +218,15 @@ def open_run(
         preemption.crashed(Crash(cluster.process, OWNED, step, reason, known=True))
 
     with ExitStack() as stack:
-        times = config.run.lease_interval_s, config.run.lease_timeout_s
         cluster.broadcast(lambda: check_layout(path))
-        lease = cluster.on_leader(lambda: take_lease(os.fspath(path), *times, lost))
+        lease = cluster.on_leader(
+            lambda: take_lease(
+                os.fspath(path),
+                interval_s=config.run.lease_interval_s,
+                timeout_s=config.run.lease_timeout_s,
+                on_lost=lost,
+            )
+        )
         if lease:
             stack.callback(lease.close)
         compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))

@@ -85,7 +85,9 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     others = _others(rows, {*judged, *_NOT_CHARTED})
     series = {key: series_of(rows, key) for key in (*_METRICS, *judged, *others)}
     drawn += [(key, ((key, key),), False) for key in others]
-    charts = (chart(series, *each) for each in drawn)
+    charts = (
+        chart(series, title, lines, from_zero) for title, lines, from_zero in drawn
+    )
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, metrics.num_missing, goodput, num_steps),

@@ -56,9 +56,18 @@ class Sending:
         axes, times = self.wide(axes), place.times
         if axes and payload and times:
             label = label or place.scope.strip("/").split("/")[-1]
-            where = place.in_layers, "copies" in place.scope, place.body
-            found = Exchange(axes, kind, times, times * payload, label, *where, members)
-            self.exchanges.append(found)
+            exchange = Exchange(
+                axes,
+                kind,
+                times,
+                times * payload,
+                label,
+                in_layers=place.in_layers,
+                once="copies" in place.scope,
+                body=place.body,
+                members=members,
+            )
+            self.exchanges.append(exchange)
 
     def wide(self, axes: Axes) -> Axes:
         """Return the axes of more than one device, in the mesh's order."""

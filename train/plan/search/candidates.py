@@ -104,7 +104,7 @@ def layouts(
         sequence_length: of a row, which devices share only where it is long.
     """
     inside = num_devices // parts
-    layouts_found, cut = [], ("none", 1)  # in one piece
+    layouts_found = []
     largest = {"tensor": _MOST_TENSOR, "expert": max(experts, 1)}
     largest["context"] = max(sequence_length // _LEAST_POSITIONS, 1)
     sizes = ([n for n in _divisors(inside) if n <= limit] for limit in largest.values())
@@ -114,18 +114,23 @@ def layouts(
             continue
         for fsdp in _divisors(remainder):
             data = remainder // fsdp
-            axis_sizes: dict[str, Any] = {"expert": expert, "context": context}
-            layouts_found.append(
-                Layout(data * parts, fsdp, tensor, parts, 1, *cut, **axis_sizes)
+            layout = Layout(
+                data=data,
+                fsdp=fsdp,
+                tensor=tensor,
+                dcn_data=1,
+                dcn_fsdp=1,
+                remat="none",
+                accumulation_steps=1,
+                expert=expert,
+                context=context,
             )
+            replicas = {"data": data * parts, "dcn_data": parts}
+            layouts_found.append(replace(layout, **replicas))
             if parts > 1:
-                layouts_found.append(
-                    Layout(data, fsdp * parts, tensor, 1, parts, *cut, **axis_sizes)
-                )
-                axis_sizes |= {"pipeline": parts, "dcn_pipeline": parts}
-                layouts_found.append(
-                    Layout(data, fsdp, tensor, 1, 1, *cut, **axis_sizes)
-                )
+                shards = {"fsdp": fsdp * parts, "dcn_fsdp": parts}
+                stages = {"pipeline": parts, "dcn_pipeline": parts}
+                layouts_found += [replace(layout, **shards), replace(layout, **stages)]
     return layouts_found
 
 

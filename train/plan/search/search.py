@@ -148,10 +148,17 @@ def choose(
     """
     chip = chip_of(devices[0].device_kind)
     if chip is None or chip.hbm_bandwidth is None:
-        log.info("mesh=planned: nobody says how fast these devices are: all on fsdp")
+        log.info("mesh=planned: the rates of these devices are unknown: all on fsdp")
         parts = num_slices(devices)
-        train = typed(config.train.remat), config.train.accumulation_steps
-        return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
+        return Layout(
+            data=parts,
+            fsdp=len(devices) // parts,
+            tensor=1,
+            dcn_data=parts,
+            dcn_fsdp=1,
+            remat=typed(config.train.remat),
+            accumulation_steps=config.train.accumulation_steps,
+        )
     budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
     result = search(config, devices, budget, compiles, minutes, beat=beat)
     for sentence in failures(result.failed, config):
