@@ -1,4 +1,4 @@
-"""What is due after a step, as a function of the step."""
+"""Decide what is due after a step, as a function of the step."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from train.distributed.preemption import SAVE
 
 
 class Due(NamedTuple):
-    """What to do right after a step.
+    """The actions that are due right after a step.
 
     last: this process trains no further step.
     stop: the exit code to end with, if a stop was requested.

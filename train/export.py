@@ -77,7 +77,13 @@ def main(config: ExportConfig) -> int:
     with jax.set_mesh(program.mesh):
         dtype = config.dtype or program.config.model.param_dtype
         written = write_folder(
-            folder, program, params, sources, step, str(dtype), config.tokenizer
+            folder,
+            program,
+            params,
+            sources,
+            step,
+            dtype=str(dtype),
+            with_tokenizer=config.tokenizer,
         )
     if is_leader:
         print(f"exported    {folder}, step {step:,}: {written}")

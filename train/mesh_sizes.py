@@ -184,13 +184,13 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
         entry, description = config.mesh.params.get(axis), f"model.{field}={size}"
-        found = dim_mistakes(sizes, axis, entry, size, description)
-        if not found and axis in ("heads", "kv_heads"):  # each device computes some
+        uneven = dim_mistakes(sizes, axis, entry, size, description)
+        if not uneven and axis in ("heads", "kv_heads"):  # each device computes some
             entry = config.mesh.activations.get(axis)
-            found = dim_mistakes(
+            uneven = dim_mistakes(
                 sizes, axis, entry, size, description, table="activations"
             )
-        mistakes += [m._replace(related=(f"model.{field}",)) for m in found]
+        mistakes += [m._replace(related=(f"model.{field}",)) for m in uneven]
     if mistakes:
         raise ConfigError(mistakes)
 
@@ -246,8 +246,8 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
 
 def _cpu_devices(config: Config) -> int | None:
     """Return the number of virtual devices, or None if there may be other devices."""
-    several = config.distributed.num_processes not in (None, 1)
-    if several or any(os.environ.get(name) for name in _ANNOUNCING):
+    is_distributed = config.distributed.num_processes not in (None, 1)
+    if is_distributed or any(os.environ.get(name) for name in _ANNOUNCING):
         return None
     platform = config.runtime.platform
     is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"

@@ -260,28 +260,28 @@ def report_crash(
         Exit: CRASHES_AGAIN, if another start would crash the same way.
     """
     message = f"{type(error).__name__}: {error}"
-    known = isinstance(error, Exit | ConfigError | DataError)
+    has_message = isinstance(error, Exit | ConfigError | DataError)
     crash = Crash(
         process=cluster.process,
         code=exit_code(error),
         step=preemption.step,
         error=message[:1000],
-        known=known,
+        known=has_message,
     )
     if cluster.processes > 1:
         # An error without a message of its own is reported by process 0.
-        if not preemption.leaving and (str(error) or not known):
-            log.error("%s", message, exc_info=None if known else error)
+        if not preemption.leaving and (str(error) or not has_message):
+            log.error("%s", message, exc_info=None if has_message else error)
         preemption.crashed(crash)
     if run.judge_crash(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)
-        place, remedy = "before its first step", ""
+        moment, remedy = "before its first step", ""
         if crash.step >= 0:
-            place = f"after step {crash.step}"
+            moment = f"after step {crash.step}"
             remedy = ". To see the batch that it was trained on, run python -m "
             remedy += f"data.inspect run.dir={run.path} step={crash.step}"
         raise Exit(
             CRASHES_AGAIN,
-            f"crashed {place} for the third time, always with this code: another start "
-            f"would crash too{remedy}",
+            f"crashed {moment} for the third time, always with this code: another "
+            f"start would crash too{remedy}",
         ) from None

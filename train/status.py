@@ -163,11 +163,11 @@ def _live_owner(
     owner = read_owner(os.fspath(folder))
     alive = owner is not None and owner.alive()
     if alive is None and not (alive := _seems_alive(goodput, silent_s, events)):
-        seen = owner
+        first_owner = owner
         for _ in range(_LOOKS):
             time.sleep(_LOOK_S)
             owner = read_owner(os.fspath(folder))
-            if owner != seen:
+            if owner != first_owner:
                 return str(owner) if owner else None
     return str(owner) if alive else None
 
@@ -245,8 +245,8 @@ def _print(status: Status) -> None:
     if status.silent_s is not None:
         state += f", last record {format_seconds(status.silent_s)} ago"
     print(f"state       {state}")
-    left = f", {format_seconds(status.left_s)} left" if status.left_s else ""
-    print(f"step        {status.step:,} of {status.num_steps:,}{left}")
+    time_left = f", {format_seconds(status.left_s)} left" if status.left_s else ""
+    print(f"step        {status.step:,} of {status.num_steps:,}{time_left}")
     print(f"loss        {'none yet' if status.loss is None else f'{status.loss:.4f}'}")
     if validation := status.validation:
         last, best = validation

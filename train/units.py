@@ -55,7 +55,7 @@ def format_seconds(seconds: float) -> str:
     return f"{days} d {hours:02d} h"
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
+def few(names: Sequence[str], limit: int = 3) -> str:
     """Return the first names of a list, and the number of further ones."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

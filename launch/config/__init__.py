@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Action(StrEnum):
-    """What to do. All but `submit` and `render` need a run that was submitted."""
+    """The action. All but `submit` and `render` need a run that was submitted."""
 
     submit = "submit"
     render = "render"
@@ -98,8 +98,8 @@ def kind_of(cluster: ClusterConfig) -> str:
 
 def schema_of(kind: str) -> type:
     """Return the dataclass of all keys of `python -m launch`, with this kind's own."""
-    own: Any = field(default_factory=KINDS[kind])
-    cluster = ("cluster", KINDS[kind], own)
+    default: Any = field(default_factory=KINDS[kind])
+    cluster = ("cluster", KINDS[kind], default)
     return dataclasses.make_dataclass(
         "LaunchConfig", [cluster], bases=(LaunchConfig,), frozen=True
     )

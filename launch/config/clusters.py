@@ -1,4 +1,4 @@
-"""The keys of clusters of one's own: this machine, ssh, Slurm.
+"""The keys of local clusters: this machine, ssh, Slurm.
 
 The preset of each kind is `configs/cluster/<kind>.yaml`.
 """

@@ -1,6 +1,6 @@
 """What a config may be, and what is said of one that is wrong."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -36,7 +36,6 @@ from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
 from train.identity import flatten
 from train.sample.__main__ import SampleConfig
-from train.status import StatusConfig
 
 MOE = ModelConfig(mlp=Mlp.moe)
 RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
@@ -223,7 +222,9 @@ def test_a_store_brings_its_own_tokenizer_and_split():
     ],
 )
 def test_did_you_mean(word: str, meant: str):
-    assert meant in similar_names(word, flatten(Config()))
+    names = flatten(Config())
+    assert meant in similar_names(word, names)
+    assert similar_names("mesh.params.xyz", names) == []
 
 
 def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
@@ -241,11 +242,3 @@ def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
     data, train = DataConfig(batch_size=value), TrainConfig(accumulation_steps=step)
     (mistake,) = mistakes(Config(data=data, train=train))
     assert mistake.rule.endswith(f"nearest: {said}")
-
-
-def test_a_command_has_no_keys_that_it_does_not_read():
-    assert {field.name for field in fields(StatusConfig)} == {"run", "json", "follow"}
-
-
-def test_no_suggestion_is_better_than_a_silly_one():
-    assert similar_names("mesh.params.xyz", flatten(Config())) == []

@@ -126,65 +126,26 @@ def test_an_empty_table_has_its_headers(capsys):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"),
+    ("formatted", "texts"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (2**20 - 1, "1.00 MiB"),
-        (1.5 * 2**30, "1.50 GiB"),
-        (2**52, "4096.00 TiB"),
+        (
+            format_bytes,
+            {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 2**20 - 1: "1.00 MiB"},
+        ),
+        (format_bytes, {1.5 * 2**30: "1.50 GiB", 2**52: "4096.00 TiB"}),
+        (
+            format_count,
+            {0: "0", 999: "999", 999.7: "1K", 12_345: "12.3K", 999_600: "1M"},
+        ),
+        (format_count, {1.2404e9: "1.24B", 15e12: "15T", 3.3e15: "3,300T"}),
+        (format_flops, {0: "0 FLOPs", 4.231e9: "4.23 GFLOPs", 9.997e14: "1 PFLOPs"}),
+        (format_seconds, {0: "0 s", 3e-4: "300 µs", 2e-9: "2 ns", 0.0123: "12 ms"}),
+        (format_seconds, {0.9999: "1.0 s", 9.96: "10 s", 59.6: "1 min 00 s"}),
+        (format_seconds, {200: "3 min 20 s", 3599.8: "1 h 00 min", 86_399: "1 d 00 h"}),
     ],
 )
-def test_format_bytes(size, text):
-    assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (999.7, "1K"),
-        (12_345, "12.3K"),
-        (999_600, "1M"),
-        (124e6, "124M"),
-        (1.2404e9, "1.24B"),
-        (15e12, "15T"),
-        (3.3e15, "3,300T"),
-    ],
-)
-def test_format_count(count, text):
-    assert format_count(count) == text
-
-
-@pytest.mark.parametrize(
-    ("flops", "text"),
-    [(0, "0 FLOPs"), (4.231e9, "4.23 GFLOPs"), (9.997e14, "1 PFLOPs")],
-)
-def test_format_flops(flops, text):
-    assert format_flops(flops) == text
-    assert format_flops(flops, "FLOP/s") == text.replace("FLOPs", "FLOP/s")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (3e-4, "300 µs"),
-        (2e-9, "2 ns"),
-        (0.0123, "12 ms"),
-        (0.9999, "1.0 s"),
-        (9.96, "10 s"),
-        (59.6, "1 min 00 s"),
-        (200, "3 min 20 s"),
-        (3599.8, "1 h 00 min"),
-        (86_399, "1 d 00 h"),
-        (200_000, "2 d 08 h"),
-    ],
-)
-def test_format_seconds(seconds, text):
-    assert format_seconds(seconds) == text
+def test_numbers_for_people(formatted, texts):
+    assert {number: formatted(number) for number in texts} == texts
 
 
 def test_what_could_steer_a_terminal_is_escaped():

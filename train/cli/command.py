@@ -1,4 +1,4 @@
-"""What every command of the program shares: `python -m train` and its like.
+"""Run a command such as `python -m train` on its config.
 
 A command is a function of its config that returns an exit code:
 
@@ -7,10 +7,9 @@ A command is a function of its config that returns an exit code:
     if __name__ == "__main__":
         run_command(main, "train")
 
-Hydra composes the config from `configs/<name>.yaml` and the command line, wherever
-the command is run from; help, `--cfg job` and `--multirun` are Hydra's. The function
-takes frozen dataclasses, once everything has been checked. Nothing here imports jax,
-and Hydra writes no files.
+Hydra composes the config from `configs/<name>.yaml` and the command line, and handles
+help, `--cfg job` and `--multirun`. The function takes frozen dataclasses, after
+everything has been checked. Nothing here imports jax, and Hydra writes no files.
 """
 
 import logging
@@ -34,7 +33,7 @@ from train.masking import mask
 
 __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
 
-Outcome = Callable[[Any], tuple[str, float | None]]  # run.dir, last loss of evaluation
+Outcome = Callable[[Any], tuple[str, float | None]]  # run.dir, last evaluation loss
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +49,14 @@ def run_command(
     """Run a command on the arguments of this process, and exit with its code.
 
     Args:
-        main: takes the config; its result, None being 0, is the exit code. ConfigError
-            becomes 78, data.errors.DataError 65, Exit its own, all without a traceback.
-        config_name: root file in `configs/`.
+        main: takes the config and returns the exit code; None is 0. ConfigError becomes
+            78, DataError 65, and Exit its own code, all without a traceback.
+        config_name: the root file in `configs/`.
         schema: the dataclass that `main` takes.
-        validate: lists the mistakes between keys of such a config; types and bounds
-            hold already.
-        chosen: choices of groups that the schema holds for.
-        outcome: what came of a job, for the table at the end of a sweep.
+        validate: lists the mistakes between keys of a config; types and bounds hold
+            already.
+        chosen: the choices of groups that this schema is for.
+        outcome: returns the result of a job, for the table at the end of a sweep.
     """
     configure_logging()
     try:
@@ -89,22 +88,22 @@ def run_command(
         code = exit_code(error)
     except KeyboardInterrupt:
         code = STOPPED
-    except BrokenPipeError:  # who read our results has seen enough
+    except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     sys.exit(code or 0)
 
 
 class _Formatter(logging.Formatter):
-    """Writes records without the secrets in them."""
+    """Format log records without the secrets in them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, and its traceback if it has one."""
+        """Return the line of a record, with its traceback if it has one."""
         return mask(super().format(record))
 
 
 def configure_logging() -> None:
-    """Send logs to stderr: ours from INFO on, other libraries' from WARNING on."""
+    """Send logs to stderr, ours from INFO on and those of libraries from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         _Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")

@@ -191,16 +191,18 @@ class _Check:
         A mistake follows from another one if its rule reads a key that is wrong, or
         that a user may have meant by a wrong key: it then has its default here.
         """
-        wrong = {m.key for m in self.mistakes}
-        wrong |= {key for m in self.mistakes for key in m.related}
+        wrong_keys = {m.key for m in self.mistakes}
+        wrong_keys |= {key for m in self.mistakes for key in m.related}
         for mistake in mistakes:
             key = mistake.key
             section, table = key.partition(".")[0], key.rpartition(".")[0]
             is_entry = key in typed and type_of(self.schema, table)[1]
             is_unknown = section in self.rejected and not is_entry
-            is_section_of_wrong = any(k.startswith(f"{key}.") for k in wrong)
+            is_section_of_wrong = any(k.startswith(f"{key}.") for k in wrong_keys)
             if not (
-                is_unknown or is_section_of_wrong or wrong & {key, *mistake.related}
+                is_unknown
+                or is_section_of_wrong
+                or wrong_keys & {key, *mistake.related}
             ):
                 self._record(mistake)
 

@@ -18,7 +18,7 @@ _KEY = r"[\w.+~]+"
 
 def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
     """Return the arguments without overrides that have spaces around =, and those."""
-    words, others, mistakes = list(argv), list[str](), list[Mistake]()
+    words, spaced_right, mistakes = list(argv), list[str](), list[Mistake]()
     while words:
         first = word = words.pop(0)
         if words and words[0].startswith("=") and re.fullmatch(_KEY, word):
@@ -32,8 +32,8 @@ def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
             rule += shlex.quote(f"{key}={value}")
             mistakes.append(Mistake(key.lstrip("+~"), value, rule))
         else:
-            others.append(first)
-    return others, mistakes
+            spaced_right.append(first)
+    return spaced_right, mistakes
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
@@ -50,9 +50,9 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     parser.error = error
     for action in flag_actions(parser):
         action.choices = None  # `flag_mistakes` checks them with everything else
-    flags, rest = parser.parse_known_args(flags_first(argv))
-    flags.unknown = [text for text in rest if text.startswith("-")]
-    flags.overrides += [text for text in rest if not text.startswith("-")]
+    flags, remaining_args = parser.parse_known_args(flags_first(argv))
+    flags.unknown = [text for text in remaining_args if text.startswith("-")]
+    flags.overrides += [text for text in remaining_args if not text.startswith("-")]
     return flags
 
 
@@ -88,20 +88,16 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
             rule += "; --hydra-help lists them"
         mistakes.append(Mistake(flag, "", rule))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
-    asked = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
-    own = "is not supported; presets of your own go into --config-dir <folder>"
-    folder = flags.config_dir
-    checks = [
-        (len(asked) > 1, " and ".join(asked), "", "exclude each other; give one"),
-        (
-            flags.resolve and not (flags.cfg or flags.help),
-            *("--resolve", "", "goes with --cfg only"),
-        ),
-        (flags.config_path, "--config-path", "", own),
-        (flags.experimental_rerun, "--experimental-rerun", "", own),
-        (
-            folder and not Path(folder).is_dir(),
-            *("--config-dir", folder, "is not a folder"),
-        ),
-    ]
-    return mistakes + [Mistake(*mistake) for wrong, *mistake in checks if wrong]
+    chosen = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
+    if len(chosen) > 1:
+        rule = "exclude each other; give one"
+        mistakes.append(Mistake(" and ".join(chosen), "", rule))
+    if flags.resolve and not (flags.cfg or flags.help):
+        mistakes.append(Mistake("--resolve", "", "is only possible with --cfg"))
+    for name in ("config_path", "experimental_rerun"):
+        if getattr(flags, name):
+            rule = "is not supported; your own presets go into --config-dir <folder>"
+            mistakes.append(Mistake(f"--{name.replace('_', '-')}", "", rule))
+    if flags.config_dir and not Path(flags.config_dir).is_dir():
+        mistakes.append(Mistake("--config-dir", flags.config_dir, "is not a folder"))
+    return mistakes

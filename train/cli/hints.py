@@ -1,4 +1,4 @@
-"""What the dataclasses declare about a key, in words: its type, bounds and meaning."""
+"""Describe the type, the bounds and the meaning that dataclasses declare for a key."""
 
 import difflib
 import functools
@@ -81,10 +81,10 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
         return Mistake(key, value, f"{rule}; {called_here(name)}", (key_of(name),))
     section = type_of(schema, parent)[0]
     siblings = fields(section) if is_dataclass(section) and parent else ()
-    known = sorted({*keys, *(f"{parent}.{field.name}" for field in siblings)})
-    similar = similar_names(key, known)
+    known_keys = sorted({*keys, *(f"{parent}.{field.name}" for field in siblings)})
+    similar = similar_names(key, known_keys)
     if not similar and section is None:
-        similar = similar_names(parent, known)
+        similar = similar_names(parent, known_keys)
     if similar:
         return Mistake(key, value, rule + did_you_mean(similar), tuple(similar))
     while not is_dataclass(section):
@@ -99,9 +99,9 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
     """Return names with the same last part, with its initials, or spelt similarly."""
     names, last = list(names), _tail(word)
-    same = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
-    if same:
-        return difflib.get_close_matches(word, same, n=3, cutoff=0)
+    equal = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
+    if equal:
+        return difflib.get_close_matches(word, equal, n=3, cutoff=0)
     for name in difflib.get_close_matches(word, names, n=5):
         if difflib.SequenceMatcher(None, last, _tail(name)).ratio() > 0.6:
             return [name]
@@ -201,14 +201,14 @@ def _single_values(hint: Any) -> Iterator[str]:
 
 
 def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:
-    least = low.ge if isinstance(low, Ge) else low and low.gt
-    most = high.le if isinstance(high, Le) else high and high.lt
-    if least is None:
+    lower: Any = low.ge if isinstance(low, Ge) else low and low.gt
+    upper: Any = high.le if isinstance(high, Le) else high and high.lt
+    if lower is None:
         return ""
-    if most not in (None, inf):
+    if upper not in (None, inf):
         opening, closing = "[("[isinstance(low, Gt)], "])"[isinstance(high, Lt)]
-        return f"in {opening}{least}, {most}{closing}"
-    finite = " and finite" if most == inf else ""
+        return f"in {opening}{lower}, {upper}{closing}"
+    finite = " and finite" if upper == inf else ""
     if isinstance(low, Ge):
-        return f"at least {least}{finite}"
-    return f"positive{finite}" if least == 0 else f"above {least}{finite}"
+        return f"at least {lower}{finite}"
+    return f"positive{finite}" if lower == 0 else f"above {lower}{finite}"

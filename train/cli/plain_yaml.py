@@ -1,7 +1,7 @@
-"""Parse YAML that this program wrote, without the ways in which YAML can do harm.
+"""Parse YAML that this program wrote, and refuse harmful YAML.
 
-A few lines of aliases can stand for billions of values. Tags, loops and text that is
-nested without end are refused too.
+A few lines of aliases can stand for billions of values. Tags, loops and endlessly
+nested text are refused too.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ _MAX_REPEATED = 1_000  # values that a file may add by aliases
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a text holds, as plain values.
+    """Return the plain values in a text.
 
     Raises:
-        ValueError: saying why the text is not YAML that this program wrote.
+        ValueError: with the reason, if this program cannot have written the text.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_whole(text: str) -> None:
-    """Check that the last line of a file has an end: a part of YAML is often YAML too.
+    """Check that the last line of a file has an end: a part of YAML is often valid.
 
     Raises:
         ValueError: if the file is torn.
@@ -46,13 +46,13 @@ def _count(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return how many values a node stands for.
 
     Args:
-        node: of a parsed text; an alias is the node that it names.
-        counts: of the nodes that were counted before; 0 while a node is counted.
+        node: a node of a parsed text; an alias is the node that it names.
+        counts: the counts of earlier nodes, by id; 0 while a node is being counted.
     """
-    if (counted := counts.get(id(node))) is not None:
-        if counted == 0:
+    if (count := counts.get(id(node))) is not None:
+        if count == 0:
             raise ValueError("holds an alias to a value that contains it")
-        return counted
+        return count
     counts[id(node)] = 0
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):

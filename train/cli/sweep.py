@@ -1,4 +1,4 @@
-"""`--multirun`: each job in a process of its own, and a table of what came of them."""
+"""Run each job of `--multirun` in a separate process, and print a table of results."""
 
 import logging
 import signal
@@ -29,12 +29,12 @@ def run_sweep(
     schema: type,
     outcome: Callable[[Any], tuple[str, float | None]] | None,
 ) -> int:
-    """Run every job of a checked command line, one after the other; print a table.
+    """Run the jobs of a checked command line one after the other, and print a table.
 
-    A job that fails does not end the sweep; a signal to stop does.
+    A job that fails does not end the sweep, but a signal to stop does.
 
     Returns:
-        The exit code of the first job that failed, else 0.
+        The exit code of the first job that failed, or 0.
     """
     jobs: list[tuple[list[str], int]] = []
 
@@ -44,20 +44,18 @@ def run_sweep(
 
     register(schema)
     with tempfile.TemporaryDirectory() as folder:
-        # The sweeper writes a multirun.yaml that nobody asked for.
+        # The sweeper always writes a multirun.yaml; it goes into this folder.
         sys.argv[1:] = [*flags_first(arguments), f'hydra.sweep.dir="{folder}"']
         hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(job)()
-    common = set.intersection(*(set(overrides) for overrides, _ in jobs))
+    shared = set.intersection(*(set(overrides) for overrides, _ in jobs))
     rows = []
     for number, (overrides, code) in enumerate(jobs):
-        differing = " ".join(
-            text.lstrip("+") for text in overrides if text not in common
-        )
+        differing = " ".join(t.lstrip("+") for t in overrides if t not in shared)
         directory, loss = "-", None
         if outcome and code != WRONG_DATA:
             words = [*_presets(flags), *overrides]
             directory, loss = outcome(check_command_line(words, config_name, schema))
-        # A job that was refused has the directory of another run, and its loss.
+        # A refused job has the directory and the loss of another run.
         shown = "-" if code or loss is None else f"{loss:.4f}"
         rows.append([str(number), differing, str(code), shown, directory])
     headers = ["job", "overrides", "exit code", "eval loss", "run.dir"]
@@ -66,15 +64,15 @@ def run_sweep(
 
 
 def _presets(flags: Namespace) -> list[str]:
-    """Return the flags that tell a job where its presets are."""
+    """Return the flags with which a job finds its presets."""
     words = ["--config-name", flags.config_name] if flags.config_name else []
     return words + (["--config-dir", flags.config_dir] if flags.config_dir else [])
 
 
 def _run(flags: Namespace, overrides: list[str]) -> int:
-    """Run one job in a process of its own, and return its exit code.
+    """Run one job in a separate process, and return its exit code.
 
-    A signal to stop reaches the job too, which saves; the sweep ends with it.
+    A signal to stop is passed to the job, which saves, and ends the sweep.
     """
     spec = sys.modules["__main__"].__spec__
     command = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
@@ -84,16 +82,14 @@ def _run(flags: Namespace, overrides: list[str]) -> int:
 
     def stop(number: int, frame: object) -> None:
         stopped.append(number)
-        if number == signal.SIGTERM:  # Ctrl-C reaches the job by itself
+        if number == signal.SIGTERM:  # the terminal sends Ctrl-C to the job itself
             process.send_signal(number)
 
-    previous_handlers = {
-        n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     code = process.wait()
-    for number, handler in previous_handlers.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
-    code = 128 - code if code < 0 else code  # as a shell has it: 134 for an abort
+    code = 128 - code if code < 0 else code  # like a shell: an abort is 134
     if stopped:
         sys.exit(code or 128 + stopped[0])
     if code:

@@ -79,7 +79,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayoutConfig:
-    """What `python -m train.plan` shows of the layout."""
+    """The part of the layout that `python -m train.plan` shows."""
 
     array: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What is observed of a run: validation, logs, trackers and traces.
+"""Validation, logs, trackers and traces.
 
 None of these keys changes what is trained.
 """
@@ -78,7 +78,7 @@ class EvalConfig:
     @property
     def paths(self) -> dict[str, str]:
         """Return the path of each set, by name."""
-        return {name: each.path for name, each in self.sets.items()}
+        return {name: eval_set.path for name, eval_set in self.sets.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class MlflowConfig:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Where metrics go besides metrics.jsonl, such as tracker=[wandb,tensorboard]."""
+    """Further destinations of metrics, such as tracker=[wandb,tensorboard]."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)

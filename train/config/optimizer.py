@@ -131,8 +131,8 @@ class ScheduleConfig:
 
     def decay_within(self, num_steps: int) -> int:
         """Return in how many steps `wsd` falls; by default 30 %, after the warm-up."""
-        most = max(1, num_steps - self.warmup_steps)
-        return self.decay_steps or min(max(1, round(0.3 * num_steps)), most)
+        limit = max(1, num_steps - self.warmup_steps)
+        return self.decay_steps or min(max(1, round(0.3 * num_steps)), limit)
 
     def falls_from(self, num_steps: int) -> int:
         """Return the step from which on `wsd` falls."""

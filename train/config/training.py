@@ -13,7 +13,7 @@ from train.config.bounds import NotNegative
 
 
 class Remat(StrEnum):
-    """What the backward pass recomputes: nothing, all but matrix products, all."""
+    """The backward pass recomputes nothing, all except matrix products, or all."""
 
     none = "none"
     dots = "dots"

@@ -1,9 +1,6 @@
 """The command line as its users meet it."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -121,35 +118,6 @@ def test_commands_on_a_run(run, name, schema, right, wrong):
     assert result.returncode == 78
     assert wrong[0].partition("=")[0] in result.stderr
     assert "run.dir" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("module", "argument", "heavy"),
-    [
-        ("train", "--help", {"jax", "flax", "pydantic", "grain", "tensorstore"}),
-        ("train", "train.num_step=3", {"jax", "flax", "grain", "tensorstore"}),
-        ("train.status", "run.name=none", {"jax", "flax", "grain"}),
-        ("launch", "cluster=slrm", {"jax", "flax", "grain", "tensorstore"}),
-    ],
-)
-def test_help_mistakes_and_status_are_cheap(tmp_path, module, argument, heavy):
-    code = (
-        "import atexit, runpy, sys\n"
-        f"sys.argv = ['{module}', '{argument}']\n"
-        "atexit.register(lambda: print(*{x.partition('.')[0] for x in sys.modules}))\n"
-        f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode in (0, 78), result.stderr
-    loaded = set(result.stdout.splitlines()[-1].split())
-    assert "hydra" in loaded
-    assert loaded & heavy == set()
 
 
 def test_several_trackers_are_chosen_at_once(run):
