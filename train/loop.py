@@ -159,7 +159,14 @@ class Trainer:
             show=run.write,
         )
         with closing(progress), closing(profiler):
-            yield _Instruments(steps, feed, window, profiler, faults, progress)
+            yield _Instruments(
+                steps,
+                feed,
+                window=window,
+                profiler=profiler,
+                faults=faults,
+                progress=progress,
+            )
 
     def _take_step(
         self, step: int, state: TrainState, instruments: _Instruments

@@ -54,7 +54,13 @@ def loss_sum(
         has no gradient; and what routers did, whose own loss is not in these.
     """
     x_BTD, tiled, routing = _features(
-        model, batch, execution, z_loss, chunk, num_tokens, call
+        model,
+        batch,
+        execution=execution,
+        z_loss=z_loss,
+        chunk=chunk,
+        num_tokens=num_tokens,
+        call=call,
     )
     with jax.named_scope("loss"), part_scope("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
@@ -84,7 +90,13 @@ def row_sums(
         the first).
     """
     x_BTD, tiled, _ = _features(
-        model, batch, execution, 0.0, chunk, num_tokens, NO_CONTEXT
+        model,
+        batch,
+        execution=execution,
+        z_loss=0.0,
+        chunk=chunk,
+        num_tokens=num_tokens,
+        call=NO_CONTEXT,
     )
     tiled = tiled._replace(by_row=True)
     with jax.named_scope("loss"), part_scope("head"):
@@ -108,7 +120,12 @@ def _features(
     size = model.config.vocab_size or 0
     C = tile(x_BTD.shape[1], size, chunk)
     tiled = _Tiled(
-        C, model.config, execution, z_loss, model.head_axes, num_tokens or size
+        C,
+        model.config,
+        execution=execution,
+        z_loss=z_loss,
+        axes=model.head_axes,
+        num_tokens=num_tokens or size,
     )
     return x_BTD, tiled, routing
 

@@ -69,7 +69,14 @@ def compare_with_run(
     saved, described = newest_described_config(path, last.get("run_id"))
     run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
     if earlier is None:
-        return Continuation(num_steps, [], skip_batches, None, False, run_id)
+        return Continuation(
+            num_steps,
+            [],
+            skip_batches=skip_batches,
+            rewind_to=None,
+            finished=False,
+            run_id=run_id,
+        )
     rewind_to, changes = config.run.rewind_to, config_differences(earlier, config)
     if saved is not None and not is_recorded(path):
         found = {change.key for change in changes}
@@ -102,13 +109,25 @@ def compare_with_run(
     results_step = read_results(path).get("step", -1)
     newest, _ = newest_description(path / "checkpoints", run_id)
     newest = newest if rewind_to is None else min(newest, rewind_to)
-    _check_end(path, num_steps, newest, results_step, earlier, last)
+    _check_end(
+        path,
+        num_steps,
+        newest=newest,
+        results_step=results_step,
+        earlier=earlier,
+        last=last,
+    )
     finished = rewind_to is None and results_step >= num_steps
     schedule_steps = last.get("schedule_steps") or earlier.train.num_steps
     if not finished:
         schedule_steps = _schedule_steps(config, schedule_steps, newest)
     return Continuation(
-        schedule_steps, known_skips, skip_batches, rewind_to, finished, run_id
+        schedule_steps,
+        known_skips,
+        skip_batches=skip_batches,
+        rewind_to=rewind_to,
+        finished=finished,
+        run_id=run_id,
     )
 
 

@@ -82,10 +82,10 @@ class RunDir:
                 record_start(
                     self.path,
                     self.config,
-                    sources,
-                    number,
-                    continuation.schedule_steps,
-                    continuation.run_id,
+                    sources=sources,
+                    start=number,
+                    schedule_steps=continuation.schedule_steps,
+                    run_id=continuation.run_id,
                 )
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
@@ -239,10 +239,10 @@ def open_run(
         run = RunDir(
             path,
             replace(config, data=data),
-            continuation,
-            events or EventLog(path, write=False),
-            cluster.is_leader,
-            lease,
+            continuation=continuation,
+            events=events or EventLog(path, write=False),
+            write=cluster.is_leader,
+            lease=lease,
         )
         preemption.before_exit = run.before_exit
         preemption.judge_crash = run.judge_crash

@@ -157,7 +157,16 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
     if missing_s > _SLACK * (lapped - began):
         buckets["other"] = missing_s
     buckets = {name: seconds for name, seconds in buckets.items() if seconds > 0}
-    return Start(number, idle_s, buckets, first, step, num_wasted, code, ended)
+    return Start(
+        number,
+        idle_s,
+        buckets=buckets,
+        first_step=first,
+        last_step=step,
+        num_wasted=num_wasted,
+        code=code,
+        ended=ended,
+    )
 
 
 def finite(value: object) -> float | None:

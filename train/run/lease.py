@@ -161,7 +161,14 @@ def take_lease(
         version = _take(storage, me, interval_s, timeout_s)
     except StorageError as error:
         raise access_error(folder, error) from error
-    return Lease(storage, me, version, interval_s, timeout_s, on_lost)
+    return Lease(
+        storage,
+        me,
+        version=version,
+        interval_s=interval_s,
+        timeout_s=timeout_s,
+        on_lost=on_lost,
+    )
 
 
 def read_owner(folder: str) -> Owner | None:
