@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.published_rows import LLAMA3_8B, MAXTEXT_AT, OWN_FLAGS, Row
-from train.hardware.achievable import Attention
+from train.hardware.achievable import AttentionRates
 
 _SETTLED = "settled on"
 _MPT_AT = "mosaicml/llm-foundry at 8c8dd48, scripts/train/benchmarking/README.md"
@@ -37,12 +37,12 @@ _PAX = (
 # kernels. FlashAttention-2 on H100: as in achievable.py. Triton's older one: 1.3 to
 # 2.5 x slower than that (arXiv:2307.08691), so by 1.8.
 _FLASH_2 = {
-    "h100": Attention({64: 0.295, 128: 0.33}, 300),
-    "a100": Attention({64: 0.55, 128: 0.65}, 300),
+    "h100": AttentionRates({64: 0.295, 128: 0.33}, 300),
+    "a100": AttentionRates({64: 0.55, 128: 0.65}, 300),
 }
 _TRITON = {
-    "h100": Attention({64: 0.16, 128: 0.18}, 300),
-    "a100": Attention({64: 0.31, 128: 0.36}, 300),
+    "h100": AttentionRates({64: 0.16, 128: 0.18}, 300),
+    "a100": AttentionRates({64: 0.31, 128: 0.36}, 300),
 }
 # torchtitan's H100s have slower memory than others, and 500 W.
 _TITAN = {"hbm_bandwidth": 2400e9, "attention": _FLASH_2["h100"]}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.hardware.achievable import Grouped
+from train.hardware.achievable import GroupedRates
 
 _MAXTEXT = (
     *("model=llama3_8b", "model.vocab_size=32000", "model.head_dim=128"),
@@ -31,7 +31,7 @@ _OFFLOADED = f"train.remat=[{_PROJECTIONS}]", f"train.offload=[residual,{_PROJEC
 _MIXTRAL = ("model=mixtral_8x7b", "mesh=fsdp", "data.sequence_length=4096")
 # Experts of a capacity of 1.25 multiply 1.25 times as much; one-hot products that bring
 # 4,096 tokens there and back add 2 x 4,096 / (3 x 14,336) of that. They are dense.
-_DROPPED = Grouped(rate=1 / (1.25 * (1 + 2 * 4096 / (3 * 14336))))
+_DROPPED = GroupedRates(rate=1 / (1.25 * (1 + 2 * 4096 / (3 * 14336))))
 _RECIPES_AT = "AI-Hypercomputer/tpu-recipes at "
 MAXTEXT_AT = "AI-Hypercomputer/maxtext at e591f30, src/maxtext/configs/"
 OWN_FLAGS = "its own XLA flags"

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.plan.compiled.collectives import ledger
+from train.plan.compiled.collectives import list_collectives
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.inspection import inspect
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 pytestmark = [
     pytest.mark.cuda,
@@ -188,11 +188,11 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
     mesh: Any = SimpleNamespace(
         axis_names=("fsdp",), shape={"fsdp": 8}, devices=devices
     )
-    module = read(compiled["gpt2"].text)
+    module = read_module(compiled["gpt2"].text)
     assert module.unread == []
     matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # of both layers
     tables, head = 4 * (512 + T) * 256, 2 * 512 * 256  # the lookups', the loss's
-    collectives = ledger(module, mesh)
+    collectives = list_collectives(module, mesh)
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
         found = [c for c in collectives if c.kind == kind]
         sent = sum(c.times * c.payload for c in found)
@@ -214,7 +214,7 @@ def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
     assert {*result.of_linear_layers()} == {*pairs}
     assert ("bf16", "bf16") in {(a, b) for a, b, _ in result.products()}
-    done = count_flops(read(result.text))
+    done = count_flops(read_module(result.text))
     head, wide = 512 * 512, 512 * 1024
     matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * wide)  # of both layers
     assert done.eight_bits * head == (done.products - done.eight_bits) * matrices
@@ -232,9 +232,9 @@ def test_cublas_multiplies_float8_where_triton_does_not(compiled):
     text = compiled["float8_cublas"].text
     found = {kind: text.count(f'custom_call_target="{kind}"') for kind in CUBLAS}
     assert found[CUBLAS[0]] == 3  # of the head
-    done = count_flops(read(text))
+    done = count_flops(read_module(text))
     assert found[CUBLAS[1]] >= 7 * 3
-    assert done == count_flops(read(compiled["float8"].text))
+    assert done == count_flops(read_module(compiled["float8"].text))
 
 
 def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
@@ -243,7 +243,7 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     assert result.error is None
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
     assert {*result.of_linear_layers()} == {*pairs, ("bf16", "bf16")}
-    done = count_flops(read(result.text))
+    done = count_flops(read_module(result.text))
     head, wide = 512 * 512, 512 * 1024
     matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * wide  # of a layer
     assert done.eight_bits * (head + matrices) == (
@@ -255,5 +255,5 @@ def test_experts_multiply_float8(compiled):
     result = compiled["float8_grouped"]
     assert result.error is None
     assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    done = count_flops(read(result.text))
+    done = count_flops(read_module(result.text))
     assert done.eight_bits == done.products > 0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionRates:
     """Rates of an attention kernel, forward and backward together, causal.
 
     parts: of the chip's bfloat16 peak, for long rows, by the least head dim it is for.
@@ -32,7 +32,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedRates:
     """What products of rows grouped by expert get.
 
     rate: part of the rate of one product of as many rows.
@@ -64,8 +64,8 @@ class Achievable:
     links: float
     network: float
     half_depth: float = 0.0
-    grouped: Grouped = Grouped()
-    attention: Attention | None = None
+    grouped: GroupedRates = GroupedRates()
+    attention: AttentionRates | None = None
     start_s: float = 0.0
     hop_s: float = 0.0
     unhidden: float = 0.0
@@ -87,7 +87,7 @@ class Achievable:
 #     2 x 512^2 values of 2 bytes.
 TPU = Achievable(
     products=0.865,
-    grouped=Grouped(rate=0.77, intensity=256),
+    grouped=GroupedRates(rate=0.77, intensity=256),
     memory=0.85,
     links=0.74,
     network=0.33,
@@ -128,14 +128,16 @@ HOPPER = Achievable(
     links=0.80,
     network=0.80,
     half_depth=240,
-    attention=Attention({64: 0.43, 128: 0.54}, half_length=320),
+    attention=AttentionRates({64: 0.43, 128: 0.54}, half_length=320),
     start_s=25e-6,
     hop_s=20e-6,
     unhidden=0.15,
     spread=0.014,
 )
 AMPERE = replace(
-    HOPPER, products=0.79, attention=Attention({64: 0.55, 128: 0.65}, half_length=300)
+    HOPPER,
+    products=0.79,
+    attention=AttentionRates({64: 0.55, 128: 0.65}, half_length=300),
 )
 BLACKWELL = HOPPER
 

@@ -182,16 +182,16 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
 def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
     """Return what the page shows beside the figures."""
     from train.plan.advice import remedy, summary
-    from train.plan.compiled.trip_counts import read
+    from train.plan.compiled.trip_counts import read_module
     from train.plan.page import page_data
-    from train.plan.show import as_json
+    from train.plan.show import inspection_data
 
     prediction, advice = plan.prediction, plan.advice
     texts = remedy(advice) if advice else []
     if plan.fits and prediction and advice:
         texts = summary(prediction, advice)
-    module = read(plan.text) if plan.text else None
-    shown = {"inspection": found and as_json(found)}
+    module = read_module(plan.text) if plan.text else None
+    shown = {"inspection": found and inspection_data(found)}
     return page_data(plan.program, module, texts, sys.argv[1:]) | shown
 
 

@@ -10,7 +10,7 @@ from train.cli.rules import validate
 from train.config import Config
 from train.console import print_table
 from train.mesh_sizes import mistakes
-from train.plan.recomputing import keeping_more, typed
+from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
@@ -86,7 +86,7 @@ def _for_products(
     prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
 ) -> Advice:
     less, step = (
-        keeping_more(config.train.remat, config.train.offload),
+        policies_keeping_more(config.train.remat, config.train.offload),
         prediction.step_s,
     )
     again = less and prediction.recomputed > _MUCH_RECOMPUTED
@@ -110,7 +110,9 @@ def _for_products(
         room = "if its activations fit"
         if spare is not None:
             room += f" into the {format_bytes(max(0, spare))} that are left"
-        return Advice(what, f"recompute less, {room}", f"train.remat={typed(less[0])}")
+        return Advice(
+            what, f"recompute less, {room}", f"train.remat={format_policy(less[0])}"
+        )
     if link and waits:
         return Advice(what, *_less_traffic(link, config, mesh))
     if prediction.fill < _NARROW:

@@ -18,7 +18,7 @@ from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
 from train.plan.precision import SMALLER, Change
-from train.plan.recomputing import keeping_less, typed
+from train.plan.recomputing import format_policy, policies_keeping_less
 from train.program import Program, make_program
 from train.units import format_bytes
 
@@ -105,9 +105,12 @@ def _shard(program: Program, across: bool = False) -> list[_Try]:
 def _recompute(program: Program) -> list[_Try]:
     """Keep less of each layer, down to nothing."""
     train, found = program.config.train, list[_Try]()
-    for way in keeping_less(train.remat, train.offload):
+    for way in policies_keeping_less(train.remat, train.offload):
         changed = program.trained(replace(train, remat=way))
-        words, override = "recompute more of each layer", f"train.remat={typed(way)}"
+        words, override = (
+            "recompute more of each layer",
+            f"train.remat={format_policy(way)}",
+        )
         found.append(_Try(words, override, changed))
     return found
 

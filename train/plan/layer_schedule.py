@@ -22,15 +22,15 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.plan.compiled.attribution import part_of, scope
-from train.plan.compiled.collectives import KINDS, Collective, started
+from train.plan.compiled.attribution import part_in_name, scope_of
+from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
+    attention_kernel_flops,
     computed_flops,
     has_eight_bits,
-    kernel_flops,
     product_flops,
 )
-from train.plan.compiled.hbm_bytes import memory_bytes
+from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
 from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
@@ -98,7 +98,7 @@ def layer_loops(module: Module) -> dict[str, Loop]:
             continue
         loops = (*executed.loops, loop)
         inside = Executed(loop.instruction, executed.times, loops)
-        what, _, way = scope(inside, loop.instruction).partition(" ")
+        what, _, way = scope_of(inside, loop.instruction).partition(" ")
         if what == "layers" and way:
             found.setdefault(way, []).append(loop)
 
@@ -131,7 +131,7 @@ class _Device:
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
-            self._bodies[executed.instruction.within].append(executed)
+            self._bodies[executed.instruction.computation].append(executed)
         self._cost_of = functools.cache(self._cost)
 
     def finish(self) -> list[Span]:
@@ -202,19 +202,22 @@ class _Device:
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
-        instruction, sent = executed.instruction, tuple(started(executed, self._mesh))
+        instruction, sent = (
+            executed.instruction,
+            tuple(started_collectives(executed, self._mesh)),
+        )
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
             return _Cost(MEMORY, 0.0, "", "", sent)
         products = attention = busy = 0.0
-        for inner in instruction.parts:
+        for inner in instruction.with_nested:
             product, rate = product_flops(inner), self._rates.flops
             if product and has_eight_bits(inner):
                 rate = self._rates.eight_bits
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
-                attention += math.prod(kernel_flops(inner))
-        moved = memory_bytes(instruction)
+                attention += math.prod(attention_kernel_flops(inner))
+        moved = memory_traffic(instruction)
         flops = products + attention
         busy += attention / self._rates.flops
         seconds = max(busy, moved / self._rates.memory)
@@ -234,5 +237,5 @@ def _sent_label(sent: Collective) -> str:
 
 def _label(instruction: Instruction) -> str:
     name = instruction.op_name
-    said = part_of(name) or name.rpartition("/")[2] or instruction.opcode
+    said = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
     return said + (", again" if "rematted_computation" in name else "")

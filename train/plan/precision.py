@@ -64,7 +64,7 @@ CHANGES = {
 }
 
 
-def changed(config: Any, overrides: Sequence[str]) -> Any:
+def with_changes(config: Any, overrides: Sequence[str]) -> Any:
     """Return a config with some of the changes."""
     for override in overrides:
         config = CHANGES[override].applied(config)

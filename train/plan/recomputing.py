@@ -12,13 +12,13 @@ from typing import cast
 from model.config import INTERMEDIATES, Intermediate, ModelConfig, OffloadName
 from train.config import Remat
 
-Policy = Remat | tuple[Intermediate, ...]
+RematPolicy = Remat | tuple[Intermediate, ...]
 
 _AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
 _ALL = "all that is no product"
 # The least is kept by the first, the most by the last.
-WAYS: tuple[Policy, ...] = (
+WAYS: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
     ("attention", *_AROUND),
@@ -28,20 +28,20 @@ WAYS: tuple[Policy, ...] = (
 )
 
 
-def ways(model: ModelConfig) -> list[Policy]:
+def policies_for(model: ModelConfig) -> list[RematPolicy]:
     """Return the ways, the least kept first, but those that keep of no layer more."""
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
     return [way for way in WAYS if not (no_mlp and {*_MLP} <= {*way})]
 
 
-def typed(policy: Policy) -> str:
+def format_policy(policy: RematPolicy) -> str:
     """Return what to type for a policy: `full`, or `[attention,query]`."""
     if isinstance(policy, Remat):
         return policy.value
     return f"[{','.join(policy)}]"
 
 
-def parsed(text: str) -> Policy:
+def parse_policy(text: str) -> RematPolicy:
     """Return the policy that `typed` wrote."""
     if not text.startswith("["):
         return Remat(text)
@@ -49,23 +49,27 @@ def parsed(text: str) -> Policy:
     return cast(tuple[Intermediate, ...], names)
 
 
-def ways_beside(offload: Sequence[OffloadName]) -> list[Policy]:
+def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
     """List the ways that do not keep what waits in host memory, the least first."""
     return [way for way in WAYS if not (offload and _kept(way) & {*offload, _ALL})]
 
 
-def keeping_less(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
+def policies_keeping_less(
+    policy: RematPolicy, offload: Sequence[OffloadName] = ()
+) -> list[RematPolicy]:
     """List the ways that keep a part of what a policy keeps, the most first."""
-    beside = reversed(ways_beside(offload))
+    beside = reversed(policies_with_offload(offload))
     return [way for way in beside if _kept(way) < _kept(policy)]
 
 
-def keeping_more(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
+def policies_keeping_more(
+    policy: RematPolicy, offload: Sequence[OffloadName] = ()
+) -> list[RematPolicy]:
     """List the ways that keep more than all that a policy keeps, the least first."""
-    return [way for way in ways_beside(offload) if _kept(way) > _kept(policy)]
+    return [way for way in policies_with_offload(offload) if _kept(way) > _kept(policy)]
 
 
-def _kept(policy: Policy) -> frozenset[str]:
+def _kept(policy: RematPolicy) -> frozenset[str]:
     if not isinstance(policy, Remat):
         return frozenset(policy)
     return frozenset(

@@ -53,7 +53,7 @@ def sentences(found: Inspection) -> list[tuple[str, str]]:
     ]
 
 
-def as_json(found: Inspection) -> dict[str, Any]:
+def inspection_data(found: Inspection) -> dict[str, Any]:
     """Return what is found as plain values, with the sentences for the page."""
     values = asdict(found) | {"in_place": found.in_place._asdict()}
     return values | {"sentences": sentences(found)}

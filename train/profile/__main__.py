@@ -22,7 +22,7 @@ _DEVICES = "mean over devices"
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileCommandConfig:
     """Keys of `python -m train.profile`."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -31,7 +31,7 @@ class ProfileConfig:
     timeout_s: Seconds = 900.0  # for the answer
 
 
-def main(config: ProfileConfig) -> int:
+def main(config: ProfileCommandConfig) -> int:
     """Request a profile, or read one that exists, and print what the time went to.
 
     Raises:
@@ -56,7 +56,7 @@ def main(config: ProfileConfig) -> int:
     return 0
 
 
-def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
+def _request(folder: epath.Path, config: ProfileCommandConfig) -> epath.Path:
     """Write a request into the run's folder and wait for the profile."""
     from train.run.lease import read_owner
     from train.run.profiles import answer, ask, withdraw
@@ -121,4 +121,4 @@ def _ms(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main, "profile", ProfileConfig, must_name_run)
+    run_command(main, "profile", ProfileCommandConfig, must_name_run)

@@ -24,7 +24,7 @@ from train.config import Config
 from train.evaluate.__main__ import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
-from train.profile.__main__ import ProfileConfig
+from train.profile.__main__ import ProfileCommandConfig
 from train.report import ReportConfig
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
@@ -35,7 +35,7 @@ COMMANDS = {
     "train.sample": SampleConfig,
     "train.export": ExportConfig,
     "train.status": StatusConfig,
-    "train.profile": ProfileConfig,
+    "train.profile": ProfileCommandConfig,
     "train.report": ReportConfig,
     "train.checkpoints": CheckpointsConfig,
     "data.prepare": PrepareConfig,

@@ -10,7 +10,7 @@ from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.fit import make_fit
 from train.plan.memory import Figure
-from train.plan.recomputing import keeping_less, typed
+from train.plan.recomputing import format_policy, policies_keeping_less
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
@@ -129,7 +129,7 @@ def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory = estimate_memory(program)
     room = MemoryBudget(*[needs(program) - MIB] * 3)
-    most = typed(keeping_less(program.config.train.remat)[0])
+    most = format_policy(policies_keeping_less(program.config.train.remat)[0])
     assert make_fit(program, memory, room).override == f"train.remat={most}"
     saved = needs(program) - needs(laid_out("mesh=ddp", "data.batch_size=64", REMAT))
     large = Figure(room.available + saved + MIB, "compiled")

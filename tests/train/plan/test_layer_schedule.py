@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 from train.plan.layer_schedule import (
     COMPUTE,
     COPIES,
@@ -85,7 +85,7 @@ def module(*body: str, inner: tuple[str, ...] = ()):
         f" {LOOP}",
         "}",
     ]
-    return read("\n".join(lines))
+    return read_module("\n".join(lines))
 
 
 def rates(send_s: float, memory: float = math.inf) -> Rates:
@@ -155,7 +155,7 @@ def test_a_copy_runs_beside_and_a_loop_inside_runs_all_its_trips(mesh):
 def test_a_step_without_a_loop_over_layers_has_no_timeline(mesh):
     text = "HloModule m\n\nENTRY %main (a: f32[1]) -> f32[1] {\n"
     text += "  ROOT %a = f32[1]{0} parameter(0)\n}"
-    assert layer_timelines(read(text), mesh, rates(1)) == []
+    assert layer_timelines(read_module(text), mesh, rates(1)) == []
 
 
 def check_invariants(step) -> list[Timeline]:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.compiled import in_one
 from tests.train.pages import drawn
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 from train.plan.layer_schedule import COMPUTE, MEMORY, PRODUCT, WAIT, Span, Timeline
 from train.plan.page import TEMPLATE, layers_data, merge, page_data, pass_data
 from train.run.page import write_page
@@ -192,6 +192,6 @@ def test_what_xla_made_of_it_is_shown_if_asked_for(draw):
 
 def test_why_there_is_no_clock_is_said(programs):
     program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
-    module = read(in_one("  ROOT %a = f32[1] parameter(0)"))
+    module = read_module(in_one("  ROOT %a = f32[1] parameter(0)"))
     why = "Not drawn: what this machine does in a second is not known."
     assert layers_data(program, module) == {"missing": why}

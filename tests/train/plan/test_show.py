@@ -11,7 +11,7 @@ from train.plan.__main__ import mistakes
 from train.plan.compiled.buffers import Buffer
 from train.plan.compiled.inspection import Copied, InPlace, Inspection
 from train.plan.config import PlanConfig
-from train.plan.show import as_json, print_inspection, sentences, write_texts
+from train.plan.show import inspection_data, print_inspection, sentences, write_texts
 
 FOUND = Inspection(
     in_place=InPlace(["a", "b"], []),
@@ -32,7 +32,10 @@ def test_what_matters_is_said_in_a_few_lines(capsys):
     ):
         assert text in printed
     assert len(printed.splitlines()) == 8  # with the table of one buffer
-    assert json.loads(json.dumps(as_json(FOUND)))["in_place"]["updated"] == ["a", "b"]
+    assert json.loads(json.dumps(inspection_data(FOUND)))["in_place"]["updated"] == [
+        "a",
+        "b",
+    ]
 
 
 def test_what_is_copied_is_named_and_no_list_grows_long():

@@ -18,10 +18,10 @@ from train.config import RunConfig
 from train.distributed.preemption import TRACE, Preemption
 from train.distributed.processes import Cluster
 from train.errors import ConfigError
-from train.profile.__main__ import ProfileConfig, main
+from train.profile.__main__ import ProfileCommandConfig, main
 from train.profile.labels import OTHER, UNNAMED, WAITING, Labels
+from train.profile.profiler_trace import read_trace
 from train.profile.times import read_times
-from train.profile.trace import read_trace
 from train.run import profiles
 from train.run.profiles import Profiler, answer, ask
 
@@ -141,7 +141,7 @@ def test_profiles_are_listed_beside_what_else_lies_there(tmp_path):
         (tmp_path / "profiles" / name).mkdir(parents=True)
         (tmp_path / "profiles" / name / "profile.json").write_text("{}")
     (tmp_path / "profiles/.localized").write_text("")
-    asked = ProfileConfig(RunConfig(dir=str(tmp_path)), step=7)
+    asked = ProfileCommandConfig(RunConfig(dir=str(tmp_path)), step=7)
     with pytest.raises(ConfigError, match="existing profile: 9, 10"):
         main(asked)
 

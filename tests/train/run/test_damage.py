@@ -97,7 +97,7 @@ COMMANDS: dict[str, Callable[[Path], Any]] = {
         checkpoints.CheckpointsConfig(RunConfig(dir=str(run)))
     ),
     "profile": lambda run: profile.main(
-        profile.ProfileConfig(RunConfig(dir=str(run)), step=5)
+        profile.ProfileCommandConfig(RunConfig(dir=str(run)), step=5)
     ),
     "init_from": lambda run: hold_to_first(
         str(run / "weights"), epath.Path(run), Cluster()

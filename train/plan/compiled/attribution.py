@@ -24,7 +24,7 @@ _FUSIONS = ("fusion", "fusion-start")
 _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
 
-def scope(executed: Executed, instruction: Instruction) -> str:
+def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return where an instruction stands: "layers forward", "loss backward", or "".
 
     Where the loops around it do not tell, its name does: XLA runs the first or the last
@@ -33,12 +33,12 @@ def scope(executed: Executed, instruction: Instruction) -> str:
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    scopes = [scope_of(name) for name in (*loops, *names) if not names_apart(name)]
+    scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
     inner = [place for place in scopes if place and place != _OUTER]
     return next(iter(inner), _OUTER if _OUTER in scopes else "")
 
 
-def scope_of(name: str) -> str:
+def scope_in_name(name: str) -> str:
     """Return the scope that a name tells, as `scope` does; "" if it tells none."""
     matches = _SCOPE.findall(name)
     if not matches:
@@ -47,21 +47,21 @@ def scope_of(name: str) -> str:
     return what + (" backward" if back else " forward" if forward else "")
 
 
-def part_of(name: str) -> str:
+def part_in_name(name: str) -> str:
     """Return the part of the model that a name tells, `mlp.up`; "" if it tells none."""
     return ".".join(_PART.findall(name))
 
 
-def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
+def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return what the operands of a collective are for, with their bytes."""
     outer, operands = executed.instruction, inner.operands
-    callers = () if inner.within is outer.within else (outer,)
+    callers = () if inner.computation is outer.computation else (outer,)
     own = inner.op_name or outer.op_name
-    names = names_apart(own)
+    names = split_name(own)
     if len(operands) == 1 and names:  # several arrays put behind each other (GPU)
         arrays = _concatenated(operands[0])
         if len(arrays) == len(names):
-            parts = [part_of(name) or OTHER for name in names]
+            parts = [part_in_name(name) or OTHER for name in names]
             return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
     uses = []
     for number, operand in enumerate(operands):
@@ -73,7 +73,7 @@ def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
         exact = names[number] if len(names) == len(operands) else exact
         before = (made.op_name for made in producers(operand, callers))
         candidates = (exact, *before, own, *_user_names(executed))
-        part = next(filter(None, map(part_of, candidates)), OTHER)
+        part = next(filter(None, map(part_in_name, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
 
@@ -84,7 +84,7 @@ def _concatenated(instruction: Instruction) -> list[Instruction]:
     return instruction.operands if instruction.opcode == "concatenate" else []
 
 
-def names_apart(name: str) -> list[str]:
+def split_name(name: str) -> list[str]:
     """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
     found = re.fullmatch(r"(|.*?/)\((.*:.*)\)", name)
     return [found[1] + item for item in found[2].split(":")] if found else []
@@ -141,7 +141,7 @@ def _made_from(value: _Value) -> Iterator[_Value]:
         elif source.opcode == "while":
             source = source.body.root
         elif source.opcode == "parameter":  # made in the trip before
-            source = source.within.root
+            source = source.computation.root
         parts = source.operands
         if source.opcode in _TUPLES and element < len(parts):
             source = parts[element]

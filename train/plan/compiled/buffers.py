@@ -12,11 +12,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.hlo import (
-    Array,
     Computation,
     Executed,
+    HloArray,
     Instruction,
     Module,
 )
@@ -68,10 +68,10 @@ def _described(executed: Executed, lines: SourceLines) -> str:
     own, part, line = executed.instruction, "", ""
     for made in (own, *producers(own)):
         line = line or lines.line_of(made)
-        if part := part_of(made.op_name):
+        if part := part_in_name(made.op_name):
             line = lines.line_of(made) or line
             break
-    place = scope(executed, own)
+    place = scope_of(executed, own)
     words = [place if part in place else f"{place} {part}".strip(), line]
     return ", ".join(filter(None, words)) or own.name
 
@@ -81,7 +81,7 @@ class _Lives:
 
     def __init__(self, module: Module):
         self.module = module
-        self.arrays: dict[Key, Array] = {}
+        self.arrays: dict[Key, HloArray] = {}
         self.makers: dict[Key, Executed] = {}
         self.last: dict[Key, Executed] = {}
         self._known: dict[Key, Key | None] = {}
@@ -90,7 +90,7 @@ class _Lives:
             for number in range(len(loop.instruction.arrays)):
                 own = self._of(loop.body.root, number)
                 carried = self._of(loop.instruction, number)
-                if own and carried and own.instruction.within is loop.body:
+                if own and carried and own.instruction.computation is loop.body:
                     self._handed_on[own] = carried
         self._collect()
 
@@ -134,7 +134,7 @@ class _Lives:
         made, element = key
         operands, opcode = made.operands, made.opcode
         if opcode == "parameter":
-            loop = self.module.loops.get(made.within.name)
+            loop = self.module.loops.get(made.computation.name)
             return self._of(loop.instruction, element) if loop else None
         if opcode == "get-tuple-element":
             return self._of(operands[0], made.index)

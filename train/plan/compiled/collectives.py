@@ -14,7 +14,7 @@ from itertools import groupby
 from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
-from train.plan.compiled.attribution import scope, serves
+from train.plan.compiled.attribution import operand_uses, scope_of
 from train.plan.compiled.flops import computed_flops
 from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
@@ -50,12 +50,12 @@ class Collective:
     until: str = ""  # the instruction that waits for its end, if it is asynchronous
 
 
-def ledger(module: Module, mesh: Mesh) -> list[Collective]:
+def list_collectives(module: Module, mesh: Mesh) -> list[Collective]:
     """List the collectives of a program, in the order in which they are scheduled."""
     found, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
         by_hosts = executed.instruction.opcode == "send"
-        for collective in started(executed, mesh):
+        for collective in started_collectives(executed, mesh):
             if collective.kind == "collective-permute" and not by_hosts:
                 permutes.append((executed, collective))
             else:
@@ -63,9 +63,9 @@ def ledger(module: Module, mesh: Mesh) -> list[Collective]:
     return found + _rings(module, permutes)
 
 
-def started(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
+def started_collectives(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
     """Return the collectives that an instruction starts, each permute on its own."""
-    for inner in executed.instruction.parts:
+    for inner in executed.instruction.with_nested:
         kind = inner.opcode.removesuffix("-start")
         if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
             yield _transfer(executed, mesh)
@@ -73,7 +73,7 @@ def started(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
             yield _collective(executed, inner, kind, mesh)
 
 
-def totals(
+def sum_collectives(
     collectives: Iterable[Collective], by_use: bool = False
 ) -> list[CollectiveTotal]:
     """Sum collectives by axes, network and kind, and by what they serve if asked."""
@@ -109,7 +109,7 @@ def totals(
 
 def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
     """Itemize by use what does not belong to the layers."""
-    return totals(
+    return sum_collectives(
         (c for c in collectives if not c.scope.startswith("layers")), by_use=True
     )
 
@@ -117,11 +117,11 @@ def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
 def _collective(
     executed: Executed, inner: Instruction, kind: str, mesh: Mesh
 ) -> Collective:
-    if inner.within.name.startswith("all-reduce-scatter"):
+    if inner.computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
     dims = _dims_at_once(executed, inner)
     group, span = group_of(inner, mesh, dims), _span(executed, inner)
-    return _made(executed, inner, kind, group, serves(executed, inner), span)
+    return _made(executed, inner, kind, group, operand_uses(executed, inner), span)
 
 
 def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
@@ -152,7 +152,7 @@ def _made(
     """Put a collective together from what it sends, to whom, what for and when."""
     # The second operand of what hosts send is a token.
     operands = inner.operands[:1] if inner.opcode == "send" else inner.operands
-    (start, end), order = span, executed.instruction.within.order
+    (start, end), order = span, executed.instruction.computation.order
     factor = group.size if kind == "all-gather" else 1
     payload = factor * sum(operand.num_bytes for operand in operands)
     if kind == "ragged-all-to-all":  # the smaller of operand and result is full
@@ -165,7 +165,7 @@ def _made(
         payload=payload,
         sent=sent_bytes(kind, payload, group.size),
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
-        scope=scope(executed, inner),
+        scope=scope_of(executed, inner),
         serves=tuple((use, factor * size) for use, size in uses),
         is_async=inner.opcode == "send" or end > start,
         overlap_flops=computed_flops(order[start + 1 : end]),
@@ -177,19 +177,21 @@ def _goes_on(inner: Instruction) -> bool:
     """Tell whether this is a later piece of a collective that TPU cut over fusions."""
     if not inner.find(_CHAIN):
         return False
-    return not any("AsyncCollectiveStart" in i.attributes for i in inner.within.order)
+    return not any(
+        "AsyncCollectiveStart" in i.attributes for i in inner.computation.order
+    )
 
 
 def _span(executed: Executed, inner: Instruction) -> tuple[int, int]:
     """Find where a collective starts and ends; twice the same if it is synchronous."""
     own = executed.instruction
-    order = own.within.order
+    order = own.computation.order
     start = order.index(own)
     if '"is_sync":true' in own.attributes:
         return start, start
     if chain := inner.find(_CHAIN):
         for at, later in enumerate(order[start + 1 :], start + 1):
-            held = list(later.inside) if later.opcode == "fusion" else []
+            held = list(later.nested) if later.opcode == "fusion" else []
             same = any(i.find(_CHAIN) == chain for i in held)
             if same and any("AsyncCollectiveDone" in i.attributes for i in held):
                 return start, at
@@ -253,7 +255,7 @@ def _transfer(executed: Executed, mesh: Mesh) -> Collective:
     send = executed.instruction
     kind = send.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
     kind = "collective-permute" if kind == "one-to-one" else kind
-    order = send.within.order
+    order = send.computation.order
     start = end = order.index(send)
     meeting, answer = send.find(_RENDEZVOUS), None
     for at, other in enumerate(order):
@@ -262,6 +264,6 @@ def _transfer(executed: Executed, mesh: Mesh) -> Collective:
         elif other.opcode == "recv-done" and answer in other.operands:
             end = at
     sent = send.operands[0].num_bytes
-    whole = [(use, sent) for use, _ in serves(executed, send)[:1]]
+    whole = [(use, sent) for use, _ in operand_uses(executed, send)[:1]]
     group = slices_group(send, mesh)
     return _made(executed, send, kind, group, whole, (start, end))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import Array, Instruction, Module
+from train.plan.compiled.hlo import HloArray, Instruction, Module
 from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
@@ -31,7 +31,7 @@ def count_flops(module: Module) -> Flops:
     products = attention = whole = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             flops = executed.times * product_flops(inner)
             products += flops
             if flops and has_eight_bits(inner):
@@ -39,7 +39,7 @@ def count_flops(module: Module) -> Flops:
             if is_grouped(inner):
                 grouped += flops
             if inner.opcode == "custom-call":
-                flops, share = kernel_flops(inner)
+                flops, share = attention_kernel_flops(inner)
                 attention += executed.times * flops * share
                 whole += executed.times * flops
                 if not flops and not product_flops(inner) and is_kernel(inner):
@@ -52,9 +52,9 @@ def multiplies(instruction: Instruction) -> bool:
     """Tell whether an instruction, or what it holds, multiplies matrices."""
     return any(
         inner.opcode in ("dot", "convolution")
-        or (inner.opcode == "custom-call" and kernel_flops(inner)[0])
+        or (inner.opcode == "custom-call" and attention_kernel_flops(inner)[0])
         or product_flops(inner)
-        for inner in instruction.parts
+        for inner in instruction.with_nested
     )
 
 
@@ -68,7 +68,7 @@ def _flops(instruction: Instruction) -> float:
         return instruction.loop.trips * computed_flops(instruction.body.order)
     total = product_flops(instruction)
     if instruction.opcode == "custom-call":
-        total += math.prod(kernel_flops(instruction))
+        total += math.prod(attention_kernel_flops(instruction))
     return total + sum(computed_flops(called.order) for called in instruction.called)
 
 
@@ -95,7 +95,7 @@ def has_eight_bits(instruction: Instruction) -> bool:
     return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
 
 
-def multiplied(instruction: Instruction) -> list[Array]:
+def multiplied(instruction: Instruction) -> list[HloArray]:
     """Return what a product or an attention kernel multiplies; [] of all else.
 
     Not what a library's call adds or scales by, nor a kernel's masks and sizes.
@@ -106,7 +106,7 @@ def multiplied(instruction: Instruction) -> list[Array]:
         arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]
     if product_flops(instruction):
         return arrays[:2]
-    return arrays if own and kernel_flops(instruction)[0] else []
+    return arrays if own and attention_kernel_flops(instruction)[0] else []
 
 
 def is_grouped(instruction: Instruction) -> bool:
@@ -155,7 +155,7 @@ def _convolution_flops(instruction: Instruction) -> float:
     return 2.0 * pairs * features * left[labels[0].index("b")] / groups
 
 
-def kernel_flops(instruction: Instruction) -> tuple[float, float]:
+def attention_kernel_flops(instruction: Instruction) -> tuple[float, float]:
     """Count the FLOPs of an attention kernel, and the share of them that it computes.
 
     Splash skips whole blocks above the diagonal and behind a window; how many there are

@@ -7,7 +7,7 @@ by itself, as if no cache held anything from one to the next.
 from collections.abc import Iterable
 
 from train.plan.compiled.flops import multiplies
-from train.plan.compiled.hlo import Array, Computation, Instruction, Module
+from train.plan.compiled.hlo import Computation, HloArray, Instruction, Module
 from train.plan.cost import HbmBytes
 
 _FREE = {
@@ -21,11 +21,11 @@ _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-
 NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 
-def count_hbm_bytes(module: Module) -> HbmBytes:
+def count_memory_traffic(module: Module) -> HbmBytes:
     """Add up a program."""
     products = others = 0
     for executed in module.executed:
-        moved = executed.times * memory_bytes(executed.instruction)
+        moved = executed.times * memory_traffic(executed.instruction)
         if moved and multiplies(executed.instruction):
             products += moved
         else:
@@ -33,7 +33,7 @@ def count_hbm_bytes(module: Module) -> HbmBytes:
     return HbmBytes(products, others)
 
 
-def memory_bytes(instruction: Instruction) -> int:
+def memory_traffic(instruction: Instruction) -> int:
     """Estimate what an instruction reads from and writes to main memory.
 
     A slice reads what it takes, an update in place writes what is new, also inside a
@@ -70,7 +70,7 @@ def _main_bytes(instruction: Instruction) -> int:
     return _main_bytes_of(instruction.arrays)
 
 
-def _main_bytes_of(arrays: Iterable[Array]) -> int:
+def _main_bytes_of(arrays: Iterable[HloArray]) -> int:
     return sum(array.num_bytes for array in arrays if array.space == 0)
 
 
@@ -83,7 +83,7 @@ def _read_by_fusion(number: int, inside: Computation) -> int:
 def _read_of(value: Instruction) -> int:
     total = 0
     for user in dict.fromkeys(value.users):
-        if user is value.within.root and user.opcode == "tuple":
+        if user is value.computation.root and user.opcode == "tuple":
             continue  # the list of the results
         first = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and first:

@@ -23,7 +23,7 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
-class Array:
+class HloArray:
     """One array of a value. `space` is its memory; 0 is the device's main memory."""
 
     dtype: str
@@ -44,10 +44,10 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]  # a tuple's, nested ones too, in order
+    arrays: tuple[HloArray, ...]  # a tuple's, nested ones too, in order
     arguments: str
     attributes: str
-    within: "Computation" = field(repr=False)
+    computation: "Computation" = field(repr=False)
 
     @functools.cached_property
     def operand_names(self) -> list[str]:
@@ -57,12 +57,12 @@ class Instruction:
     @property
     def operands(self) -> "list[Instruction]":
         """What makes the operands."""
-        return [self.within.instructions[name] for name in self.operand_names]
+        return [self.computation.instructions[name] for name in self.operand_names]
 
     @property
     def users(self) -> "list[Instruction]":
         """Who uses the result."""
-        return self.within.users.get(self.name, [])
+        return self.computation.users.get(self.name, [])
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -93,12 +93,12 @@ class Instruction:
     @property
     def body(self) -> "Computation":
         """What a `while` runs."""
-        return self.within.module.computations[self.find(_BODY)]
+        return self.computation.module.computations[self.find(_BODY)]
 
     @property
     def loop(self) -> "Loop":
         """The loop that a `while` is, of a module that was read with its loops."""
-        return self.within.module.loops[self.body.name]
+        return self.computation.module.loops[self.body.name]
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
@@ -108,20 +108,20 @@ class Instruction:
             names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)
-        return [self.within.module.computations[name] for name in names]
+        return [self.computation.module.computations[name] for name in names]
 
     @property
-    def inside(self) -> "Iterator[Instruction]":
+    def nested(self) -> "Iterator[Instruction]":
         """What runs inside a fusion or an asynchronous wrapper, nested too."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
-                yield from instruction.inside
+                yield from instruction.nested
 
     @property
-    def parts(self) -> "list[Instruction]":
+    def with_nested(self) -> "list[Instruction]":
         """Itself and what it holds that the program does not run on its own."""
-        return [self, *(() if self.opcode in ("call", "conditional") else self.inside)]
+        return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
 
 
 @dataclass(eq=False)
@@ -239,13 +239,13 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _array(dtype: str, dims: str, layout: str) -> Array:
+def _array(dtype: str, dims: str, layout: str) -> HloArray:
     space = re.search(r"S\((\d+)\)", layout)
     sizes = (int(size.lstrip(" <=")) for size in dims.split(",") if size)
-    return Array(dtype, tuple(sizes), int(space[1]) if space else 0)
+    return HloArray(dtype, tuple(sizes), int(space[1]) if space else 0)
 
 
-def is_kept(body: Computation, element: int) -> bool:
+def is_loop_invariant(body: Computation, element: int) -> bool:
     """Tell whether a loop with this body leaves an element of its state as it was."""
     if body.root.opcode != "tuple":
         return False
@@ -259,7 +259,9 @@ def is_kept(body: Computation, element: int) -> bool:
             (source,) = made.operands
             if source.opcode == "parameter":
                 return made.index == element
-            if source.opcode != "while" or not is_kept(source.body, made.index):
+            if source.opcode != "while" or not is_loop_invariant(
+                source.body, made.index
+            ):
                 return False
             (start,) = source.operands
             if start.opcode != "tuple":

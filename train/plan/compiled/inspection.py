@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import multiplied
-from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
+from train.plan.compiled.hbm_bytes import (
+    NOTHING_MOVES,
+    count_memory_traffic,
+    memory_traffic,
+)
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.source_lines import SourceLines
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
@@ -71,7 +75,7 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
 
     `state` names the arrays of the state, which are its first results.
     """
-    module, lines = read(text), SourceLines(text)
+    module, lines = read_module(text), SourceLines(text)
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels=_kernels(module),
@@ -96,7 +100,7 @@ def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
 def _kernels(module: Module) -> dict[str, int]:
     counts = Counter[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 counts[_kernel_name(inner)] += executed.times
     return {name: n for name, n in counts.most_common() if name not in _MARKS}
@@ -109,16 +113,16 @@ def _kernel_name(call: Instruction) -> str:
 
 
 def _copies(module: Module, lines: SourceLines) -> list[Copied]:
-    total, found = count_hbm_bytes(module).total, list[Copied]()
+    total, found = count_memory_traffic(module).total, list[Copied]()
     for executed in module.executed:
         own = executed.instruction
         if not _only_moves(own):
             continue
-        moved = executed.times * memory_bytes(own)
+        moved = executed.times * memory_traffic(own)
         if moved > _MUCH * total:
             names = (made.op_name for made in producers(own))
-            part = next(filter(None, map(part_of, names)), "")
-            words = f"{scope(executed, own)} {part}".strip(), lines.line_of(own)
+            part = next(filter(None, map(part_in_name, names)), "")
+            words = f"{scope_of(executed, own)} {part}".strip(), lines.line_of(own)
             what = ", ".join(filter(None, words))
             share = moved / total
             found.append(Copied(own.name, executed.times, moved, share, what))
@@ -129,14 +133,14 @@ def _only_moves(instruction: Instruction) -> bool:
     """Tell whether an instruction, or all that a fusion holds, copies or transposes."""
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner in instruction.inside} - _FREE
+    opcodes = {inner.opcode for inner in instruction.nested} - _FREE
     return bool(opcodes) and opcodes <= _MOVES
 
 
 def _operand_bytes(module: Module) -> dict[str, int]:
     sizes = Counter[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             for array in multiplied(inner):
                 sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())

@@ -1,9 +1,13 @@
 """What a compiled step costs, read in the text of the optimized program."""
 
-from train.plan.compiled.collectives import ledger, outside_layers, totals
+from train.plan.compiled.collectives import (
+    list_collectives,
+    outside_layers,
+    sum_collectives,
+)
 from train.plan.compiled.flops import count_flops
-from train.plan.compiled.hbm_bytes import count_hbm_bytes
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.hbm_bytes import count_memory_traffic
+from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import StepCost
 from train.program import Program
 
@@ -14,13 +18,13 @@ def read_step(program: Program, text: str) -> StepCost:
     Raises:
         ValueError: if the text is not that of an HLO module.
     """
-    module = read(text)
-    collectives = ledger(module, program.mesh)
+    module = read_module(text)
+    collectives = list_collectives(module, program.mesh)
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
         flops=count_flops(module),
-        hbm_bytes=count_hbm_bytes(module),
-        sent=totals(collectives),
+        hbm_bytes=count_memory_traffic(module),
+        sent=sum_collectives(collectives),
         outside_layers=outside_layers(collectives),
         unread=tuple(module.unread),
     )

@@ -17,7 +17,7 @@ from train.plan.compiled.hlo import (
     Instruction,
     Loop,
     Module,
-    is_kept,
+    is_loop_invariant,
     parse,
 )
 from train.plan.cost import taken_part
@@ -43,7 +43,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 Values = Callable[[int, int | None], int | None]
 
 
-def read(text: str) -> Module:
+def read_module(text: str) -> Module:
     """Read a module with what it executes.
 
     Raises:
@@ -67,7 +67,7 @@ def _run(
             before = _before(instruction, values)
 
             def invariant(number: int, element: int | None, loop=loop, before=before):
-                if element is None or not is_kept(loop.body, element):
+                if element is None or not is_loop_invariant(loop.body, element):
                     return None
                 return before(element)
 
@@ -86,7 +86,9 @@ def _loop(loop: Instruction, values: Values) -> Loop:
     known = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
     trips = int(known) if known else _trips(loop, values)
     if trips is None:
-        loop.within.module.unread.append(f"trip count of {loop.name}: counted as 1")
+        loop.computation.module.unread.append(
+            f"trip count of {loop.name}: counted as 1"
+        )
         trips = 1
     starts = Counter(
         i.op_name.rpartition("/body/")[0]
@@ -110,7 +112,9 @@ def _before(loop: Instruction, values: Values) -> Callable[[int], int | None]:
 
 def _trips(loop: Instruction, values: Values) -> int | None:
     """Count the trips of a loop by running its counter, None if that cannot be read."""
-    condition = loop.within.module.computations[loop.find(r" condition=%([\w.-]+)")]
+    condition = loop.computation.module.computations[
+        loop.find(r" condition=%([\w.-]+)")
+    ]
     root, before = loop.body.root, _before(loop, values)
     state = dict[int, int | None]()
 

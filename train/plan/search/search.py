@@ -27,7 +27,7 @@ from train.mesh import Device
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.config import MARGIN
 from train.plan.plan import compile_and_read
-from train.plan.recomputing import typed
+from train.plan.recomputing import format_policy
 from train.plan.search.candidates import Layout, layout_of
 from train.plan.search.result import (
     Candidate,
@@ -149,7 +149,7 @@ def choose(
     if chip is None or chip.hbm_bandwidth is None:
         log.info("mesh=planned: nobody says how fast these devices are: all on fsdp")
         parts = num_slices(devices)
-        train = typed(config.train.remat), config.train.accumulation_steps
+        train = format_policy(config.train.remat), config.train.accumulation_steps
         return Layout(parts, len(devices) // parts, 1, parts, 1, *train)
     budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
     result = search(config, devices, budget, compiles, minutes, beat=beat)

@@ -5,7 +5,7 @@ import pytest
 from tests.train.compiled import DOWN, MATRICES, B, D, F, L, T, V, in_one
 from train.plan.compiled.flops import count_flops, product_flops
 from train.plan.compiled.hlo import parse
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 TOKENS = B * T
 ALL = ("full", "attention")  # products of a layer are recomputed
@@ -109,7 +109,7 @@ def test_products_of_eight_bits_count_apart(left, right, eight):
         "  ROOT %c = f32[16,32] dot(%a, %b), "
         "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     )
-    done = count_flops(read(text))
+    done = count_flops(read_module(text))
     assert done.products == 2 * 16 * 64 * 32
     assert done.eight_bits == (done.products if eight else 0)
 
@@ -123,7 +123,7 @@ def test_cublas_is_read():
         'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
         '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
     )
-    done = count_flops(read(text))
+    done = count_flops(read_module(text))
     assert done.products == done.eight_bits == 2 * 16 * 64 * 32
     assert done.unknown == ()
 
@@ -147,7 +147,7 @@ def test_cudnn_may_have_heads_before_positions(queries, keys, mask, part):
         f'"is_flash_attention": true, "mask_type": "{mask}", '
         '"sliding_window_length": 0}}'
     )
-    done = count_flops(read(text))
+    done = count_flops(read_module(text))
     assert done.whole_attention == 2 * 2 * (2 * 4 * 64 * 32) * 8
     assert done.attention == part * done.whole_attention
     assert done.unknown == ()
@@ -165,6 +165,6 @@ def test_products_of_rows_grouped_by_expert_count_apart():
         'custom_call_target="tpu_custom_call", '
         'metadata={op_name="jit(step)/expected.64.96/(grouped_rows)"}'
     )
-    done = count_flops(read(text))
+    done = count_flops(read_module(text))
     assert done.grouped == 2 * 64 * 64 * 32
     assert done.products == done.grouped + 2 * 96 * 64 * 8

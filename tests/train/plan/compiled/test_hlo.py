@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plan.compiled.hlo import Array, is_kept, parse
+from train.plan.compiled.hlo import HloArray, is_loop_invariant, parse
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -41,11 +41,11 @@ def test_instructions_are_read():
     assert list(entry) == ["a", "f", "call", "r", "t"]
     assert module.entry.root is entry["t"]
     assert entry["a"].op_name == r"p[\'w\']"
-    assert entry["f"].arrays == (Array("bf16", (8, 128), 1),)
+    assert entry["f"].arrays == (HloArray("bf16", (8, 128), 1),)
     assert entry["f"].called == [module.computations["fused"]]
     assert entry["r"].called == []  # what adds is no part of the program's work
     assert entry["t"].operand_names == ["f", "r"]
-    assert [i.name for i in entry["f"].inside] == ["p", "neg"]
+    assert [i.name for i in entry["f"].nested] == ["p", "neg"]
     assert [i.name for i in entry["f"].users] == ["call", "t"]
 
 
@@ -71,7 +71,7 @@ def test_an_instruction_may_go_over_several_lines():
     ],
 )
 def test_bytes(dtype, dims, size):
-    assert Array(dtype, dims).num_bytes == size
+    assert HloArray(dtype, dims).num_bytes == size
 
 
 def test_what_cannot_be_read_is_listed():
@@ -117,6 +117,8 @@ ENTRY %main (x: s32[]) -> s32[] {
 def test_a_loop_keeps_what_passes_through_loops_inside():
     bodies = parse(LOOPS).computations
     inner, outer = bodies["inner"], bodies["outer"]
-    assert [is_kept(inner, element) for element in (0, 1)] == [False, True]
+    assert [is_loop_invariant(inner, element) for element in (0, 1)] == [False, True]
     # The second takes the first's place; the third is what the inner loop counted.
-    assert [is_kept(outer, element) for element in range(3)] == [*(True, False, False)]
+    assert [is_loop_invariant(outer, element) for element in range(3)] == [
+        *(True, False, False)
+    ]

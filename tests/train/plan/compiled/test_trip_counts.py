@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train.plan.compiled.trip_counts import read
+from train.plan.compiled.trip_counts import read_module
 
 BODY = """HloModule loop
 
@@ -42,7 +42,7 @@ ENTRY %main (x: s32[]) -> (s32[], s32[]) {{
 
 def trips(begin: int, end: int, direction: str, by: str) -> tuple[int, list[str]]:
     text = BODY.format(begin=begin, end=end, direction=direction, by=by)
-    module = read(text)
+    module = read_module(text)
     assert module.loops["step"].trips == max(
         e.times for e in module.executed if e.loops
     )
@@ -81,7 +81,7 @@ def test_loops_in_loops_multiply():
         return jax.lax.scan(microbatch, x[0], x)[0]
 
     arrays = (jnp.ones((5, 8, 8)), jnp.ones((3, 8, 8)))
-    module = read(jax.jit(step).lower(*arrays).compile().as_text())
+    module = read_module(jax.jit(step).lower(*arrays).compile().as_text())
     assert module.unread == []
     assert sorted(loop.trips for loop in module.loops.values()) == [3, 5]
     assert {e.times for e in module.executed if len(e.loops) == 2} == {15}

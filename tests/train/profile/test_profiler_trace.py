@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from train.profile.trace import Event, _extend, time_spent
+from train.profile.profiler_trace import Event, _extend, time_spent
 
 
 def spent(*events, rank=lambda event: 0, begin=0.0, end=100.0):
