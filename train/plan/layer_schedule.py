@@ -16,7 +16,6 @@ So these are the shortest times that the schedule allows; no instruction has ove
 """
 
 import functools
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -216,7 +215,7 @@ class _Device:
                 rate = self._rates.eight_bits
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
-                attention += math.prod(attention_kernel_flops(inner))
+                attention += attention_kernel_flops(inner).computed
         moved = memory_traffic(instruction)
         flops = products + attention
         busy += attention / self._rates.flops

@@ -1,1 +1,1 @@
-"""What a step costs, read from the program that XLA made."""
+"""The cost of a step, read from the program that XLA compiled."""

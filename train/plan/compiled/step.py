@@ -1,4 +1,4 @@
-"""What a compiled step costs, read in the text of the optimized program."""
+"""Read the cost of a compiled step from the text of the optimized program."""
 
 from train.plan.compiled.collectives import (
     list_collectives,
@@ -13,10 +13,10 @@ from train.program import Program
 
 
 def read_step(program: Program, text: str) -> StepCost:
-    """Read a program's compiled step from `compiled.as_text()`.
+    """Return the cost of a program's step, given its `compiled.as_text()`.
 
     Raises:
-        ValueError: if the text is not that of an HLO module.
+        ValueError: if the text is not an HLO module.
     """
     module = read_module(text)
     collectives = list_collectives(module, program.mesh)

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_listed():
 
 
 def test_something_else_is_refused():
-    with pytest.raises(ValueError, match="not the text of an HLO module"):
+    with pytest.raises(ValueError, match="not an HLO module"):
         parse("module @jit_step {\n}\n")
 
 
