@@ -67,10 +67,7 @@ class Collective:
 
 
 class _Span(NamedTuple):
-    """Positions in a computation where a collective starts and where it is awaited.
-
-    They are equal if it is synchronous.
-    """
+    """Where a computation starts and awaits a collective; equal if synchronous."""
 
     start: int
     end: int
@@ -146,24 +143,9 @@ def _read_collective(
 ) -> Collective:
     if inner.computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
-    factor, operands = 1, inner.operands
     group = group_of(inner, mesh, _dims_at_once(executed, inner))
-    payload = sum(operand.num_bytes for operand in operands)
-    if kind == "all-gather":
-        factor = group.size
-        payload *= factor
-    if kind == "ragged-all-to-all":  # The smaller of operand and result is full.
-        payload = min(operand.num_bytes for operand in operands[:2])
-    uses = tuple((use, factor * size) for use, size in operand_uses(executed, inner))
-    return _make_collective(
-        executed,
-        inner,
-        kind,
-        group,
-        payload=payload,
-        uses=uses,
-        span=_span(executed, inner),
-    )
+    uses, span = operand_uses(executed, inner), _span(executed, inner)
+    return _make_collective(executed, inner, kind, group, uses=uses, span=span)
 
 
 def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
@@ -179,21 +161,11 @@ def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
             recv = other
         elif other.opcode == "recv-done" and recv in other.operands:
             end = position
-    # The second operand of a send is a token.
-    group, factor = slices_group(send, mesh), 1
-    size = send.operands[0].num_bytes
-    if kind == "all-gather":
-        factor = group.size
-    uses = tuple((use, factor * size) for use, _ in operand_uses(executed, send)[:1])
-    return _make_collective(
-        executed,
-        send,
-        kind,
-        group,
-        payload=factor * size,
-        uses=uses,
-        span=_Span(start, end),
-    )
+    uses = [
+        (use, send.operands[0].num_bytes) for use, _ in operand_uses(executed, send)
+    ]
+    group, span = slices_group(send, mesh), _Span(start, end)
+    return _make_collective(executed, send, kind, group, uses=uses[:1], span=span)
 
 
 def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
@@ -218,12 +190,16 @@ def _make_collective(
     kind: str,
     group: Group,
     *,
-    payload: int,
-    uses: tuple[tuple[str, int], ...],
+    uses: Iterable[tuple[str, int]],
     span: _Span,
 ) -> Collective:
+    # The second operand of a send is a token.
     operands = inner.operands[:1] if inner.opcode == "send" else inner.operands
     (start, end), order = span, executed.instruction.computation.order
+    factor = group.size if kind == "all-gather" else 1
+    payload = factor * sum(operand.num_bytes for operand in operands)
+    if kind == "ragged-all-to-all":  # The smaller of operand and result is full.
+        payload = min(operand.num_bytes for operand in operands[:2])
     return Collective(
         name=inner.name,
         kind=kind,
@@ -233,7 +209,7 @@ def _make_collective(
         sent=sent_bytes(kind, payload, group.size),
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
         scope=scope_of(executed, inner),
-        serves=uses,
+        serves=tuple((use, factor * size) for use, size in uses),
         is_async=inner.opcode == "send" or end > start,
         overlap_flops=computed_flops(order[start + 1 : end]),
         until=order[end].name if start < end < len(order) else "",
