@@ -1,21 +1,22 @@
-"""One layer on the clock: what a device computes, sends and waits for, and when.
+"""Simulate one layer: what a device computes, sends and waits for, and when.
 
-The layer is one trip of the loop over layers in a compiled step, laid out in the order
-in which XLA scheduled its instructions. The model:
+A layer is one trip of the loop over layers in a compiled step, in the order in which
+XLA scheduled its instructions. The model:
 
 - A device runs one instruction after the other. Each takes as long as its FLOPs or its
-  bytes from and to main memory, whichever is longer, at the rates given.
-- A collective takes the bytes that a device sends at the rate of its group. Collectives
-  of the same network and the same mesh axes run one after the other.
-- What is asynchronous starts when its lane is free, and the instruction that needs it
-  waits for its end; anything else is waited for at once.
-- Asynchronous copies between memories have a lane of their own; that they take
-  bandwidth from the instructions beside them is left out.
+  main-memory traffic, whichever is longer, at the given rates.
+- A collective takes as long as a device needs to send its bytes at the rate of its
+  group. Collectives on the same network and mesh axes run one after the other.
+- Asynchronous work starts when its lane is free, and the instruction that needs it
+  waits for its end. All other work is awaited at once.
+- Asynchronous copies between memories have a separate lane. The bandwidth that they
+  take from overlapped instructions is neglected.
 
 So these are the shortest times that the schedule allows; no instruction has overhead.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -34,14 +35,14 @@ from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Mo
 from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
 
-COMPUTE, COPIES = "compute", "copies between memories"  # lanes beside the networks
+COMPUTE, COPIES = "compute", "copies between memories"  # lanes besides networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
 _HOST = ("send", "recv", "send-done", "recv-done")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time. `kind` is one of the above or of a collective."""
+    """A time span of a lane. `kind` is one of the above or the kind of a collective."""
 
     lane: str
     kind: str
@@ -56,8 +57,8 @@ class Timeline:
     """One trip of a loop over layers.
 
     name: `forward` or `backward`.
-    trips: of the loop in one run of it.
-    spans: by their starts; those of a lane do not overlap.
+    trips: the trips of the loop in one run of it.
+    spans: the spans sorted by start; those of one lane do not overlap.
     """
 
     name: str
@@ -66,16 +67,16 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The end of the last span."""
         return max((s.start_s + s.seconds for s in self.spans), default=0.0)
 
     def busy(self, *kinds: str) -> float:
-        """Add up the seconds of some kinds."""
+        """Return the total seconds of spans of some kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
 
 def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
-    """Lay out a layer's forward and backward pass; empty if no loop runs layers."""
+    """Simulate a layer's forward and backward pass; empty if no loop runs layers."""
     timelines = []
     for name, loop in layer_loops(module).items():
         device = _Device(module, mesh, rates)
@@ -86,30 +87,37 @@ def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
 
 
 def layer_loops(module: Module) -> dict[str, Loop]:
-    """Find the loops over layers, `forward` and `backward`; not the loops in them."""
-    found = dict[str, list[Loop]]()
+    """Find the longest loops over layers, keyed by `forward` and `backward`."""
+    loops_by_pass = dict[str, list[Loop]]()
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
         loop = executed.instruction.loop
-        known = [inner.body for loops in found.values() for inner in loops]
-        if any(outer.body in known for outer in executed.loops):
-            continue
+        bodies = [known.body for known in itertools.chain(*loops_by_pass.values())]
+        if any(outer.body in bodies for outer in executed.loops):
+            continue  # a loop inside a layer
         loops = (*executed.loops, loop)
         inside = Executed(loop.instruction, executed.times, loops)
-        what, _, way = scope_of(inside, loop.instruction).partition(" ")
-        if what == "layers" and way:
-            found.setdefault(way, []).append(loop)
+        scope, _, pass_name = scope_of(inside, loop.instruction).partition(" ")
+        if scope == "layers" and pass_name:
+            loops_by_pass.setdefault(pass_name, []).append(loop)
 
     def flops(loop: Loop) -> float:
         return loop.trips * computed_flops(loop.body.order)
 
-    return {way: max(found[way], key=flops) for way in sorted(found, reverse=True)}
+    return {
+        name: max(loops_by_pass[name], key=flops)
+        for name in sorted(loops_by_pass, reverse=True)
+    }
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """What an instruction does. `copied`: who awaits the copy that it only starts."""
+    """The cost of an instruction.
+
+    collectives: the collectives that it starts.
+    copied: for an asynchronous copy, the name of the instruction that awaits it.
+    """
 
     kind: str
     seconds: float
@@ -120,13 +128,14 @@ class _Cost:
 
 
 class _Device:
-    """Runs computations against the clock, and notes what takes time."""
+    """A simulated device: it runs computations and records spans."""
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates):
         self._mesh, self._rates = mesh, rates
         self._now = 0.0
-        self._free = dict[str, float]()  # by lane: when it is
-        self._pending = dict[str, tuple[float, str]]()  # by who waits: end, for what
+        self._free = dict[str, float]()  # the time from which a lane is free
+        # The end and label of asynchronous work, by the instruction that awaits it.
+        self._pending = dict[str, tuple[float, str]]()
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
@@ -134,7 +143,7 @@ class _Device:
         self._cost_of = functools.cache(self._cost)
 
     def finish(self) -> list[Span]:
-        """Wait for what nobody waited for, and give all that took time."""
+        """Complete pending asynchronous operations and return all spans."""
         for name in sorted(self._pending, key=lambda name: self._pending[name]):
             self._wait(name)
         return [span for span in self._spans if span.seconds > 0]
@@ -149,7 +158,7 @@ class _Device:
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
-                # Of branches the one that is taken most often.
+                # The branch that is taken most often stands for all.
                 self.run(max(instruction.called, key=self._times))
             else:
                 self._step(instruction, self._cost_of(executed))
@@ -158,13 +167,12 @@ class _Device:
         return max((executed.times for executed in self._bodies[called]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
-        work = (cost.kind, cost.seconds, cost.label, cost.detail)
         if cost.copied:
-            self._expect(cost.copied, self._book(COPIES, *work), cost.label)
+            self._expect(cost.copied, self._book(COPIES, cost), cost.label)
             return
         sent = [(c, self._send(c)) for c in cost.collectives]
         if cost.seconds:
-            self._now = self._book(COMPUTE, *work)
+            self._now = self._book(COMPUTE, cost)
         for collective, end in sent:
             until = collective.until if collective.is_async else instruction.name
             self._expect(until, end, _sent_label(collective))
@@ -180,24 +188,32 @@ class _Device:
             f"{format_bytes(sent.payload)}, by each of {group.size}"
         )
         lane = f"{group.network}: {axes}"
-        return self._book(lane, sent.kind, seconds, _sent_label(sent), detail)
+        return self._book(lane, _Cost(sent.kind, seconds, _sent_label(sent), detail))
 
     def _expect(self, until: str, end: float, label: str) -> None:
         self._pending[until] = max((end, label), self._pending.get(until, (0.0, "")))
 
-    def _book(
-        self, lane: str, kind: str, seconds: float, label: str, detail: str
-    ) -> float:
-        """Note what takes a lane as soon as it is free, and give its end."""
+    def _book(self, lane: str, cost: _Cost) -> float:
+        """Add a span as soon as its lane is free, and return its end."""
         start = max(self._now, self._free.get(lane, 0.0))
-        self._spans.append(Span(lane, kind, start, seconds, label, detail))
-        self._free[lane] = start + seconds
-        return start + seconds
+        self._spans.append(
+            Span(
+                lane,
+                cost.kind,
+                start_s=start,
+                seconds=cost.seconds,
+                label=cost.label,
+                detail=cost.detail,
+            )
+        )
+        self._free[lane] = start + cost.seconds
+        return start + cost.seconds
 
     def _wait(self, name: str) -> None:
         end, label = self._pending.pop(name)
         if end > self._now:
-            self._book(COMPUTE, WAIT, end - self._now, f"waits for {label}", "")
+            wait = _Cost(WAIT, end - self._now, f"waits for {label}", "")
+            self._book(COMPUTE, wait)
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
@@ -216,17 +232,17 @@ class _Device:
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
                 attention += attention_kernel_flops(inner).computed
-        moved = memory_traffic(instruction)
+        traffic = memory_traffic(instruction)
         flops = products + attention
         busy += attention / self._rates.flops
-        seconds = max(busy, moved / self._rates.memory)
+        seconds = max(busy, traffic / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
         done = [u.name for u in instruction.users if u.opcode.endswith("-done")]
         copied = done[0] if opcode.endswith("-start") and seconds and done else ""
         work = f"{format_flops(flops)}, " if flops else ""
-        detail = f"{instruction.name}: {work}{format_bytes(moved)}"
+        detail = f"{instruction.name}: {work}{format_bytes(traffic)}"
         label = "attention" if attention else _label(instruction)
-        return _Cost(kind, seconds, label, detail, sent, copied)
+        return _Cost(kind, seconds, label, detail, collectives=sent, copied=copied)
 
 
 def _sent_label(sent: Collective) -> str:
@@ -236,5 +252,5 @@ def _sent_label(sent: Collective) -> str:
 
 def _label(instruction: Instruction) -> str:
     name = instruction.op_name
-    said = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
-    return said + (", again" if "rematted_computation" in name else "")
+    label = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
+    return label + (", again" if "rematted_computation" in name else "")

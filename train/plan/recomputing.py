@@ -1,9 +1,10 @@
-"""The ways to recompute a layer that a plan weighs, and how to type them.
+"""The rematerialisation policies that a plan compares.
 
-Bytes kept for each FLOP saved are alike for every product of a layer: in bfloat16
-2 / (2 D), D being what it sums over. Attention's output costs 2 / (2 T) by T positions,
-and a FLOP of its kernel takes longer than one of a product. So it is kept first, then
-what lies around it, and last what the MLP makes, which is the most.
+Every product of a layer needs the same number of saved bytes for each FLOP that is not
+recomputed: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output
+needs 2 / (2 T) for T positions, and its kernel is slower for each FLOP. So attention is
+saved first, then its inputs and output, and last the intermediates of the MLP, which
+are the largest.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ RematPolicy = Remat | tuple[Intermediate, ...]
 
 _AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
-_ALL = "all that is no product"
-# The least is kept by the first, the most by the last.
+_OTHERS = "intermediates other than products"
+# Sorted from the policy that saves least to the one that saves most.
 WAYS: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
@@ -29,20 +30,20 @@ WAYS: tuple[RematPolicy, ...] = (
 
 
 def policies_for(model: ModelConfig) -> list[RematPolicy]:
-    """Return the ways, the least kept first, but those that keep of no layer more."""
+    """Return the policies that differ for a model, those that save least first."""
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
     return [way for way in WAYS if not (no_mlp and {*_MLP} <= {*way})]
 
 
 def format_policy(policy: RematPolicy) -> str:
-    """Return what to type for a policy: `full`, or `[attention,query]`."""
+    """Return a policy in the syntax of overrides: `full`, or `[attention,query]`."""
     if isinstance(policy, Remat):
         return policy.value
     return f"[{','.join(policy)}]"
 
 
 def parse_policy(text: str) -> RematPolicy:
-    """Return the policy that `typed` wrote."""
+    """Parse a policy that `format_policy` wrote."""
     if not text.startswith("["):
         return Remat(text)
     names = tuple(filter(None, text.strip("[]").split(",")))
@@ -50,32 +51,34 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
-    """List the ways that do not keep what waits in host memory, the least first."""
-    return [way for way in WAYS if not (offload and _kept(way) & {*offload, _ALL})]
+    """List the policies that save nothing that is offloaded, the least first."""
+    return [way for way in WAYS if not (offload and _saved(way) & {*offload, _OTHERS})]
 
 
 def policies_keeping_less(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """List the ways that keep a part of what a policy keeps, the most first."""
-    beside = reversed(policies_with_offload(offload))
-    return [way for way in beside if _kept(way) < _kept(policy)]
+    """List the policies that save a subset of what a policy saves, the most first."""
+    candidates = reversed(policies_with_offload(offload))
+    return [way for way in candidates if _saved(way) < _saved(policy)]
 
 
 def policies_keeping_more(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """List the ways that keep more than all that a policy keeps, the least first."""
-    return [way for way in policies_with_offload(offload) if _kept(way) > _kept(policy)]
+    """List the policies that save all that a policy saves and more, the least first."""
+    return [
+        way for way in policies_with_offload(offload) if _saved(way) > _saved(policy)
+    ]
 
 
-def _kept(policy: RematPolicy) -> frozenset[str]:
+def _saved(policy: RematPolicy) -> frozenset[str]:
     if not isinstance(policy, Remat):
         return frozenset(policy)
     return frozenset(
         {
             Remat.full: (),
             Remat.dots: (*_AROUND, *_MLP),
-            Remat.none: (*INTERMEDIATES, _ALL),
+            Remat.none: (*INTERMEDIATES, _OTHERS),
         }[policy]
     )

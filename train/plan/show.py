@@ -1,4 +1,4 @@
-"""What XLA made of a step, for people: its texts in files, and what matters in them."""
+"""Show the compiled step to people: its texts in files, and a summary."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,13 +12,13 @@ from train.program import Program
 from train.run.storage import write_whole
 from train.units import format_bytes
 
-_NAMED = 3  # of what is not updated in place
+_NAMED = 3  # arrays that are named if they are not updated in place
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
-    """Write a step as it was traced, lowered and optimized; return the files' names.
+    """Write the traced, lowered and optimized step; return the names of the files.
 
-    `text` is that of the optimized module; the folder exists.
+    `text` is the text of the optimized module. The folder must exist.
     """
     traced, lowered = lower_step(program)
     texts = {
@@ -31,41 +31,44 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
     return list(texts)
 
 
-def sentences(found: Inspection) -> list[tuple[str, str]]:
-    """Return what matters of a compiled step, as names and sentences."""
-    updated, others = found.in_place
-    in_place = f"all {len(updated)} arrays of the state are updated where they are"
-    if others:
-        named = ", ".join(others[:_NAMED]) + ", ..." * (len(others) > _NAMED)
-        in_place = f"{len(updated)} of {len(updated + others)} arrays of the state; "
-        in_place += f"not {named}"
-    kernels = ", ".join(f"{name} {n} x" for name, n in found.kernels.items())
-    total = sum(found.operand_bytes.values())
-    dtypes = (f"{dtype} {n / total:.1%}" for dtype, n in found.operand_bytes.items())
+def sentences(inspection: Inspection) -> list[tuple[str, str]]:
+    """Return the summary of a compiled step as pairs of a title and a sentence."""
+    updated, copied = inspection.in_place
+    in_place = f"all {len(updated)} arrays of the state are updated in place"
+    if copied:
+        named = ", ".join(copied[:_NAMED]) + ", ..." * (len(copied) > _NAMED)
+        in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state are "
+        in_place += f"updated in place, but not {named}"
+    kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
+    total = sum(inspection.operand_bytes.values())
+    dtypes = (
+        f"{dtype} {n / total:.1%}" for dtype, n in inspection.operand_bytes.items()
+    )
     copies = [
-        f"{one.share:.1%} of all bytes: {one.name} ({one.what})" for one in found.copies
+        f"{one.share:.1%} of all bytes: {one.name} ({one.what})"
+        for one in inspection.copies
     ]
     return [
         ("in place", in_place),
-        ("kernels", kernels or "none: all is XLA's own"),
+        ("kernels", kernels or "none; XLA generated all code itself"),
         ("operands", f"of products: {', '.join(dtypes) or 'none'}"),
         *[("copies", copy) for copy in copies or ["none above 1 % of all bytes"]],
     ]
 
 
-def inspection_data(found: Inspection) -> dict[str, Any]:
-    """Return what is found as plain values, with the sentences for the page."""
-    values = asdict(found) | {"in_place": found.in_place._asdict()}
-    return values | {"sentences": sentences(found)}
+def inspection_data(inspection: Inspection) -> dict[str, Any]:
+    """Return an inspection as plain values, with its sentences for the page."""
+    values = asdict(inspection) | {"in_place": inspection.in_place._asdict()}
+    return values | {"sentences": sentences(inspection)}
 
 
-def print_inspection(found: Inspection) -> None:
-    """Print what matters of a compiled step, and its largest buffers."""
-    for name, text in sentences(found):
+def print_inspection(inspection: Inspection) -> None:
+    """Print the summary of a compiled step and its largest buffers."""
+    for name, text in sentences(inspection):
         print(f"{name:<11} {text}")
     rows = [
         [format_bytes(buffer.bytes), buffer.array, buffer.made, buffer.dies]
-        for buffer in found.buffers
+        for buffer in inspection.buffers
     ]
     headers = ["bytes", "array", "made by", "used last by"]
     print_table(rows, headers, "largest buffers besides the state (compiled)")

@@ -193,5 +193,5 @@ def test_what_xla_made_of_it_is_shown_if_asked_for(draw):
 def test_why_there_is_no_clock_is_said(programs):
     program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
     module = read_module(in_one("  ROOT %a = f32[1] parameter(0)"))
-    why = "Not drawn: what this machine does in a second is not known."
+    why = "Not drawn: the rates of this machine are not known."
     assert layers_data(program, module) == {"missing": why}
