@@ -144,9 +144,9 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out, capsys):
     large = Figure(24 * 1024 * MIB, "compiled")
     memory = dataclasses.replace(memory, needed=large)
     advice = make_fit(program, memory, MemoryBudget(*[15 * 1024 * MIB] * 3))
-    assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
+    assert "a device needs 24.00 GiB, 9.00 GiB more" in advice.bottleneck
     assert f"take {held / MIB / 1024:.2f} GiB" in advice.bottleneck
-    assert "are not enough: take more or larger chips" in advice.change
+    assert "are not enough: use more or larger chips" in advice.change
     assert len(advice.change.split()) < 30
     assert len(advice.changes) == 5
     needed = [one.needed_bytes for one in advice.changes]
@@ -157,7 +157,7 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out, capsys):
         (row,) = (line for line in printed if line.startswith(f"{one.override} "))
         assert format_bytes(one.needed_bytes) in row
         assert row.endswith("no")
-    assert "have moments in host memory" in {one.change for one in advice.changes}
+    assert "use moments in host memory" in {one.change for one in advice.changes}
 
 
 @pytest.mark.slow

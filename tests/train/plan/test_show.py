@@ -7,7 +7,7 @@ import sys
 import pytest
 from etils import epath
 
-from train.plan.__main__ import mistakes
+from train.plan.__main__ import plan_mistakes
 from train.plan.compiled.buffers import Buffer
 from train.plan.compiled.inspection import Copied, InPlace, Inspection
 from train.plan.config import PlanConfig
@@ -59,7 +59,7 @@ def test_a_step_is_written_as_traced_lowered_and_optimized(programs, tmp_path):
 
 def test_a_search_shows_nothing():
     for search in (True, False):
-        found = mistakes(PlanConfig(search=search, show=True, target="v5e-8"))
+        found = plan_mistakes(PlanConfig(search=search, show=True, target="v5e-8"))
         assert ("show" in {mistake.key for mistake in found}) is search
 
 
