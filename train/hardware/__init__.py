@@ -1,1 +1,1 @@
-"""What chips and networks can do, also of machines one does not have."""
+"""Rates and devices of chips and networks, also of machines that are not present."""
