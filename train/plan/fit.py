@@ -39,16 +39,16 @@ def make_fit(
 
     `searchable` tells whether a search is possible: it needs the rates of the chips.
     """
-    needed, held = memory.needed.bytes, memory.held
+    needed, state_bytes = memory.needed.bytes, memory.held
     bottleneck = (
         f"memory: a device needs {format_bytes(needed)}, "
         f"{format_bytes(needed - budget.available)} more than is available. State and "
-        f"batch take {format_bytes(held)}."
+        f"batch take {format_bytes(state_bytes)}."
     )
     # The difference between compiler and estimate is assumed not to change.
     beyond_estimate = needed - estimate_memory(program).needed.bytes
     kinds = [_recompute, _cut_batch, _shard]
-    if 2 * held > budget.available:
+    if 2 * state_bytes > budget.available:
         kinds.insert(0, kinds.pop())
     kinds.append(partial(_shard, across=True))
     # The last resort, because these changes cost precision or time.
@@ -61,8 +61,8 @@ def make_fit(
             for change in kind(program)
         ]
         fitting = (pair for pair in sizes if pair[0] <= budget.available)
-        least = min(sizes, key=lambda pair: pair[0], default=(needed, None))
-        size, change = next(fitting, least)
+        smallest = min(sizes, key=lambda pair: pair[0], default=(needed, None))
+        size, change = next(fitting, smallest)
         if change is None or size >= needed:
             continue
         program, needed = change.program, size

@@ -72,7 +72,7 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
         # The name of a collective with several operands is that of one of them.
         exact = collective_name if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
-        producer_names = (made.op_name for made in producers(operand, callers))
+        producer_names = (producer.op_name for producer in producers(operand, callers))
         candidates = (exact, *producer_names, collective_name, *_user_names(executed))
         part = next(filter(None, map(part_in_name, candidates)), OTHER)
         uses.append((part, operand.num_bytes))

@@ -156,10 +156,10 @@ def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
     order = send.computation.order
     start = end = order.index(send)
     rendezvous, recv = send.find(_RENDEZVOUS), None
-    for position, other in enumerate(order):
-        if other.opcode == "recv" and other.find(_RENDEZVOUS) == rendezvous:
-            recv = other
-        elif other.opcode == "recv-done" and recv in other.operands:
+    for position, instruction in enumerate(order):
+        if instruction.opcode == "recv" and instruction.find(_RENDEZVOUS) == rendezvous:
+            recv = instruction
+        elif instruction.opcode == "recv-done" and recv in instruction.operands:
             end = position
     uses = [
         (use, send.operands[0].num_bytes) for use, _ in operand_uses(executed, send)

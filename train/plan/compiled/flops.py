@@ -125,7 +125,7 @@ def multiplied(instruction: Instruction) -> list[HloArray]:
 
 
 def _operand_arrays(instruction: Instruction) -> list[HloArray]:
-    return [array for made in instruction.operands for array in made.arrays[:1]]
+    return [array for operand in instruction.operands for array in operand.arrays[:1]]
 
 
 def _floats(arrays: Iterable[HloArray]) -> list[HloArray]:
@@ -151,7 +151,7 @@ def _convolution_flops(instruction: Instruction) -> float:
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
-    lhs, rhs = (made.arrays[0].dims for made in instruction.operands[:2])
+    lhs, rhs = (operand.arrays[0].dims for operand in instruction.operands[:2])
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())

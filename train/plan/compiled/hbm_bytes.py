@@ -23,14 +23,14 @@ NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 def count_memory_traffic(module: Module) -> HbmBytes:
     """Return the bytes that products, and all other instructions, read and write."""
-    products = other = 0
+    products = remaining = 0
     for executed in module.executed:
         num_bytes = executed.times * memory_traffic(executed.instruction)
         if num_bytes and multiplies(executed.instruction):
             products += num_bytes
         else:
-            other += num_bytes
-    return HbmBytes(products, other)
+            remaining += num_bytes
+    return HbmBytes(products, remaining)
 
 
 def memory_traffic(instruction: Instruction) -> int:

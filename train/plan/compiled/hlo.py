@@ -43,7 +43,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[HloArray, ...]  # of a tuple: its elements, flattened
+    arrays: tuple[HloArray, ...]  # the elements of a tuple, flattened
     arguments: str
     attributes: str
     computation: "Computation" = field(repr=False)
