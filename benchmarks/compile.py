@@ -23,13 +23,13 @@ CONFIG = ModelConfig(embed_dim=32, num_heads=2, vocab_size=128)
 def seconds(num_layers: int) -> float:
     jax.clear_caches()
     model = abstract_gpt(replace(CONFIG, num_layers=num_layers))
-    how = Execution()
+    execution = Execution()
 
     def loss(params, tokens):
         bound = bind(model, params)
         positions = jnp.arange(tokens.shape[1])[None]
-        x, *_ = bound.features(tokens, positions, None, how)
-        return bound.logits(x, how).mean()
+        x, *_ = bound.features(tokens, positions, None, execution)
+        return bound.logits(x, execution).mean()
 
     started = time.perf_counter()
     tokens = jax.ShapeDtypeStruct((1, 64), jnp.int32)

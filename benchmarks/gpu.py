@@ -46,7 +46,7 @@ from benchmarks.gpu_turns import (
 )
 from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
-from train.run.storage import write_whole
+from data.storage import write_atomically
 
 Found = Iterator[dict[str, Any]]  # what a part finds, bit by bit
 
@@ -211,7 +211,7 @@ def keep(file: Path, part: str, found: dict[str, Any]) -> None:
     """Write what a part has found so far, beside what other parts found."""
     there = json.loads(file.read_text()) if file.exists() else {}
     text = json.dumps({**there, part: found}, indent=1)
-    write_whole(epath.Path(file), text + "\n")
+    write_atomically(epath.Path(file), text + "\n")
 
 
 def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:

@@ -178,14 +178,15 @@ import resource, sys, time
 import numpy as np
 from data.token_store.reader import TokenArray
 from data.rows import Concatenated
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
 import data.batches
 import grain.experimental
 def peak():
     lines = open("/proc/self/status").read().splitlines()
     return int(next(s for s in lines if s.startswith("VmRSS")).split()[1]) / 1024
 before, began = peak(), time.perf_counter()
-tokens = TokenArray(Storage(sys.argv[1]), "train", int(sys.argv[2]), int(sys.argv[3]))
+store = KeyValueStore(sys.argv[1])
+tokens = TokenArray(store, "train", int(sys.argv[2]), int(sys.argv[3]))
 rows = Concatenated(tokens, 1024, (len(tokens) - 1) // 1024, True)
 numbers = data.batches.shuffled(np.arange(64), len(rows), 0)
 _, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
@@ -197,10 +198,10 @@ print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
 def open_large(folder: Path) -> None:
     """Open 100 billion tokens in 100 million documents; the tokens are not there."""
     import data.token_store.writer as writer
-    from data.token_store.storage import Storage
+    from data.key_value_store import KeyValueStore
 
     documents, length = 100_000_000, 1000
-    storage = Storage(folder / "large")
+    storage = KeyValueStore(folder / "large")
     split = writer._SplitWriter(storage, "train", np.dtype("<u2"))
     arrays = split._arrays
     blocks = np.arange(documents * length // writer.CHUNK_LENGTH + 2)

@@ -1,4 +1,4 @@
-"""What a batch of rows holds, and the parts that a row is made of."""
+"""The arrays of a batch of rows, and the pieces that a row is made of."""
 
 from typing import Any, NamedTuple
 

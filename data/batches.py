@@ -34,7 +34,7 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# If the split is local, one thread reads small batches faster than two that share the
+# For a local split, one thread reads small batches faster than two that share the
 # GIL. Large batches are mostly copied, and remote ones mostly waited for, both without
 # the GIL (docs/log.md).
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
@@ -83,8 +83,10 @@ class Order:
                 f"sequences, a smaller batch or more text"
             )
         self._mixture = Mixture(list(counts), _phases(config, list(counts)))
-        several = len(self.rows) > 1
-        self._seeds = [seed_of(seed, name if several else None) for name in self.rows]
+        many_sources = len(self.rows) > 1
+        self._seeds = [
+            seed_of(seed, name if many_sources else None) for name in self.rows
+        ]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Return how often the first steps use the rows of each source.
@@ -128,11 +130,11 @@ class Order:
         Raises:
             DataError: if a source with a limit of epochs is used up.
         """
-        before = self.batch_number(step) * self._config.batch_size
-        which, rank = self._mixture.rows(before + rows)
+        first_row = self.batch_number(step) * self._config.batch_size
+        source_of_row, rank = self._mixture.rows(first_row + rows)
         numbers = np.zeros_like(rank)
         for source, (name, source_rows) in enumerate(self.rows.items()):
-            from_source, limit = which == source, self._limit(name)
+            from_source, limit = source_of_row == source, self._limit(name)
             if (rank[from_source] >= limit * len(source_rows)).any():
                 raise DataError(
                     f"step {step}: data.sources.{name} is used up after {limit} "
@@ -141,13 +143,13 @@ class Order:
             numbers[from_source] = shuffled(
                 rank[from_source], len(source_rows), self._seeds[source]
             )
-        return which, numbers
+        return source_of_row, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
         """Read rows of a batch. An error names the step, the source and the row."""
-        which, numbers = self.find(step, _chosen(self._config, rows))
+        source_of_row, numbers = self.find(step, _chosen(self._config, rows))
         try:
-            return read_rows(self.rows, which, numbers)
+            return read_rows(self.rows, source_of_row, numbers)
         except DataError as error:
             raise DataError(f"step {step}, {error}") from error
 
@@ -171,8 +173,8 @@ class Order:
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Yield the parts of documents in a batch, row by row."""
-        which, numbers = self.find(step, np.arange(self._config.batch_size))
-        names = [list(self.rows)[source] for source in which]
+        source_of_row, numbers = self.find(step, np.arange(self._config.batch_size))
+        names = [list(self.rows)[source] for source in source_of_row]
         for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
             store = self._sources.stores[name]
             tokens = store.split("train")
@@ -180,7 +182,15 @@ class Order:
                 document, begin, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
                 key, first = tokens.document_id(document), start - begin
-                yield Excerpt(row, column, name, key, document, first, text)
+                yield Excerpt(
+                    row,
+                    column,
+                    source=name,
+                    document=key,
+                    number=document,
+                    first=first,
+                    text=text,
+                )
 
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)
@@ -220,15 +230,15 @@ def validation_batches(
     turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
     order = np.argsort(turns, kind="stable")
     padding = (0, available * config.batch_size - len(turns))
-    which = np.repeat(np.arange(len(counts)), counts)[order]
-    which = np.pad(which, padding, constant_values=-1)
+    source_of_row = np.repeat(np.arange(len(counts)), counts)[order]
+    source_of_row = np.pad(source_of_row, padding, constant_values=-1)
     numbers = np.concatenate([np.arange(n) for n in counts])[order]
     numbers = np.pad(numbers, padding)
     chosen = _chosen(config, rows)
 
     def read(step: int) -> Batch:
         places = step * config.batch_size + chosen
-        return read_rows(readers, which[places], numbers[places])
+        return read_rows(readers, source_of_row[places], numbers[places])
 
     return _prefetch(read, range(count), local, len(chosen), config)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_BYTES = 256
-# Of characters: `tokenizers` takes some 140 bytes for each of those it is handed.
+# In characters. `tokenizers` takes about 140 bytes of memory for each character.
 PIECE_LENGTH = 2**14
 HELD_OUT_EVERY = 20
 
@@ -118,13 +118,13 @@ def texts_of(
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
-    left = max_bytes
+    remaining_bytes = max_bytes
     for unit in (unit for first in range(stride) for unit in units[first::stride]):
         for record in read(unit, reading):
             if isinstance(record, Bad):
                 continue
-            text = record.text[:left]
+            text = record.text[:remaining_bytes]
             yield text.decode("utf-8", "replace")
-            left -= len(text)
-            if not left:
+            remaining_bytes -= len(text)
+            if not remaining_bytes:
                 return

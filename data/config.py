@@ -158,23 +158,23 @@ class DataConfig:
             mistakes.append(("weight_changes", steps, rule))
         weights = {name: source.weight for name, source in self.sources.items()}
         changed = [change.weights for change in self.weight_changes]
-        for of_step, given in zip((0, *steps), (weights, *changed), strict=True):
-            if unknown := sorted(set(given) - set(self.sources)):
+        for of_step, step_weights in zip((0, *steps), (weights, *changed), strict=True):
+            if unknown := sorted(set(step_weights) - set(self.sources)):
                 rule = f"at step {of_step} name no source: {', '.join(unknown)}"
-                mistakes.append(("weight_changes", given, rule))
-            if not all(0 <= weight < inf for weight in given.values()):
+                mistakes.append(("weight_changes", step_weights, rule))
+            if not all(0 <= weight < inf for weight in step_weights.values()):
                 rule = f"at step {of_step} must be at least 0 and finite"
-                mistakes.append(("weight_changes", given, rule))
-            if not any(weight > 0 for weight in given.values()) and self.sources:
+                mistakes.append(("weight_changes", step_weights, rule))
+            if not any(weight > 0 for weight in step_weights.values()) and self.sources:
                 rule = f"at step {of_step} need one above 0"
-                mistakes.append(("weight_changes", given, rule))
-            ordered = [given.get(name, 0) for name in self.sources]
+                mistakes.append(("weight_changes", step_weights, rule))
+            ordered = [step_weights.get(name, 0) for name in self.sources]
             if any(ordered) and all(0 <= weight < inf for weight in ordered):
                 from data.mixture import too_many_digits  # numpy: slow to import
 
                 if rule := too_many_digits(ordered):
                     key = "weight_changes" if of_step else "sources"
-                    mistakes.append((key, given, f"at step {of_step} {rule}"))
+                    mistakes.append((key, step_weights, f"at step {of_step} {rule}"))
         return mistakes
 
 
@@ -201,8 +201,8 @@ class PrepareConfig:
     @property
     def inputs(self) -> list[str]:
         """The inputs as a list."""
-        given = self.input if isinstance(self.input, list) else [self.input]
-        return [str(path) for path in given if path not in (None, "")]
+        inputs = self.input if isinstance(self.input, list) else [self.input]
+        return [str(path) for path in inputs if path not in (None, "")]
 
     def mistakes(self) -> Mistakes:
         """List what does not go together."""

@@ -1,4 +1,4 @@
-"""What is in a store, and in a batch, in words."""
+"""Describe in words what a store or a batch contains."""
 
 from collections.abc import Iterator
 
@@ -32,8 +32,8 @@ def describe_store(store: Store) -> str:
     if count := manifest["empty_documents"]:
         lines.append(f"empty        {count:,} documents, left out")
     if count := manifest["skipped_records"]:
-        place = f"{store.path}/{SKIPPED}"
-        lines.append(f"skipped      {count:,} bad records, listed in {place}")
+        skipped_file = f"{store.path}/{SKIPPED}"
+        lines.append(f"skipped      {count:,} bad records, listed in {skipped_file}")
     return "\n".join(lines)
 
 
@@ -75,6 +75,6 @@ def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
     """Yield row by row which documents a batch holds, with the beginning of each."""
     yield "row  column  source  document (tokens from, number)  text"
     for e in excerpts:
-        place = f"{e.row:>3}  {e.column:>6}  {e.source}  {e.document}"
+        position = f"{e.row:>3}  {e.column:>6}  {e.source}  {e.document}"
         text = ascii(e.text[:width]) if width else ""
-        yield f"{place} ({e.first}, {e.number})  {text}"
+        yield f"{position} ({e.first}, {e.number})  {text}"

@@ -27,11 +27,11 @@ BYTES = "bytes"
 # tiktoken holds dozens of bytes for each byte of a run without a break.
 # Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has this very limit.
 _PIECE_CHARS = 400_000
-# What "surrogateescape" makes of the bytes that are not UTF-8.
+# The characters that "surrogateescape" decodes invalid UTF-8 to.
 _NOT_UTF8 = re.compile("([\udc80-\udcff])")
 
 
-Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # of Unicode
+Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
 
 class FolderEncoding(tiktoken.Encoding):
@@ -68,7 +68,7 @@ class FolderEncoding(tiktoken.Encoding):
 
     @property
     def rules(self) -> dict[str, Any]:
-        """The rules for text that there are."""
+        """The rules by which text is normalized and split."""
         rules = {"form": self.form, "words": self.words}
         return {name: rule for name, rule in rules.items() if rule}
 

@@ -1,4 +1,4 @@
-"""The machine: its cores, its folder of caches, and which paths lie elsewhere."""
+"""The machine: its cores and its folder of caches."""
 
 import os
 from pathlib import Path
@@ -15,8 +15,3 @@ def cache_folder() -> Path:
     """Return where caches lie: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "longhaul"
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL, such as one under gs:// or s3://."""
-    return "://" in os.fspath(path)

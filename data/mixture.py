@@ -58,8 +58,8 @@ class Mixture:
             gains.append(one_hot.sum(axis=0))
         self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
         self._period = np.array(periods, np.int64)
-        # Of each phase: the start of its period in the tables, the number of rows from
-        # each source in a period, and the number of rows from each before the phase.
+        # For each phase: the start of its period in the tables, the number of rows of
+        # each source in a period, and the number of rows of each before the phase.
         self._entry = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
         self._gain = np.array(gains)
         self._before = np.zeros_like(self._gain)
@@ -78,8 +78,8 @@ class Mixture:
         cycle, position = np.divmod(offset, self._period[phase])
         entry = self._entry[phase] + position
         source = self._source[entry]
-        before = self._before[phase, source] + cycle * self._gain[phase, source]
-        return source, before + self._rank[entry]
+        first = self._before[phase, source] + cycle * self._gain[phase, source]
+        return source, first + self._rank[entry]
 
     def counts(self, num_rows: int) -> np.ndarray:
         """Count the rows from each source among the first rows: int64 [names]."""

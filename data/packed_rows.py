@@ -17,8 +17,8 @@ from data import packing
 from data.batch import Batch, Piece, padding
 from data.config import Packing
 from data.errors import DataError
+from data.storage import created_atomically
 from data.token_store.reader import TokenArray
-from data.token_store.storage import written_whole
 
 PLAN_VERSION = 2
 _PLAN = ("starts.npy", "lengths.npy", "row_offsets.npy")
@@ -104,7 +104,7 @@ def write_plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> 
     else:
         assert kind is Packing.none
     try:
-        with written_whole(folder) as building:
+        with created_atomically(folder) as building:
             building.mkdir(parents=True)
             for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
                 np.save(building / name, array)

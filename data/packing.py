@@ -91,7 +91,7 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
     Returns:
         Pairs of a row's contents and the number of such rows.
     """
-    groups: dict[int, list[tuple[_Contents, int]]] = {}  # by free positions
+    groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
     rooms: list[int] = []  # the keys of groups, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])
@@ -105,13 +105,13 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
                 empty: list[tuple[_Contents, int]] = [((), num_rows)]
                 room, pending = T, empty
             # A row that got a piece now has the least room: fill it before others.
-            most = room // length
+            max_pieces = room // length
             while remaining and pending:
                 contents, num_rows = pending.pop()
-                full_rows = min(num_rows, remaining // most)
-                last = remaining - full_rows * most if full_rows < num_rows else 0
-                remaining -= full_rows * most + last
-                for rows, times in ((full_rows, most), (int(last > 0), last)):
+                full_rows = min(num_rows, remaining // max_pieces)
+                last = remaining - full_rows * max_pieces if full_rows < num_rows else 0
+                remaining -= full_rows * max_pieces + last
+                for rows, times in ((full_rows, max_pieces), (int(last > 0), last)):
                     if rows:
                         new_contents = (*contents, (length, times))
                         changed.append((room - times * length, new_contents, rows))

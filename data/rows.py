@@ -141,22 +141,22 @@ def open_rows(
 
 
 def read_rows(
-    sources: dict[str, Rows], which: np.ndarray, numbers: np.ndarray
+    sources: dict[str, Rows], source_of_row: np.ndarray, numbers: np.ndarray
 ) -> Batch:
     """Read rows of several sources as one batch.
 
     Args:
         sources: rows by the name of their source, all of one length.
-        which: int64 [n], the index of each row's source among them; -1 is padding.
+        source_of_row: int64 [n], the index of each row's source; -1 is padding.
         numbers: int64 [n], the number of each row in its source.
 
     Raises:
         DataError: if a chunk is missing or damaged. It names the source and the rows.
     """
     length = next(iter(sources.values())).length
-    batch = padding(len(which), length)
+    batch = padding(len(source_of_row), length)
     for source, (name, rows) in enumerate(sources.items()):
-        from_source = np.flatnonzero(which == source)
+        from_source = np.flatnonzero(source_of_row == source)
         if not len(from_source):
             continue
         try:
@@ -167,7 +167,7 @@ def read_rows(
             raise DataError(
                 f"source {name}, reading rows {first}{more}: {error}"
             ) from error
-        if len(from_source) == len(which):
+        if len(from_source) == len(source_of_row):
             return part
         for field, values in zip(batch, part, strict=True):
             field[from_source] = values

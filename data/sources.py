@@ -11,7 +11,7 @@ import tiktoken
 
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.machine import is_remote
+from data.storage import is_remote
 from data.text.files import Split
 from data.token_store.cached import cache_dir, cached_store
 from data.token_store.store import Store, open_store
@@ -24,7 +24,7 @@ class Sources:
     """Open stores with one tokenizer. A store that is alone bears `data.name`."""
 
     stores: Mapping[str, Store]
-    cache: Path  # of what is worked out from them
+    cache: Path  # the folder of cached results about these stores
     sets: Mapping[str, Store] = field(default_factory=dict)  # only to evaluate on
 
     @property
@@ -146,15 +146,15 @@ def open_sets(
         stored = is_remote(path) or (Path(path) / MANIFEST).exists()
         with _said_of(f"{table}.{name}.path", path):
             if config.source in (Source.python, Source.text) and not stored:
-                whole = replace(config, name=name, source=Source.text, path=path)
-                store = cached_store(replace(whole, validation=0.0), beat)
+                text_config = replace(config, name=name, source=Source.text, path=path)
+                store = cached_store(replace(text_config, validation=0.0), beat)
             else:
                 store = open_store(path)
-        own = next(iter(sources.stores.values())).manifest
-        if store.manifest["tokenizer_fingerprint"] != own["tokenizer_fingerprint"]:
+        manifest = next(iter(sources.stores.values())).manifest
+        if store.manifest["tokenizer_fingerprint"] != manifest["tokenizer_fingerprint"]:
             raise DataError(
                 f"{table}.{name}: {path} has the tokenizer "
-                f"{store.manifest['tokenizer']}, the run's is {own['tokenizer']}. "
+                f"{store.manifest['tokenizer']}, the run's is {manifest['tokenizer']}. "
                 f"Prepare it with that one"
             )
         alone = Sources({name: store}, sources.cache)
@@ -194,5 +194,5 @@ def _said_of(key: str, path: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        wrong = str(error).removeprefix(f"{path}: ")
-        raise DataError(f"{key} = {path}\n    {wrong}") from error
+        reason = str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{key} = {path}\n    {reason}") from error

@@ -85,11 +85,11 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
     digest = hashlib.sha256(content).hexdigest()
     try:
         if content.startswith(b"{"):
-            whole = json.loads(content)
-            pairs = ((_token(token), rank) for token, rank in whole.pop("ranks"))
-            ranks = checked_ranks(pairs, whole["special_tokens"])
-            check_pattern(whole["pat_str"])
-            return FolderEncoding(**whole, mergeable_ranks=ranks)
+            contents = json.loads(content)
+            pairs = ((_token(token), rank) for token, rank in contents.pop("ranks"))
+            ranks = checked_ranks(pairs, contents["special_tokens"])
+            check_pattern(contents["pat_str"])
+            return FolderEncoding(**contents, mergeable_ranks=ranks)
         lines = (line.split() for line in content.splitlines() if line)
         ranks = checked_ranks(((_token(token), int(rank)) for token, rank in lines), {})
         return tiktoken.Encoding(
@@ -118,11 +118,13 @@ def rank_file(name: str) -> bytes | None:
     if name == BYTES or name in PUBLISHED:
         return None
     if is_folder(name):
-        own = load_tokenizer(name)
-        pairs = sorted((rank, token) for token, rank in own._mergeable_ranks.items())
+        encoding = load_tokenizer(name)
+        pairs = sorted(
+            (rank, token) for token, rank in encoding._mergeable_ranks.items()
+        )
         ranks = [(base64.b64encode(token).decode(), rank) for rank, token in pairs]
-        assert isinstance(own, FolderEncoding)
-        about = own.__getstate__() | {"ranks": ranks}
+        assert isinstance(encoding, FolderEncoding)
+        about = encoding.__getstate__() | {"ranks": ranks}
         del about["mergeable_ranks"]
         return json.dumps(about).encode()
     return Path(name).expanduser().read_bytes()

@@ -103,13 +103,13 @@ def _endless(seconds: float) -> ValueError:
     )
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, maximum: int) -> None:
     """Lower a limit of this process. A lower one that the system has set stays."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    with contextlib.suppress(ValueError, OSError):  # not every system has every limit
-        resource.setrlimit(kind, (most, hard))
+        maximum = min(maximum, hard)
+    with contextlib.suppress(ValueError, OSError):  # some systems lack some limits
+        resource.setrlimit(kind, (maximum, hard))
 
 
 def _try_pattern() -> int:

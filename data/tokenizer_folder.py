@@ -27,7 +27,7 @@ from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"
-# What reading a file that is not what it should be may raise.
+# The exceptions that reading a malformed file may raise.
 MALFORMED = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError),
     *(RecursionError, OverflowError),
@@ -110,10 +110,10 @@ def _form(normalizer: Mapping[str, Any] | None) -> Form | None:
     if normalizer and normalizer.get("type") == "Sequence":
         steps = normalizer["normalizers"]
     kinds = [step["type"] for step in steps]
-    known = {(): None, **{(form,): form for form in get_args(Form)}}
-    if (*kinds,) not in known:
+    forms = {(): None, **{(form,): form for form in get_args(Form)}}
+    if (*kinds,) not in forms:
         raise ValueError(f"it changes text before it is cut (normalizer {normalizer})")
-    return known[(*kinds,)]
+    return forms[(*kinds,)]
 
 
 def _token(name: str) -> bytes:
@@ -133,34 +133,34 @@ def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
     pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
     listed = [(_token(a), _token(b)) for a, b in pairs]
     implied = merges_of(ranks)
-    known = {*implied}
-    if [pair for pair in listed if pair in known] != implied:
+    tokens = {*implied}
+    if [pair for pair in listed if pair in tokens] != implied:
         raise ValueError("its merges do not stand in the order of its ids")
     if not model.get("ignore_merges") and len(implied) != len(ranks) - 256:
         raise ValueError("some tokens are made by no merge")
 
 
-def _pattern(before: Mapping[str, Any] | None) -> str:
+def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
     """Return the pattern by which text is cut."""
-    steps = [before or {}]
+    steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
     *splits, level = steps
     if level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
-        raise ValueError(f"text is cut in another way ({before})")
+        raise ValueError(f"text is cut in another way ({pre_tokenizer})")
     if not splits and level.get("use_regex", True):
         return _BYTE_LEVEL_PATTERN
     if not splits:
         return r"(?s:.+)"
     (split,) = splits if len(splits) == 1 else ({},)
     pattern = (split.get("pattern") or {}).get("Regex")
-    how = split.get("type"), split.get("behavior"), split.get("invert")
+    behavior = split.get("type"), split.get("behavior"), split.get("invert")
     if (
-        how != ("Split", "Isolated", False)
+        behavior != ("Split", "Isolated", False)
         or not pattern
         or level.get("use_regex", True)
     ):
-        raise ValueError(f"text is cut in another way ({before})")
+        raise ValueError(f"text is cut in another way ({pre_tokenizer})")
     if re.search(COUNTED, pattern):
         raise ValueError("its pattern repeats a count, which tiktoken reads otherwise")
     return pattern

@@ -30,11 +30,11 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
-    # What is only added gets the ids that follow the vocabulary, whatever it says.
+    # Added tokens get the ids that follow the vocabulary, whatever the file says.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
     special, last = dict(pairs), max(ranks.values())
-    behind = [rank for rank in special.values() if rank > last]
-    follow = behind == [*range(last + 1, last + 1 + len(behind))]
+    added = [rank for rank in special.values() if rank > last]
+    follow = added == [*range(last + 1, last + 1 + len(added))]
     inside = {t: rank for t, rank in pairs if rank < last or not follow}
     split: list[dict[str, Any]] = []
     if encoding.name != BYTES:
@@ -108,10 +108,11 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
 
     theirs = tokenizers.Tokenizer.from_str(content)
     for token, rank in encoding._special_tokens.items():
-        if (found := theirs.token_to_id(token)) not in (None, rank):
+        if (their_id := theirs.token_to_id(token)) not in (None, rank):
             raise DataError(
                 f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
-                f"{token} would be {found}, not {rank}; tokenizer=false leaves it out"
+                f"{token} would be {their_id} instead of {rank}. Leave it out with "
+                f"tokenizer=false"
             )
     # Only ours is cut where it is long: across a cut, ids may differ and be right.
     for piece in (piece for text in texts for piece in short_pieces(text)):
@@ -121,12 +122,12 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
         )
         if ours != ids:
             pairs = enumerate(zip(ours, ids, strict=False))
-            place = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(ids)))
-            near = encoding.decode_bytes(ours[max(0, place - 3) : place + 5])
+            first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(ids)))
+            near = encoding.decode_bytes(ours[max(0, first - 3) : first + 5])
             raise DataError(
                 f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
-                f"that gives other ids near {near!r}, {ids[place : place + 5]} instead "
-                f"of {ours[place : place + 5]}; tokenizer=false leaves it out"
+                f"that gives other ids near {near!r}, {ids[first : first + 5]} instead "
+                f"of {ours[first : first + 5]}. Leave it out with tokenizer=false"
             )
 
 
@@ -166,6 +167,6 @@ def byte_names() -> list[str]:
     from U+0100 on. Source: GPT-2, src/encoder.py, bytes_to_unicode.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    code = {byte: 256 + i for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    code = {byte: 256 + i for i, byte in enumerate(unprintable)}
     return [chr(code.get(byte, byte)) for byte in range(256)]

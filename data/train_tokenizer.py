@@ -17,8 +17,8 @@ from data.bpe import NUM_BYTES, hold_out, texts_of, train
 from data.config import ByteCount
 from data.encoding import encode
 from data.errors import DataError
+from data.storage import created_atomically
 from data.text.records import Reading
-from data.token_store.storage import written_whole
 from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
@@ -86,8 +86,8 @@ def main(config: TrainTokenizerConfig) -> int:
         _log.warning("the text is too short for any of it to be held out")
     settings = [f"data.tokenizer={output}", f"data.tokenizer_sha256={sha256}"]
     print(shlex.join(settings))
-    own = [setting.removeprefix("data.") for setting in settings]
-    _log.info("for data.prepare: %s", shlex.join(own))
+    prepare_settings = [setting.removeprefix("data.") for setting in settings]
+    _log.info("for data.prepare: %s", shlex.join(prepare_settings))
     return 0
 
 
@@ -106,7 +106,7 @@ def write(path: Path, content: bytes) -> None:
                 )
             _log.info("%s is there already, and is the same", path)
             return
-        with written_whole(path) as partial:
+        with created_atomically(path) as partial:
             partial.write_bytes(content)
     except OSError as error:
         raise DataError(

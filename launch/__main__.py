@@ -52,25 +52,27 @@ def main(config: Any) -> int:
 
 def mistakes(config: Any) -> list[Mistake]:
     """List what is wrong, with the keys of training too."""
-    wrong = validate(config)
+    mistakes_found = validate(config)
     if config.follow and config.action is not Action.logs:
-        wrong.append(Mistake("follow", True, "goes with action=logs only"))
+        mistakes_found.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:
-        wrong.append(Mistake("output", config.output, "goes with action=render only"))
+        mistakes_found.append(
+            Mistake("output", config.output, "goes with action=render only")
+        )
     if config.action in (Action.submit, Action.render):
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
-        wrong += environment_mistakes(variables, backend.SECRETS_REMEDY)
+        mistakes_found += environment_mistakes(variables, backend.SECRETS_REMEDY)
         typed = parse_flags(sys.argv[1:]).overrides
         typed = [word for word in typed if not word.startswith("cluster.environment")]
-        wrong += secret_mistakes(typed, backend.SECRETS_REMEDY)
+        mistakes_found += secret_mistakes(typed, backend.SECRETS_REMEDY)
         directory = run_dir(of_training(config))
         try:
             directory = run_directory(config)
         except ConfigError as error:
-            wrong += error.mistakes
-        wrong += backend.mistakes(config.cluster, directory)
-    return wrong
+            mistakes_found += error.mistakes
+        mistakes_found += backend.mistakes(config.cluster, directory)
+    return mistakes_found
 
 
 def _stop(submission: Submission) -> int:

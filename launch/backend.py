@@ -1,4 +1,4 @@
-"""What `python -m launch` asks of each kind of cluster: a module with these names."""
+"""The interface of each kind of cluster: a module with these names."""
 
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ class Backend(Protocol):
         ...
 
     def render(self, job: Job, cluster: Any) -> Rendered:
-        """Return what would be submitted; asks nobody, writes nothing."""
+        """Return what would be submitted, without asking the cluster or writing."""
         ...
 
     def submit(

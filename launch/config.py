@@ -221,8 +221,8 @@ def kind_of(cluster: ClusterConfig) -> str:
 
 def schema_of(kind: str) -> type:
     """Return the dataclass of all keys of `python -m launch`, with this kind's own."""
-    own: Any = field(default_factory=KINDS[kind])
-    cluster = ("cluster", KINDS[kind], own)
+    cluster_field: Any = field(default_factory=KINDS[kind])
+    cluster = ("cluster", KINDS[kind], cluster_field)
     return dataclasses.make_dataclass(
         "LaunchConfig", [cluster], bases=(LaunchConfig,), frozen=True
     )

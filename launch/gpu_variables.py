@@ -1,10 +1,9 @@
-"""What jobs on NVIDIA GPUs are started with: variables of XLA and NCCL, and why.
+"""The variables of XLA and NCCL for jobs on NVIDIA GPUs, and the reason for each.
 
-One table for all kinds of clusters; `cluster.environment` replaces any line of it.
-What XLA and NCCL do by themselves by now is left out, and so is what only a site can
-know: that is named, for the common cases, in `SITE_LINES`. Each flag is known to the
-XLA of jax 0.10 to 0.12 (an unknown one ends the program). How much they gain was not
-measured on GPUs here.
+There is one table for all kinds of clusters; `cluster.environment` replaces any line of
+it. Defaults of current XLA and NCCL are left out. Settings that depend on the site are
+named in `SITE_LINES` for the common cases. Each flag is known to the XLA of jax 0.10 to
+0.12 (an unknown flag ends the program). The gains have not been measured on GPUs here.
 
 Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
 docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
@@ -45,7 +44,8 @@ SETTINGS = {  # variable: value, reason
 }
 # jaxlib refuses both together.
 _SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-# What only a site knows, as comments in a job script: to be set in cluster.environment.
+# Settings that depend on the site, as comments of a job script. They belong in
+# cluster.environment.
 SITE_LINES = """
 # Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
 # of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
@@ -60,8 +60,8 @@ SITE_LINES = """
 def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Return each variable's value and reason, without those of the environment."""
     return {
-        name: both
-        for name, both in SETTINGS.items()
+        name: values
+        for name, values in SETTINGS.items()
         if name not in environment and _SAME.get(name) not in environment
     }
 
@@ -75,9 +75,10 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return what a plan for nodes of GPUs is made for.
+    """Return the machine to plan for: nodes of GPUs.
 
-    A target, if their kind was said and so many of a node have a name; else devices.
+    It is a named target if the kind is given and that number of GPUs has a name, and
+    otherwise a number of devices.
     """
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
@@ -88,22 +89,22 @@ def machine_of(
 
 def mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     """List what is wrong with the keys of a node's GPUs."""
-    wrong, gpus = [], cluster.gpus_per_node
+    errors, gpus = [], cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):
         rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
         rule += "one GPU each: with any other number some would be idle"
         value = cluster.processes_per_node
-        wrong.append(Mistake("cluster.processes_per_node", value, rule))
+        errors.append(Mistake("cluster.processes_per_node", value, rule))
     if cluster.gpu is None:
-        return wrong
+        return errors
     if gpus is None:
         rule = "needs cluster.gpus_per_node=<number>"
-        wrong.append(Mistake("cluster.gpu", cluster.gpu, rule))
+        errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     try:
         cuda = parse_target(f"{cluster.gpu}-8").platform == "cuda"
     except ConfigError:
         cuda = False
     if not cuda:
         rule = "must be a100, h100, h200, b200, or null: then the plan knows no memory"
-        wrong.append(Mistake("cluster.gpu", cluster.gpu, rule))
-    return wrong
+        errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
+    return errors

@@ -12,7 +12,7 @@ from pathlib import Path
 from train.run.liveness import state_and_start
 
 _COMMANDS = ("train", "data", "launch")
-_STOPPED = ("T", "t")  # by a signal, by a debugger (proc(5))
+_STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger (proc(5))
 
 
 def main() -> int:

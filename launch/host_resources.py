@@ -14,18 +14,18 @@ gives by default holds.
 
 _PROCESS_BYTES = 16 << 30
 _CORES_PER_CHIP = 8
-# Of a host, to an object store or a shared disk: assumed, where nothing was measured.
+# The assumed rate of a host to an object store or a shared disk.
 _SAVED_BYTES_PER_S = 1e9
 
 
 def host_memory_gib(staged_bytes: int, held_bytes: int, processes: int) -> int:
-    """Return the GiB that a host with so many processes is asked for."""
+    """Return the GiB of memory to request for a host with this number of processes."""
     needed = held_bytes + 2 * staged_bytes + processes * _PROCESS_BYTES
     return -(-needed // (1 << 30))
 
 
 def process_cores(chips: int) -> int:
-    """Return the cores that a process which drives so many chips is asked for."""
+    """Return the cores to request for a process that drives this number of chips."""
     return _CORES_PER_CHIP * chips
 
 

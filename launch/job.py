@@ -1,7 +1,7 @@
-"""What is to run, in the words that every kind of cluster is told it in.
+"""The job to run, in a form that every kind of cluster understands.
 
-Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and what
-holds a character that no quoting carries is refused (`control_character_mistakes`).
+Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and words
+with characters that cannot be quoted are refused (`control_character_mistakes`).
 """
 
 import hashlib
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.storage import is_remote
 from launch.config import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
-from train.run.storage import is_remote
 
-ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # beside the submission
+ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def files(self) -> str:
-        """Where what is rendered lies: in the folder, unless it was put elsewhere."""
+        """The folder of the rendered files."""
         return self.rendered_to or self.folder
 
     def command(
@@ -77,8 +77,8 @@ class Job:
         if code is not Code.archive:
             return words
         # An object store holds no program that could be run from there.
-        there = is_remote(self.folder)
-        unpack = ["-m", "launch.unpack"] if there else [f"{self.folder}/{UNPACK}"]
+        in_store = is_remote(self.folder)
+        unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
@@ -103,11 +103,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What would be submitted.
+    """A rendered submission.
 
-    files: what lies in the submission's folder, by name.
-    command: what is typed then.
-    before: lines of shell that are typed before it by hand.
+    files: the contents of the files in the submission's folder, by name.
+    command: the command that submits.
+    before: lines of shell to type first, if one submits it oneself.
     """
 
     files: Mapping[str, str]
@@ -145,8 +145,8 @@ def shell(words: Sequence[str]) -> str:
 
 def options(values: Mapping[str, Any]) -> list[str]:
     """Return long options: null and false leave one out, true has no value."""
-    given = {k: v for k, v in values.items() if v is not None and v is not False}
-    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in given.items()]
+    set_values = {k: v for k, v in values.items() if v is not None and v is not False}
+    return [f"--{k}" if v is True else f"--{k}={v}" for k, v in set_values.items()]
 
 
 def exports(environment: Mapping[str, str]) -> list[str]:

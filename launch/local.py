@@ -30,11 +30,11 @@ from train.run.liveness import Process
 log = logging.getLogger(__name__)
 
 SECRETS_REMEDY = "set it in the environment that you type this command in"
-_PROCESSES = "processes.json"  # that the last attempt started
+_PROCESSES = "processes.json"  # the processes of the last attempt
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
-    """Return none: what each key may be stands beside it."""
+    """Return no mistakes: the bounds of each key are checked already."""
     return []
 
 
@@ -49,8 +49,8 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
     lines += exports(job.variables())
     for process in range(cluster.processes):
-        place = _place(process, cluster.processes, port=29500)
-        words = [f"{name}={value}" for name, value in place.items()]
+        variables = _place(process, cluster.processes, port=29500)
+        words = [f"{name}={value}" for name, value in variables.items()]
         lines.append(" ".join([*words, command]) + " &" * (cluster.processes > 1))
     lines += ["wait"] * (cluster.processes > 1)
     return Rendered({"local.sh": "\n".join(lines) + "\n"}, ["bash", "local.sh"])
@@ -67,14 +67,14 @@ def stop(submission: Submission) -> int:
     """Let the run save and stop, and wait until it has, also without a supervisor."""
     kept_running = alive(submission)
     stop_supervisor(submission)
-    left = _left(submission)
-    if not (kept_running or left):
+    remaining = _left(submission)
+    if not (kept_running or remaining):
         host = submission.handle.get("host")
         log.warning("nothing of it runs on this machine; it was started on %s", host)
-    for process in left:
+    for process in remaining:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)
-    while any(process.alive() for process in left):
+    while any(process.alive() for process in remaining):
         time.sleep(0.1)
     return FINISHED
 
@@ -82,8 +82,8 @@ def stop(submission: Submission) -> int:
 def _left(submission: Submission) -> list[Process]:
     """Return the run's processes that outlived a supervisor, of any submission."""
     files = submission.local_folder().parent.glob(f"*/{_PROCESSES}")
-    kept = [values for file in files for values in json.loads(file.read_text())]
-    processes = filter(None, map(Process.from_dict, kept))
+    records = [values for file in files for values in json.loads(file.read_text())]
+    processes = filter(None, map(Process.from_dict, records))
     return [process for process in processes if process.alive()]
 
 
@@ -129,9 +129,9 @@ def _place(process: int, processes: int, port: int) -> dict[str, str]:
     """Return all of torchrun's variables; none for a process alone."""
     if processes == 1:
         return {}
-    where = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
-    own = torchrun_variables(process, processes)
-    return {**own, **where, "MASTER_PORT": f"{port}"}
+    variables = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
+    torchrun = torchrun_variables(process, processes)
+    return {**torchrun, **variables, "MASTER_PORT": f"{port}"}
 
 
 def _free_port() -> int:

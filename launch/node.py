@@ -1,14 +1,15 @@
-"""What runs on a node, where a cluster starts one program on each.
+"""The program of a node, for clusters that start one program on each node.
 
     python -m launch.node [--processes 8] [--folder DIR ...] -- command...
 
-Starts the command, or as many of it as share the node's GPUs, with torchrun's
-variables; passes signals on, and ends with the exit code that says most
-(launch/policy.py). With a folder it does what its cluster cannot:
+It starts the command, or several of them that share the node's GPUs, with torchrun's
+variables. It passes signals on, and ends with the most telling exit code
+(launch/policy.py). With a folder it also does what its cluster cannot do:
 
-- it asks the run to save and stop, for good, once the folder has a file `stop`;
-- it counts the node's crashes there. After one that is not the last it ends with
-  ABORTED, which such a cluster is told to start again; else with the crash's own code.
+- It asks the run to save and stop for good when the folder has a file `stop`.
+- It counts the node's crashes in the folder. After a crash that may be retried it ends
+  with ABORTED, after which the cluster starts it again; otherwise with the exit code of
+  the crash.
 """
 
 import argparse
@@ -53,9 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--backoff", type=float, default=0)
     parser.add_argument("--look", type=float, default=_LOOK_S)
-    own = list(arguments)
-    split = own.index("--")
-    options = parser.parse_args(own[:split])
+    command = list(arguments)
+    split = command.index("--")
+    options = parser.parse_args(command[:split])
     rank = int(os.environ.get("NODE_RANK", "0"))
     if asked_to_stop(options.folder):
         return STOPPED
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, lambda number, _: processes.send_signal(number))
     for local in range(options.processes):
         env = {**os.environ, **torchrun_variables(local, options.processes, rank)}
-        processes.add(own[split + 1 :], env=env)
+        processes.add(command[split + 1 :], env=env)
     if options.folder is not None and rank == 0:
         looking = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()

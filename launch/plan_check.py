@@ -13,20 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from data.storage import is_remote
 from launch.job import Job
 from launch.subprocesses import run_module
 from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
 
 class Machine(NamedTuple):
-    """What a plan is to be made for; nothing: training says all of it by itself.
+    """The machine to plan for. Without fields it is the machine that training finds.
 
-    target: by its name (train/hardware/targets.py).
-    devices: how many, where no more is known.
-    variables: what the compiler is told there, such as XLA_FLAGS.
+    target: its name in train/hardware/targets.py.
+    devices: the number of devices, if nothing more is known.
+    variables: environment variables of the compiler, such as XLA_FLAGS.
     """
 
     target: str | None = None
@@ -79,16 +79,16 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
         log.warning("%s; goes on all the same (force=true)", why)
         return Checked(job, f"With force=true this goes on, although {why}.")
     if code != FINISHED:
-        wrong = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
-        log.warning(wrong)
-        return Checked(job, wrong)
+        reason = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
+        log.warning(reason)
+        return Checked(job, reason)
     if machine.target is None:
         why = "The plan was made for devices of an unknown kind: the memory of a "
         why += "device, and the memory and cores of a host were not checked."
         return Checked(job, why)
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
-    staged, held = plan["host_save"]["bytes"], plan["host_held_bytes"]
-    return Checked(replace(job, staged_bytes=staged, held_bytes=held))
+    staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
+    return Checked(replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes))
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

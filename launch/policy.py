@@ -1,7 +1,7 @@
-"""What the end of an attempt means: over, again, or a crash that is counted.
+"""Decide after an attempt whether the run is over, starts again, or has crashed.
 
 The exit codes are those of train/errors.py. The job script of Slurm and the policies of
-JobSet say the same in their own words; tests hold them to this.
+JobSet state the same rules in their own languages, and tests compare them.
 """
 
 import logging
@@ -29,13 +29,13 @@ NEVER_AGAIN = (
     CRASHES_AGAIN,
 )
 AGAIN = (PREEMPTED, ABORTED, OWNED)  # not counted
-SAME_STEP = 3  # crashes at one step: another start would be of no use
+SAME_STEP = 3  # after this many crashes at one step another start would not help
 LONGEST_BACKOFF_S = 600.0
 OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
 
 
 class Verdict(StrEnum):
-    """What to do after an attempt."""
+    """The decision after an attempt."""
 
     done = "done"
     stop = "stop"
@@ -55,14 +55,14 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
     crashes = [c for c in codes if c not in (None, FINISHED, *AGAIN)]
     if crashes:
         return Verdict.crashed, crashes[0] or 0
-    rest = [code for code in codes if code]
-    if rest or None in codes:
-        return Verdict.again, rest[0] if rest else ABORTED
+    failures = [code for code in codes if code]
+    if failures or None in codes:
+        return Verdict.again, failures[0] if failures else ABORTED
     return Verdict.done, FINISHED
 
 
 def backoff(crashes: int, first_s: float) -> float:
-    """Return the seconds to wait after so many crashes."""
+    """Return the seconds to wait after this number of crashes."""
     return min(first_s * 2 ** (crashes - 1), LONGEST_BACKOFF_S)
 
 

@@ -1,4 +1,4 @@
-"""Of what ends a run with a notice: does that leave the time to save?"""
+"""Warn if a preemption notice leaves too little time to save."""
 
 import json
 import logging
@@ -10,24 +10,27 @@ from launch.job import Job
 log = logging.getLogger(__name__)
 
 
-def warn_of_short_notice(job: Job, notice_s: float, what: str) -> None:
-    """Warn where a save takes longer than the notice, in words that begin with `what`.
+def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
+    """Warn if a save takes longer than the notice. The warning begins with `source`.
 
-    The longer of two counts: what the plan says, by an estimate, and what saves of the
-    run have held it up, which is less than they took where they go on behind training.
+    The duration is the longer of the plan's estimate and of the time for which earlier
+    saves stopped the run. The latter is a lower bound, because saves continue in the
+    background of training.
     """
-    known = [
+    durations = [
         (save_s, f"took {save_s:.0f} s or more in this run") for save_s in _held(job)
     ]
     if job.staged_bytes is not None:
         save_s = estimated_save_s(job.staged_bytes)
-        known.append((save_s, f"takes some {save_s:.0f} s, estimated at 1 GB/s a host"))
-    save_s, took = max(known, default=(0.0, ""))
+        durations.append(
+            (save_s, f"takes some {save_s:.0f} s, estimated at 1 GB/s a host")
+        )
+    save_s, took = max(durations, default=(0.0, ""))
     if save_s > notice_s:
         log.warning(
             "%s %.0f s, but a save %s: that may cost the steps since the save before; "
             "checkpoint.save_interval_minutes bounds them",
-            *(what, notice_s, took),
+            *(source, notice_s, took),
         )
 
 

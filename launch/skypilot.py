@@ -22,6 +22,7 @@ from typing import Any
 
 from etils import epath
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SkypilotCluster
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
@@ -32,7 +33,6 @@ from launch.policy import AGAIN
 from launch.submissions import Submission
 from launch.subprocesses import run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -43,34 +43,34 @@ SECRETS_REMEDY = (
     "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
 )
 _INSTALLS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
-_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # and FAILED_SETUP, ...
+_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes: also FAILED_SETUP, ...
 _LOOK_S = 10.0
 
 
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    wrong = []
+    errors = []
     if cluster.region is not None and cluster.cloud is None:
         rule = "is a region of what? Give cluster.cloud too"
-        wrong.append(Mistake("cluster.region", cluster.region, rule))
+        errors.append(Mistake("cluster.region", cluster.region, rule))
     if cluster.code is Code.shared:
         rule = "its machines do not see this one's files: must be archive or image"
-        wrong.append(Mistake("cluster.code", "shared", rule))
+        errors.append(Mistake("cluster.code", "shared", rule))
     if cluster.code is Code.image and cluster.image is None:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
-        wrong.append(Mistake("cluster.image", None, rule))
+        errors.append(Mistake("cluster.image", None, rule))
     if not (cluster.accelerators or cluster.image or cluster.setup or cluster.merge):
         rule = "is needed: SkyPilot would take its cheapest machine, on which nothing "
         rule += "is installed. Give cluster.accelerators=H100:8, and an image that has "
         rule += "JAX (cluster.image) or the lines that install it (cluster.setup="
         rule += "[pip install 'jax[cuda13]']); for CPUs one of these two is enough"
-        wrong.append(Mistake("cluster.accelerators", None, rule))
+        errors.append(Mistake("cluster.accelerators", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
             rule = "must name variables, not values, there and in your environment: "
             rule += "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
-            wrong.append(Mistake("cluster.secrets", "(not shown)", rule))
-    return [*wrong, *object_store_mistakes(run_dir, "skypilot")]
+            errors.append(Mistake("cluster.secrets", "(not shown)", rule))
+    return [*errors, *object_store_mistakes(run_dir, "skypilot")]
 
 
 def machine(cluster: SkypilotCluster) -> Machine:
@@ -85,13 +85,13 @@ def machine(cluster: SkypilotCluster) -> Machine:
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task."""
     document = merged(_task(job, cluster), cluster.merge)
-    before = [
+    setup = [
         f'export {name}="${source}"'
         for name, source in cluster.secrets.items()
         if name != source
     ]
     command = _launch(job.name, cluster, job.files)
-    return Rendered({FILE: to_yaml(document)}, command, before)
+    return Rendered({FILE: to_yaml(document)}, command, setup)
 
 
 def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
@@ -137,9 +137,9 @@ def _run_script(job: Job, cluster: SkypilotCluster) -> str:
     """Return the lines of shell of each node."""
     limits = cluster.max_restarts, cluster.backoff_s
     around = node_command(PYTHON, 1, job.folder, *limits)
-    here = replace(job, folder=".")  # the working directory has the archive
+    local_job = replace(job, folder=".")  # the working directory has the archive
     rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
-    return rank + shell(here.command(PYTHON, cluster.code, around)) + "\n"
+    return rank + shell(local_job.command(PYTHON, cluster.code, around)) + "\n"
 
 
 def submit(
@@ -175,10 +175,10 @@ def status(submission: Submission) -> list[str]:
     job = _newest(submission)
     if "job_id" not in job:
         return ["SkyPilot knows no such job"]
-    where = job.get("infra") or job.get("region") or ""
-    what = job.get("cluster_resources") or job.get("resources") or ""
+    region = job.get("infra") or job.get("region") or ""
+    resources = job.get("cluster_resources") or job.get("resources") or ""
     lines = [f"managed job {job['job_id']}: {job['status']}"]
-    lines += [f"on {what} {where}".rstrip()] if what not in ("", "-") else []
+    lines += [f"on {resources} {region}".rstrip()] if resources not in ("", "-") else []
     if job.get("recovery_count"):
         lines.append(f"recovered {job['recovery_count']} times")
     why = [job.get("details"), job.get("failure_reason")]
@@ -193,14 +193,14 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Ask the run to save and stop, and wait until its job has ended."""
-    asked = False
+    requested = False
     while not _is_over(job := _newest(submission)):
-        if not asked and job["status"] == "RUNNING":
+        if not requested and job["status"] == "RUNNING":
             (submission.folder / STOP).write_text("")
             log.info("asked to save and stop")
-        elif not asked:
+        elif not requested:
             _sky("jobs", "cancel", "--name", submission.name, "--yes")
-        asked = True
+        requested = True
         time.sleep(_LOOK_S)
     return FINISHED
 

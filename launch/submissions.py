@@ -1,10 +1,10 @@
-"""What was submitted, kept in the run's directory: `<run.dir>/launch/<n>/`.
+"""The records of submissions in the run's directory: `<run.dir>/launch/<n>/`.
 
     record.json           kind, time, command line, job, git commit
-    config.yaml           all keys, resolved, the cluster's too
-    uncommitted.patch     what git did not have yet, if anything
-    code.tar.gz unpack.py the code itself, where it travels as an archive
-    ...                   what was rendered
+    config.yaml           all resolved keys, including those of the cluster
+    uncommitted.patch     changes that git did not have yet, if there were any
+    code.tar.gz unpack.py the code, if it is sent as an archive
+    ...                   the rendered files
 
 No secret is written: the configuration holds names of secrets only.
 """
@@ -22,10 +22,11 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
+from data.storage import StorageError, check_answers, is_remote
 from launch.job import ARCHIVE, local_folder
-from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.errors import ConfigError, Exit, Mistake
+from train.run.folder import access_error
 from train.run.records import damaged, read_record
-from train.run.storage import check_answers, is_remote
 
 _FOLDER, RECORD = "launch", "record.json"
 _REMEDY = "Put it back from a copy, or move its folder away and submit again."
@@ -56,7 +57,7 @@ class Submission:
 
     @property
     def folder(self) -> epath.Path:
-        """Where it is kept."""
+        """The folder of this submission."""
         return epath.Path(self.run_dir) / _FOLDER / str(self.number)
 
     def with_handle(self, **handle: Any) -> "Submission":
@@ -74,15 +75,15 @@ class Submission:
 
 
 def next_number(run_dir: str) -> int:
-    """Return the number of the submission to come."""
-    # Also where there is no record: what was rendered may have been typed by hand.
+    """Return the number of the next submission."""
+    # Folders without a record count too: someone may have submitted rendered files.
     return max(_numbers(run_dir), default=0) + 1
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the folder that a submission by hand is rendered for.
+    """Return the folder that rendered files refer to, if one submits them oneself.
 
-    The next one that `submit` would use; no object store is asked for its number.
+    It is the next one that `submit` would use. An object store is not asked for it.
     """
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
@@ -97,12 +98,12 @@ def newest(run_dir: str) -> Submission | None:
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
-        with _within_reach(run_dir):
-            kept = read_record(record, _REMEDY)
-        if kept is not None:
+        with _accessible(run_dir):
+            record_values = read_record(record, _REMEDY)
+        if record_values is not None:
             try:
-                arguments = tuple(kept.pop("arguments"))
-                return Submission(run_dir, arguments=arguments, **kept)
+                arguments = tuple(record_values.pop("arguments"))
+                return Submission(run_dir, arguments=arguments, **record_values)
             except (KeyError, TypeError):
                 raise damaged(record, "is no submission", _REMEDY) from None
     return None
@@ -124,31 +125,27 @@ def submitted(run_dir: str) -> Submission:
 
 def _numbers(run_dir: str) -> list[int]:
     folder = epath.Path(run_dir) / _FOLDER
-    with _within_reach(run_dir):
+    with _accessible(run_dir):
         check_answers(epath.Path(run_dir))
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
 
 
 @contextmanager
-def _within_reach(run_dir: str) -> Iterator[None]:
-    """Say in a sentence that a run's directory cannot be read or written.
+def _accessible(run_dir: str) -> Iterator[None]:
+    """Turn the failure to read or write a run's folder into an error for people.
 
     Raises:
-        ConfigError: the directory refuses.
-        Exit: CRASHED, if its store does not answer, as when training.
+        ConfigError: the folder refuses.
+        Exit: CRASHED, if its store does not answer.
     """
     try:
         yield
-    except (Exit, ConfigError, DataError):
-        raise
-    except Exception as error:  # of whatever library speaks to the store
-        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        if is_remote(run_dir) and not isinstance(error, PermissionError):
-            wrong = f"{run_dir}: cannot be read or written ({why}). Check path, "
-            raise Exit(CRASHED, f"{wrong}network and permissions") from error
-        rule = f"cannot be read or written: {why}. Name a folder that you may write"
-        raise ConfigError([Mistake("run.dir", run_dir, rule)]) from error
+    except Exception as error:  # each store's client has errors of its own
+        is_explained = isinstance(error, (Exit, ConfigError, DataError))
+        if is_explained and not isinstance(error, StorageError):
+            raise
+        raise access_error(run_dir, error) from error
 
 
 def keep(
@@ -157,7 +154,7 @@ def keep(
     """Write a submission down, with the state of the code in git."""
     commit, patch = _git(root)
     files = {**files, **({"uncommitted.patch": patch} if patch else {})}
-    with _within_reach(submission.run_dir):
+    with _accessible(submission.run_dir):
         write_files(submission.folder, files)
     code, now = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
     sha = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None

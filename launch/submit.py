@@ -31,7 +31,7 @@ from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, Mistake
 from train.identity import of_training, run_dir, run_name
-from train.run.storage import run_folder
+from train.run.folder import run_folder
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ def submit(config: Any, arguments: Sequence[str], workdir: str) -> int:
     job = _checked(config, _job(config, arguments, workdir), backend).job
     _refuse_twice(directory)
     number, typed = next_number(directory), tuple(arguments)
-    submission = Submission(directory, number, kind, job.name, typed, workdir)
+    submission = Submission(
+        directory, number, kind=kind, name=job.name, arguments=typed, workdir=workdir
+    )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
     files = {**_files(rendered, cluster), "config.yaml": to_yaml(config)}
@@ -117,8 +119,8 @@ def resume(
         force=force or config.force,
         run=dataclasses.replace(config.run, dir=submission.run_dir),
     )
-    if wrong := mistakes(config):
-        raise ConfigError(wrong)
+    if errors := mistakes(config):
+        raise ConfigError(errors)
     return submit(config, submission.arguments, submission.workdir)
 
 
@@ -135,8 +137,8 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
     Raises:
         ConfigError: a word that cannot travel.
     """
-    if wrong := control_character_mistakes(arguments):
-        raise ConfigError(wrong)
+    if errors := control_character_mistakes(arguments):
+        raise ConfigError(errors)
     directory = run_directory(config)
     return Job(
         name=job_name(run_name(of_training(config)), directory),
@@ -150,7 +152,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
 
 
 def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
-    archived = getattr(cluster, "code", None) is Code.archive  # not all have the key
+    archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
     return {**rendered.files, **(archive_files(ROOT) if archived else {})}
 
 

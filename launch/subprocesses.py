@@ -16,8 +16,8 @@ from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[1]  # where the packages of this program lie
-ASK_S = 120.0  # for an answer: one host that hangs holds up the others so long
+ROOT = Path(__file__).resolve().parents[1]  # the folder of this program's packages
+ASK_S = 120.0  # how long one host that hangs may hold up the others
 LONGEST_S = 1800.0  # for what copies code, or makes machines
 _POLL_S = 0.05
 
@@ -30,7 +30,8 @@ def run_module(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m <module> <arguments>`, from the same files as this process.
 
-    It has `variables` beside those of this process; options: of `subprocess.run`.
+    It has `variables` in addition to those of this process. `options` are those of
+    `subprocess.run`.
     """
     env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", module, *arguments]

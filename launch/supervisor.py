@@ -1,8 +1,8 @@
-"""Keeps a run going from here: starts it, and again, until it is done or of no use.
+"""Keep a run going: start it again until it is finished or another start cannot help.
 
-For clusters that do not do so themselves. Preemptions and lost hosts do not count;
-crashes do, with a growing pause, up to a limit, and never three at the same step. A
-signal to stop goes on to the run, which saves, and ends this too.
+It serves clusters that do not do so themselves. Preemptions and lost hosts do not
+count. Crashes do, with growing pauses, up to a limit, and never three at the same step.
+A signal to stop is passed to the run, which saves, and then ends the supervisor.
 """
 
 import json
@@ -40,20 +40,22 @@ class Wait:
         self.count += 1
 
     def __call__(self, seconds: float, handled: int = 0) -> bool:
-        """Wait; return whether a signal came, now or before.
+        """Wait, and return whether a signal has arrived, now or earlier.
 
         Args:
-            seconds: at most.
-            handled: so many signals end no pause any more.
+            seconds: the longest wait.
+            handled: the number of earlier signals, which end no pause any more.
         """
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and self.count <= handled:
-            time.sleep(min(left, 0.1))
+        while (
+            remaining_s := deadline - time.monotonic()
+        ) > 0 and self.count <= handled:
+            time.sleep(min(remaining_s, 0.1))
         return self.asked is not None
 
     @property
     def exit_code(self) -> int:
-        """Of a run that a signal ended before it could start."""
+        """The exit code of a run that a signal ended before it could start."""
         return STOPPED if self.asked == signal.SIGINT else PREEMPTED
 
 
@@ -93,7 +95,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Go on to the end; return the exit code that says what it was."""
-        before = {number: signal.signal(number, self._stop) for number in SIGNALS}
+        previous_handlers = {
+            number: signal.signal(number, self._stop) for number in SIGNALS
+        }
         try:
             while (code := self._once()) is None:
                 pass
@@ -101,7 +105,7 @@ class Supervisor:
         finally:
             # Who presses Ctrl-C twice would else leave machines that cost money.
             self.over()
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def _once(self) -> int | None:
@@ -161,8 +165,8 @@ class Supervisor:
 
 def run_step(job: Job) -> int | None:
     """Return the newest step of the run; None if it cannot be asked."""
-    asked = run_module("train.status", job.status_arguments, capture_output=True)
-    return json.loads(asked.stdout)["step"] if asked.returncode == 0 else None
+    status = run_module("train.status", job.status_arguments, capture_output=True)
+    return json.loads(status.stdout)["step"] if status.returncode == 0 else None
 
 
 def describe_attempts(diary: Path) -> list[str]:

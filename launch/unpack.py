@@ -36,8 +36,10 @@ def main(arguments: Sequence[str]) -> None:
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         sys.exit(f"{archive}: cannot be unpacked: {error}")
     print(f"code: {folder}", file=sys.stderr, flush=True)
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
+    previous_path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), *filter(None, [previous_path])]
+    )
     try:
         os.execvp(command[0], [*command])
     except OSError as error:

@@ -13,12 +13,12 @@ from model.attention.masks import Local
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.experts.experts import Experts
 from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
-from model.parts import part
 from model.rope import Rotations
+from model.scopes import part_scope
 
 
 class Block(nnx.Module):
@@ -58,29 +58,39 @@ class Block(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         by: Rotations | None,
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
+        call: CallContext,
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Run one layer; a local one sees the model's window only."""
-        how.note("residual", x_BTD)
+        constrain = execution.placement.constrain
+        call.note("residual", x_BTD)
         a_BTD = _through(self.attention_norm, x_BTD)
-        with part("attention"):
-            a_BTD, cache = self.attention(a_BTD, by, segment_ids_BT, how, cache, local)
-        how.note("attention", a_BTD)
+        with part_scope("attention"):
+            a_BTD, cache = self.attention(
+                a_BTD,
+                by,
+                segment_ids_BT,
+                execution=execution,
+                call=call,
+                cache=cache,
+                local=local,
+            )
+        call.note("attention", a_BTD)
         a_BTD = _through(self.attention_output_norm, a_BTD)
-        a_BTD = drop(a_BTD, self.dropout, "attention_output", how)
-        x_BTD = how.rules.constrain(x_BTD + a_BTD, "batch", "seq", "embed")
+        a_BTD = drop(a_BTD, self.dropout, "attention_output", call)
+        x_BTD = constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         h_BTD, routing = _through(self.mlp_norm, x_BTD), None
-        with part("mlp"):
+        with part_scope("mlp"):
             if isinstance(self.mlp, Experts):
-                h_BTD, routing = self.mlp(h_BTD, segment_ids_BT, how)
+                h_BTD, routing = self.mlp(h_BTD, segment_ids_BT, execution, call)
             else:
-                h_BTD = self.mlp(h_BTD, how)
-            how.note("mlp", h_BTD)
+                h_BTD = self.mlp(h_BTD, execution, call)
+            call.note("mlp", h_BTD)
             h_BTD = _through(self.mlp_output_norm, h_BTD)
-            x_BTD = x_BTD + drop(h_BTD, self.dropout, "mlp_output", how)
-        return how.rules.constrain(x_BTD, "batch", "seq", "embed"), cache, routing
+            x_BTD = x_BTD + drop(h_BTD, self.dropout, "mlp_output", call)
+        return constrain(x_BTD, "batch", "seq", "embed"), cache, routing
 
 
 def _through(

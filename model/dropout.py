@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.execution import Execution
+from model.execution import CallContext
 
 
 def drop(
-    x: Float[Array, "B T *dims"], rate: float, place: str, how: Execution
+    x: Float[Array, "B T *dims"], rate: float, place: str, call: CallContext
 ) -> Float[Array, "B T *dims"]:
     """Set a fraction of the elements to zero, and scale the others to the same mean.
 
@@ -26,11 +26,11 @@ def drop(
         x: rows of positions.
         rate: the fraction, below 1.
         place: the place in the layer. Different places drop independently.
-        how: execution, with the keys of positions or without.
+        call: the context, with keys of positions or without.
     """
     if not rate:
         return x
-    keys_BT = how.drawing(zlib.crc32(place.encode())).keys_BT
+    keys_BT = call.fold_in(zlib.crc32(place.encode())).keys_BT
     if keys_BT is None:
         return x
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x.shape[2:])

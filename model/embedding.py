@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from model.config import ModelConfig
 from model.execution import Execution
-from model.gather import Parts, parts_of
+from model.gather import WeightPlacement
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 
 
 class Table(nnx.Module):
@@ -48,32 +48,36 @@ class Table(nnx.Module):
         )
 
     def __call__(
-        self, ids: Int[Array, "*dims"], parts: Parts
+        self, ids: Int[Array, "*dims"], placement: WeightPlacement
     ) -> Float[Array, "*dims D"]:
-        """Return the rows of int32 ids; `parts` says how to gather the table."""
-        with part("embedding"):
-            return jnp.take(parts.gather(self.weight[...]), ids, axis=0, mode="clip")
+        """Gather the table as its placement says, and return the rows of int32 ids."""
+        with part_scope("embedding"):
+            table = placement.gather(self.weight[...])
+            return jnp.take(table, ids, axis=0, mode="clip")
 
 
 def look_up(
-    lookups: Sequence[tuple[Table, Int[Array, "B T"]]], how: Execution
+    lookups: Sequence[tuple[Table, Int[Array, "B T"]]], execution: Execution
 ) -> Float[Array, "B T D"]:
     """Return the sum of the rows of several tables, in the activation dtype.
 
     If a device holds only some columns of a table, there are two ways. If the rows are
-    smaller than the table (`rows_travel`), the device looks up its columns for all
-    devices that share the table, and one all-to-all converts x[B_data, T, D_fsdp] to
-    x[B_(data, fsdp), T, D]. Otherwise, the table is gathered.
+    smaller than the table (`exchange_embedding_rows`), the device looks up its columns
+    for all devices that share the table, and one all-to-all converts x[B_data, T,
+    D_fsdp] to x[B_(data, fsdp), T, D]. Otherwise, the table is gathered.
     """
-    all_parts = [parts_of(table.axes, how) for table, _ in lookups]
-    column_axes = dict(all_parts[0].cut).get(1, ()) if how.rules.rows_travel else ()
+    column_axes: tuple[str, ...] = ()
+    if execution.placement.exchange_embedding_rows:
+        sharded_dims = execution.placement.sharded_dims(lookups[0][0].axes)
+        column_axes = dict(sharded_dims).get(1, ())
     x_BTD = jnp.zeros((), jnp.float32)
-    for (table, ids_BT), parts in zip(lookups, all_parts, strict=True):
+    for table, ids_BT in lookups:
+        placement = execution.weight_placement(table.axes)
         if column_axes:
-            parts = parts._replace(cut=tuple(cut for cut in parts.cut if cut[0] != 1))
+            placement = placement.without_dims(1)
             ids_BT = jax.lax.all_gather(ids_BT, column_axes, axis=0, tiled=True)
-        x_BTD = x_BTD + table(ids_BT, parts)
-    x_BTD = x_BTD.astype(how.activation_dtype)
+        x_BTD = x_BTD + table(ids_BT, placement)
+    x_BTD = x_BTD.astype(execution.numerics.activation_dtype)
     if column_axes:
         x_BTD = jax.lax.all_to_all(x_BTD, column_axes, 0, 2, tiled=True)
     return x_BTD

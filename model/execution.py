@@ -1,11 +1,15 @@
-"""How a model is run, as opposed to what it computes."""
+"""How a model is run, as opposed to what it computes.
+
+`Execution` is settled once per program. `CallContext` belongs to one call of a layer.
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Key
 
-from model.axes import ANYWHERE, AxisRules
 from model.choices import (
     Attention,
     ComputeDtype,
@@ -15,97 +19,111 @@ from model.choices import (
 )
 from model.config import OffloadName
 from model.eight_bits.quantization import Quantization
+from model.gather import WeightPlacement
+from model.placement import ONE_DEVICE, Placement
 from model.remat import Policy
 from model.taps import Taps
 
 
-class AxisSteps(NamedTuple):
-    """The steps of gathers and scatters along a mesh axis, on TPUs.
+class Numerics(NamedTuple):
+    """The dtypes of a program.
 
-    A scatter of n devices in steps of (p, q) has p devices far apart add up first, then
-    q neighbours; a gather goes the other way. The last number is that of the slices
-    that the axis lies in, with neighbours in different ones (train/mesh.py).
-
-    gather: of a weight.
-    small: of a small weight.
-    scatter: of a gradient.
-    """
-
-    axis: str
-    gather: tuple[int, ...]
-    small: tuple[int, ...]
-    scatter: tuple[int, ...]
-
-
-class Execution(NamedTuple):
-    """Dtypes, kernel, recomputation and placement.
-
-    activation_dtype: of what passes between layers.
-    compute_dtype: of products' operands, and of weights that are gathered.
-    quantization: of linear layers to eight bits; None: they are as other products.
-    expert_quantization: likewise of experts' matrices, float8 or None.
-    keys_BT: of each position, by which int8 rounds at random and dropout leaves out;
-        None: it rounds to the nearest, and nothing is left out.
-    reduce_dtype: in which weights' gradients travel between devices.
-    platform: for which XLA compiles it: cpu, gpu, or tpu.
-    steps: of gathers and scatters along mesh axes; along others they take one step.
-    reduces_copies: whether gradients of matrices are added up over copies of these in
-        each backward pass; else that is left to the caller.
-    attention: the kernel.
-    context_attention: what it attends across devices with that share a row.
-    expert_exchange: how tokens reach experts on other devices; never auto.
-    grouped: body of products of rows grouped by expert.
-    remat: what the backward pass recomputes, or names of what it keeps.
-    offload: names of what is kept for it in host memory.
-    rules: where arrays lie.
-    pipeline_microbatches: that pass through the stages one after another, where layers
-        lie on several.
-    pipeline_repeats: how often each does.
-    trained_length: with a cache, how many of the newest keys are seen; None: all.
-    taps: what layers tell how large their results are; None: nobody watches.
+    activation_dtype: the dtype of activations between layers.
+    compute_dtype: the dtype of the operands of products, and of gathered weights.
+    reduce_dtype: the dtype in which gradients of weights travel between devices.
+    quantization: how linear layers multiply in eight bits. None means that they
+        multiply in the compute dtype.
+    expert_quantization: the same for the matrices of experts, float8 or None.
     """
 
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     quantization: Quantization | None = None
     expert_quantization: Quantization | None = None
-    keys_BT: jax.Array | None = None
-    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
-    platform: str = "cpu"
-    steps: tuple[AxisSteps, ...] = ()
-    reduces_copies: bool = False
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether linear layers need random keys."""
+        quantization = self.quantization
+        return quantization is not None and quantization.dtype is ComputeDtype.int8
+
+
+class Execution(NamedTuple):
+    """How a program runs the model. None of its choices is `auto`.
+
+    numerics: the dtypes.
+    placement: the mesh, and how arrays are sharded over it.
+    attention: the attention kernel.
+    context_attention: how devices that share rows attend to each other's keys.
+    expert_exchange: how tokens reach experts on other devices.
+    grouped: the kernel of products of rows that are grouped by expert.
+    remat: what the backward pass recomputes, or the names of what is saved for it.
+    offload: the names of what is saved in host memory.
+    pipeline_microbatches: the number of microbatches that pass through the stages.
+    pipeline_repeats: how often each microbatch passes through all stages.
+    """
+
+    numerics: Numerics = Numerics()
+    placement: Placement = ONE_DEVICE
     attention: Attention = Attention.xla
     context_attention: ContextAttention = ContextAttention.ring
     expert_exchange: ExpertExchange = ExpertExchange.all_gather
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     offload: tuple[OffloadName, ...] = ()
-    rules: AxisRules = ANYWHERE
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
-    trained_length: int | None = None
+
+    def weight_placement(self, axes: tuple[str, ...]) -> WeightPlacement:
+        """Return where a weight with these logical axes lies, and its collectives."""
+        placement = self.placement
+        sharded_dims = placement.sharded_dims(axes)
+        automatic_spec = placement.param_spec(axes)
+        if any(automatic_spec[dim] for dim, _ in sharded_dims):
+            # XLA decides the order of the parts of a dim with both kinds of axes.
+            automatic_spec = PartitionSpec()
+        return WeightPlacement(
+            sharded_dims=sharded_dims,
+            replica_axes=(
+                placement.replica_axes(axes) if placement.reduce_in_layers else ()
+            ),
+            reduce_dtype=self.numerics.reduce_dtype,
+            automatic_spec=automatic_spec,
+            gather_again=bool(sharded_dims) and self.remat == "none",
+            platform=placement.platform,
+            axis_steps=placement.axis_steps,
+        )
+
+
+class CallContext(NamedTuple):
+    """What belongs to one call of the model or of a layer.
+
+    keys_BT: a random key for each position, for dropout and stochastic rounding.
+        Without keys nothing is dropped, and values are rounded to the nearest.
+    taps: records figures of intermediate results. None records nothing.
+    trained_length: with a cache, the number of newest keys that a query sees. None
+        means all of them.
+    high_precision: whether the layer multiplies in the compute dtype even if the
+        program quantizes.
+    """
+
+    keys_BT: Key[Array, "B T"] | None = None
     taps: Taps | None = None
+    trained_length: int | None = None
+    high_precision: bool = False
 
     def note(self, name: str, x: jax.Array) -> None:
-        """Tell whoever watches how large a result of a layer is."""
+        """Record how large a result of a layer is, if there are taps."""
         if self.taps is not None:
             self.taps.note(name, x)
 
-    @property
-    def precise(self) -> "Execution":
-        """The same without products of eight bits."""
-        return self._replace(quantization=None, expert_quantization=None)
-
-    @property
-    def rounds_at_random(self) -> bool:
-        """Whether linear layers need keys."""
-        quantization = self.quantization
-        return quantization is not None and quantization.dtype is ComputeDtype.int8
-
-    def drawing(self, what: int | jax.Array) -> "Execution":
-        """Return it with other keys, those of a part of the program."""
+    def fold_in(self, number: int | jax.Array) -> "CallContext":
+        """Return the context with the keys of a numbered part of the program."""
         if self.keys_BT is None:
             return self
         fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))
-        keys_BT = fold_in(self.keys_BT, what)
-        return self._replace(keys_BT=keys_BT)
+        return self._replace(keys_BT=fold_in(self.keys_BT, number))
+
+
+NO_CONTEXT = CallContext()

@@ -8,9 +8,9 @@ bytes, changes with the number of devices (docs/log.md).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
@@ -20,139 +20,162 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from model.execution import AxisSteps, Execution
-
 _SUBLANES, _LANES = 8, 128  # of a TPU's vectors, along the last two dims
 _SMALL = 2**25  # bytes of a small weight (docs/log.md)
 
 
-Step = tuple[int, str, list | None]  # dim, mesh axis, groups along it; None: all
+class AxisSteps(NamedTuple):
+    """The steps of gathers and scatters along a mesh axis, on TPUs.
 
+    A reduce-scatter over n devices in steps of (p, q) first sums over p devices that
+    are far apart, then over q neighbours. A gather takes the steps in reverse. The last
+    number is the number of slices that the axis crosses, with neighbours in different
+    slices (train/mesh.py).
 
-class Parts(NamedTuple):
-    """How a weight lies in parts.
-
-    cut: pairs of a dim and the mesh axes along which it is cut.
-    copies: mesh axes along which other devices have the same part, and whose gradients
-        are added up with the scatter.
-    reduce: dtype of the gradient between devices.
-    place: of the weight along the mesh axes that XLA takes care of.
-    gather_again: in the backward pass, instead of keeping what was gathered.
-    platform: for which XLA compiles it.
-    steps: of gathers and scatters along mesh axes; along others they take one step.
+    axis: the mesh axis.
+    gather: the steps of gathering a weight.
+    small: the steps of gathering a small weight.
+    scatter: the steps of reduce-scattering a gradient.
     """
 
-    cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    copies: tuple[str, ...] = ()
-    reduce: DTypeLike = jnp.float32
-    place: PartitionSpec = PartitionSpec()
+    axis: str
+    gather: tuple[int, ...]
+    small: tuple[int, ...]
+    scatter: tuple[int, ...]
+
+
+class CollectiveStep(NamedTuple):
+    """One collective: the dim, the mesh axis, and the groups along it (None: all)."""
+
+    dim: int
+    axis: str
+    groups: list[list[int]] | None
+
+
+class WeightPlacement(NamedTuple):
+    """Where a weight lies, and the collectives that its use causes.
+
+    sharded_dims: pairs (dim, manual mesh axes that shard it).
+    replica_axes: the manual mesh axes over which the weight is replicated and
+        `reduce_scatter` sums its gradient too.
+    reduce_dtype: the dtype of the gradient between devices.
+    automatic_spec: the sharding over automatic mesh axes.
+    gather_again: whether the backward pass gathers the weight again. Otherwise the
+        forward pass keeps what it gathered.
+    platform: the platform that XLA compiles for.
+    axis_steps: the mesh axes along which collectives take several steps.
+    """
+
+    sharded_dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    replica_axes: tuple[str, ...] = ()
+    reduce_dtype: DTypeLike = jnp.float32
+    automatic_spec: PartitionSpec = PartitionSpec()
     gather_again: bool = False
     platform: str = "cpu"
-    steps: tuple[AxisSteps, ...] = ()
+    axis_steps: tuple[AxisSteps, ...] = ()
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes along which it is cut."""
-        return tuple(axis for _, axes in self.cut for axis in axes)
+    def sharded_axes(self) -> tuple[str, ...]:
+        """The manual mesh axes over which the weight is sharded."""
+        return tuple(axis for _, axes in self.sharded_dims for axis in axes)
 
-    @property
-    def on_tpu(self) -> bool:
-        """Whether XLA:TPU compiles it."""
-        return self.platform == "tpu"
+    def without_dims(self, *dims: int) -> "WeightPlacement":
+        """Return a placement that leaves these dims sharded."""
+        kept = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
+        return self._replace(sharded_dims=kept)
 
-    def gather(self, part: jax.Array) -> jax.Array:
-        """Bring a weight together."""
-        return on_shards(self._gather, self.place)(part) if self.cut else part
+    def gather(self, local: jax.Array) -> jax.Array:
+        """Return the whole weight, over the manual axes, from its local part."""
+        if not self.sharded_dims:
+            return local
+        return on_shards(self._gather, self.automatic_spec)(local)
 
-    def _gather(self, part: jax.Array) -> jax.Array:
-        parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.cut)
-        form = "small" if parts * part.nbytes < _SMALL else "gather"
+    def _gather(self, local: jax.Array) -> jax.Array:
+        parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.sharded_dims)
+        form = "small" if parts * local.nbytes < _SMALL else "gather"
         for dim, axis, groups in reversed([*self._steps(form)]):
-            how = {"tiled": True, "axis_index_groups": groups}
-            if self.on_tpu:
-                rows = jax.lax.all_gather(rows_of(part, dim), axis, **how)
-                part = from_rows(rows, part.shape, dim)
+            gather = partial(
+                jax.lax.all_gather, axis_name=axis, axis_index_groups=groups, tiled=True
+            )
+            if self.platform == "tpu":
+                local = from_rows(gather(rows_of(local, dim)), local.shape, dim)
             else:
-                part = self._in_order(part, dim)
-                part = jax.lax.all_gather(part, axis, axis=dim, **how)
-        return part
+                local = gather(self._in_order(local, dim), axis=dim)
+        return local
 
-    def scatter(self, whole: jax.Array) -> jax.Array:
-        """Add up over devices, each of which keeps its part; the dtype stays."""
-        if not self.cut and not self.copies:
-            return whole
-        sums = on_shards(self._scatter, self.place)(whole.astype(self.reduce))
-        return sums.astype(whole.dtype)
+    def reduce_scatter(self, gradient: jax.Array) -> jax.Array:
+        """Return the local part of a gradient, summed over devices, in its dtype."""
+        if not self.sharded_dims and not self.replica_axes:
+            return gradient
+        reduce = on_shards(self._reduce_scatter, self.automatic_spec)
+        return reduce(gradient.astype(self.reduce_dtype)).astype(gradient.dtype)
 
-    def _scatter(self, sums: jax.Array) -> jax.Array:
-        for dim, steps in groupby(self._steps("scatter"), itemgetter(0)):
-            if self.on_tpu:
-                sums = _scatter_rows(sums, steps)
+    def _reduce_scatter(self, sums: jax.Array) -> jax.Array:
+        for dim, steps in groupby(self._steps("scatter"), lambda step: step.dim):
+            if self.platform == "tpu":
+                sums = _scatter_rows(sums, [*steps])
                 continue
             for _, axis, groups in steps:
-                how = {"tiled": True, "axis_index_groups": groups}
-                sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=dim, **how)
+                sums = jax.lax.psum_scatter(
+                    sums,
+                    axis,
+                    scatter_dimension=dim,
+                    axis_index_groups=groups,
+                    tiled=True,
+                )
             sums = self._in_order(sums, dim)
-        if self.copies:
-            sums = jax.lax.psum(sums, self.copies)
-        return sums
+        return jax.lax.psum(sums, self.replica_axes) if self.replica_axes else sums
 
-    def _in_order(self, part: jax.Array, dim: int) -> jax.Array:
-        """Hold a part in the order of its dims, on GPUs.
+    def _in_order(self, x: jax.Array, dim: int) -> jax.Array:
+        """Constrain a weight on a GPU to the layout that has its dims in order.
 
-        NCCL gathers and scatters along the outermost dim. To have another one there
-        XLA:GPU turns round all layers' parts at once, before and behind their loop.
+        NCCL gathers and scatters along the outermost dim. To make another dim the
+        outermost one, XLA:GPU would transpose the weights of all layers at once, before
+        and after their loop.
         """
         if self.platform != "gpu" or dim == 0:
-            return part
-        return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
+            return x
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
-    def _steps(self, form: Literal["gather", "small", "scatter"]) -> Iterator[Step]:
-        """Return the steps of a gather or a scatter, in the order of a scatter."""
-        sizes = {steps.axis: getattr(steps, form) for steps in self.steps}
-        for dim, axes in self.cut:
+    def _steps(
+        self, form: Literal["gather", "small", "scatter"]
+    ) -> Iterator[CollectiveStep]:
+        """Yield the steps of a gather or a scatter, in the order of a scatter."""
+        sizes = {steps.axis: getattr(steps, form) for steps in self.axis_steps}
+        for dim, axes in self.sharded_dims:
             for axis in axes:
                 for groups in nested(sizes.get(axis, ())):
-                    yield dim, axis, groups
+                    yield CollectiveStep(dim, axis, groups)
 
 
-WHOLE = Parts()
-
-
-def parts_of(axes: tuple[str, ...], how: Execution) -> Parts:
-    """Return how a weight with these logical axes lies."""
-    cut = how.rules.cut(axes)
-    copies = how.rules.copies(axes) if how.reduces_copies else ()
-    again, travel = how.remat == "none", (how.platform, how.steps)
-    place = how.rules.param_spec(axes)
-    if any(place[dim] for dim, _ in cut):  # there the order of parts is XLA's
-        place = PartitionSpec()
-    return Parts(cut, copies, how.reduce_dtype, place, bool(cut) and again, *travel)
+UNSHARDED = WeightPlacement()
 
 
 def on_shards(
-    function: Callable[[jax.Array], jax.Array], place: PartitionSpec
+    function: Callable[[jax.Array], jax.Array], automatic_spec: PartitionSpec
 ) -> Callable[[jax.Array], jax.Array]:
-    """Let a function see a device's own shard of an array alone.
+    """Return a function that runs on each shard over the automatic axes.
 
-    XLA's partitioner brings an array together along its own axes before a gather or
-    a scatter along others that are by hand.
+    Otherwise XLA's partitioner gathers an array over its automatic axes before a
+    collective over manual ones.
 
     Args:
-        function: gathers, scatters or adds up along axes by hand.
-        place: of array and result along the other axes.
+        function: a collective over manual axes.
+        automatic_spec: the sharding of array and result over the automatic axes.
     """
-    if not any(place):
+    if not any(automatic_spec):
         return function
-    return jax.shard_map(function, in_specs=place, out_specs=place, check_vma=False)
+    return jax.shard_map(
+        function, in_specs=automatic_spec, out_specs=automatic_spec, check_vma=False
+    )
 
 
-def _scatter_rows(sums: jax.Array, steps: Iterable[Step]) -> jax.Array:
-    """Scatter along one dim, on a TPU."""
-    (dim, *_), *_ = steps = [*steps]
+def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
+    """Reduce-scatter along one dim, on a TPU."""
+    dim = steps[0].dim
     shape, rows = sums.shape, rows_of(sums, dim)
     size = rows.shape[-1]
-    # For all steps: what is cut and padded again XLA adds up.
+    # Pad once for all steps: XLA would sum what is cut and padded between them.
     rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -size % multiple(size))])
     for _, axis, groups in steps:
         # Along lanes it would be an all-reduce.

@@ -22,7 +22,7 @@ from model.choices import Init, Position
 from model.config import ModelConfig
 from model.dropout import drop
 from model.embedding import Table, look_up
-from model.execution import Execution
+from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.layers import Normalize, stds
 from model.linear import Linear, product
@@ -69,8 +69,9 @@ class GPT(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "B T"],
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
         cache: Cache | None = None,
+        call: CallContext = NO_CONTEXT,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
         """Run all layers.
 
@@ -78,8 +79,9 @@ class GPT(nnx.Module):
             tokens_BT: int32 ids.
             positions_BT: int32, from 0 in each document.
             segment_ids_BT: int32 document of each position; None: one a row.
-            how: dtypes, kernel, recomputation and placement.
-            cache: what came before, for generation.
+            execution: how the program runs the model.
+            cache: the keys and values of earlier positions, for generation.
+            call: random keys and taps of this call.
 
         Returns:
             x_BTD in the activation dtype, the longer cache if one was given, and what
@@ -88,54 +90,87 @@ class GPT(nnx.Module):
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
             lookups.append((self.positions, positions_BT))
-        x_BTD = look_up(lookups, how)
+        x_BTD = look_up(lookups, execution)
         if self.config.scaled_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.embed_dim)
-        x_BTD = how.rules.constrain(x_BTD, "batch", "seq", "embed")
-        x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", how)
+        constrain = execution.placement.constrain
+        x_BTD = constrain(x_BTD, "batch", "seq", "embed")
+        x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", call)
         caches, routing = list[KeysValues](), None
-        if how.rules.cut(("layers",)):
+        if execution.placement.stage_axis is not None:
             rows = positions_BT, segment_ids_BT
-            for i, loop in enumerate(self._loops):
-                own = how.drawing(i)
-                x_BTD, routing = self._run_stages(*loop, x_BTD, rows, own)
+            for i, (stacks, local, precise) in enumerate(self._loops):
+                x_BTD, routing = self._run_stages(
+                    stacks,
+                    x_BTD,
+                    rows,
+                    local=local,
+                    precise=precise,
+                    execution=execution,
+                    call=call.fold_in(i),
+                )
         else:
             by, unroll = self._rotations(positions_BT), self.config.layer_unroll
             for i, (stacks, local, precise) in enumerate(self._loops):
-                own, rest = None, (local, precise, unroll)
+                stack_caches = None
                 if cache is not None:
-                    own = cache[len(caches) :][: sum(groups_of(stacks)[1])]
-                x_BTD, own, routing = run_stacks(
-                    stacks, x_BTD, by, segment_ids_BT, how.drawing(i), own, *rest
+                    stack_caches = cache[len(caches) :][: sum(groups_of(stacks)[1])]
+                x_BTD, longer, routing = run_stacks(
+                    stacks,
+                    x_BTD,
+                    by,
+                    segment_ids_BT,
+                    execution=execution,
+                    call=call.fold_in(i),
+                    caches=stack_caches,
+                    local=local,
+                    precise=precise,
+                    unroll=unroll,
                 )
-                caches += own or []
-        # Else XLA may lay the norm out as its scale lies.
-        x_BTD = how.rules.constrain(self.norm(x_BTD), "batch", "seq", "embed")
+                caches += longer or []
+        # Otherwise XLA may shard the result of the norm like its scale.
+        x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(caches) if caches else None, routing
 
     def _run_stages(
         self,
         stacks: list[Block],
-        local: Sequence[bool],
-        precise: Sequence[bool],
         x_BTD: Float[Array, "B T D"],
         rows: tuple[Int[Array, "B T"], Int[Array, "B T"] | None],
-        how: Execution,
+        *,
+        local: Sequence[bool],
+        precise: Sequence[bool],
+        execution: Execution,
+        call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Run stacked layers that lie on stages."""
         blocks, params = zip(*map(nnx.split, stacks), strict=True)
 
-        def run(params: Any, x_BTD: jax.Array, rows: Any, group: Any, how: Execution):
+        def run(
+            params: Any, x_BTD: jax.Array, rows: Any, group: Any, call: CallContext
+        ):
             positions_BT, segment_ids_BT = rows
-            by, unroll = self._rotations(positions_BT), self.config.layer_unroll
-            own = [nnx.merge(*pair) for pair in zip(blocks, params, strict=True)]
-            depth = sum(map(depth_of, own))
-            here = local[:depth]  # as in every stage (train/mesh_sizes.py)
-            rest = how, None, here, precise, unroll, group * depth
-            x, _, routing = run_stacks(own, x_BTD, by, segment_ids_BT, *rest)
+            local_stacks = [
+                nnx.merge(block, local_params)
+                for block, local_params in zip(blocks, params, strict=True)
+            ]
+            depth = sum(map(depth_of, local_stacks))
+            x, _, routing = run_stacks(
+                local_stacks,
+                x_BTD,
+                self._rotations(positions_BT),
+                segment_ids_BT,
+                execution=execution,
+                call=call,
+                caches=None,
+                local=local[:depth],  # as in every stage (train/mesh_sizes.py)
+                precise=precise,
+                unroll=self.config.layer_unroll,
+                first=group * depth,
+            )
             return x, routing
 
-        return run_pipeline(run, params, x_BTD, rows, how)
+        return run_pipeline(run, params, x_BTD, rows, execution, call)
 
     def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
         match self.config.position:
@@ -179,17 +214,17 @@ class GPT(nnx.Module):
         return self.embedding if self.head is None else self.head
 
     def logits(
-        self, x_BTD: Float[Array, "B T D"], how: Execution
+        self, x_BTD: Float[Array, "B T D"], execution: Execution
     ) -> Float[Array, "B T V"]:
         """Project features to float32 [B, T, V] logits, soft-capped if configured."""
-        logits_BTV = project(x_BTD, self.head_weight, self.config, how)
+        logits_BTV = project(x_BTD, self.head_weight, self.config, execution)
         return logits_BTV[..., : self.config.vocab_size]
 
     def empty_cache(
         self,
         batch: int,
         length: int,
-        how: Execution,
+        execution: Execution,
         first_B: Int[Array, "B"] | None = None,
     ) -> Cache:
         """Return a cache with room for `length` positions of `batch` rows.
@@ -200,7 +235,7 @@ class GPT(nnx.Module):
         for stacks, *_ in self._loops:
             groups, sizes = groups_of(stacks)
             shape = (groups, batch, length, config.kv_heads, config.head_size)
-            zeros = jnp.zeros(shape, how.activation_dtype)
+            zeros = jnp.zeros(shape, execution.numerics.activation_dtype)
             none = jnp.zeros((groups,), jnp.int32)
             first = None if first_B is None else jnp.tile(first_B, (groups, 1))
             caches += [KeysValues(zeros, zeros, none, first)] * sum(sizes)
@@ -211,12 +246,13 @@ def project(
     x_BTD: Float[Array, "B T D"],
     weight: Float[Array, "in out"],
     config: ModelConfig,
-    how: Execution,
+    execution: Execution,
 ) -> Float[Array, "B T V"]:
     """Make float32 logits [B, T, vocab_rows] with a `head_weight`, padding's too."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
-    logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, how.compute_dtype)
-    logits_BTV = how.rules.constrain(logits_BTV, "batch", "seq", "vocab")
+    compute = execution.numerics.compute_dtype
+    logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, compute)
+    logits_BTV = execution.placement.constrain(logits_BTV, "batch", "seq", "vocab")
     cap = config.logit_soft_cap
     return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 

@@ -19,12 +19,12 @@ from model.attention.masks import Local
 from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.linear import Linear, leading
 from model.params import Kind, ParamInfo
-from model.parts import part
-from model.remat import named
+from model.remat import saveable
 from model.rope import Rotations, rotate
+from model.scopes import part_scope
 
 
 class Normalize(nnx.Module):
@@ -51,7 +51,7 @@ class Normalize(nnx.Module):
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Normalize x over its last dims; the dtype stays."""
-        with part("norm"):
+        with part_scope("norm"):
             y = x.astype(jnp.float32)
             if self.centred:
                 y = y - jnp.mean(y, axis=self.over, keepdims=True)
@@ -123,7 +123,8 @@ class SelfAttention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         by: Rotations | None,
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
+        call: CallContext,
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
@@ -131,10 +132,11 @@ class SelfAttention(nnx.Module):
 
         A local layer sees as far as the window, the others all.
         """
-        q_BTNH = named(self.query(x_BTD, how), "query")
-        k_BTKH = named(self.key(x_BTD, how), "key")
-        v_BTKH = named(self.value(x_BTD, how), "value")
-        q_BTNH = how.rules.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
+        q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
+        k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
+        v_BTKH = saveable(self.value(x_BTD, execution, call), "value")
+        placement, numerics = execution.placement, execution.numerics
+        q_BTNH = placement.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.query_scale != 1:
@@ -148,25 +150,26 @@ class SelfAttention(nnx.Module):
             "soft_cap": self.soft_cap,
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }
-        weights = {"rate": self.dropout, "place": "weights", "how": how}
+        weights = {"rate": self.dropout, "place": "weights", "call": call}
         if cache is None:
             o_BTNH = attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
                 segment_ids_BT,
-                implementation=how.attention,
-                compute=how.compute_dtype,
-                rules=how.rules,
-                context=how.context_attention,
+                implementation=execution.attention,
+                compute=numerics.compute_dtype,
+                placement=placement,
+                context=execution.context_attention,
                 drop=partial(drop, **weights) if self.dropout else None,
                 **seen,
             )
         else:
             cache = cache.append(k_BTKH, v_BTKH)
-            to = cache, how.compute_dtype, how.trained_length
-            o_BTNH = cached_attention(q_BTNH, *to, **seen)
-        a_BTD = named(self.output(o_BTNH, how), "attention_output")
+            o_BTNH = cached_attention(
+                q_BTNH, cache, numerics.compute_dtype, call.trained_length, **seen
+            )
+        a_BTD = saveable(self.output(o_BTNH, execution, call), "attention_output")
         return a_BTD, cache
 
 
@@ -222,13 +225,13 @@ class MLP(nnx.Module):
         )
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], how: Execution
+        self, x_BTD: Float[Array, "B T D"], execution: Execution, call: CallContext
     ) -> Float[Array, "B T D"]:
         """Apply position by position."""
-        h_BTF = named(self.up(x_BTD, how), "mlp_up")
+        h_BTF = saveable(self.up(x_BTD, execution, call), "mlp_up")
         gate_BTF = None
         if self.gate is not None:
-            gate_BTF = named(self.gate(x_BTD, how), "mlp_gate")
+            gate_BTF = saveable(self.gate(x_BTD, execution, call), "mlp_gate")
         h_BTF = activate(self.config, h_BTF, gate_BTF)
-        h_BTF = how.rules.constrain(h_BTF, "batch", "seq", "mlp")
-        return self.down(h_BTF, how)
+        h_BTF = execution.placement.constrain(h_BTF, "batch", "seq", "mlp")
+        return self.down(h_BTF, execution, call)

@@ -24,10 +24,10 @@ from model.choices import ComputeDtype
 from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.eight_bits.int8 import contracted, int8_product, to_int8
 from model.eight_bits.quantization import Quantization, Quantized, transposed
-from model.execution import Execution
-from model.gather import WHOLE, Parts, parts_of
+from model.execution import NO_CONTEXT, CallContext, Execution
+from model.gather import UNSHARDED, WeightPlacement
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 from model.taps import count_rounding
 
 
@@ -36,7 +36,7 @@ def product(
     a: Float[Array, "..."],
     b: Float[Array, "..."],
     compute: DTypeLike,
-    parts: Parts = WHOLE,
+    placement: WeightPlacement = UNSHARDED,
     quantization: Quantization | None = None,
     keys_BT: Key[Array, "B T"] | None = None,
 ) -> Float[Array, "..."]:
@@ -50,24 +50,29 @@ def product(
         a: left operand.
         b: right operand.
         compute: dtype that operands are rounded to; sums are float32.
-        parts: how b lies.
+        placement: where b lies if it is a weight. The product gathers it and
+            reduce-scatters its gradient.
         quantization: to eight bits instead; None: none. No letter may then stand in
             both operands and the result.
         keys_BT: for int8, of a's positions, to round the cotangent at random; None: to
             the nearest.
     """
     if quantization is not None:
-        how = compute, parts, quantization.emulated
+        emulated = quantization.emulated
         match quantization.dtype:
             case ComputeDtype.float8:
-                return float8_product(spec, a, b, *how)  # pyright: ignore[reportReturnType]
+                return float8_product(  # pyright: ignore[reportReturnType]
+                    spec, a, b, compute, placement, emulated
+                )
             case ComputeDtype.int8:
-                return int8_product(spec, a, b, *how, keys_BT)  # pyright: ignore[reportReturnType]
+                return int8_product(  # pyright: ignore[reportReturnType]
+                    spec, a, b, compute, placement, emulated, keys_BT
+                )
             case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
                 raise AssertionError(f"{quantization.dtype} has no eight bits")
             case _:
                 assert_never(quantization.dtype)
-    return _product(spec, a, b, compute, parts)  # pyright: ignore[reportReturnType]
+    return _product(spec, a, b, compute, placement)  # pyright: ignore[reportReturnType]
 
 
 def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
@@ -86,9 +91,13 @@ def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _product(
-    spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: Parts
+    spec: str,
+    a: jax.Array,
+    b: jax.Array,
+    compute: DTypeLike,
+    placement: WeightPlacement,
 ) -> jax.Array:
-    return einsum(spec, a, parts.gather(b.astype(compute)), compute, a.dtype)
+    return einsum(spec, a, placement.gather(b.astype(compute)), compute, a.dtype)
 
 
 def einsum(
@@ -100,57 +109,78 @@ def einsum(
     )
 
 
-def _forward(spec: str, a: jax.Array, b: jax.Array, compute: DTypeLike, parts: Parts):
+def _forward(
+    spec: str,
+    a: jax.Array,
+    b: jax.Array,
+    compute: DTypeLike,
+    placement: WeightPlacement,
+):
     # Only the rounded a is kept: it is what the backward pass needs. b is mostly a
     # parameter, alive anyway, and rounding it again is cheaper than keeping both. What
     # was gathered is kept where all of a layer is recomputed: it lives that long.
     a_rounded = a.astype(compute)
-    whole = parts.gather(b.astype(compute)) if parts.cut else b
-    y = einsum(spec, a_rounded, whole, compute, a.dtype)
-    kept = b if parts.gather_again else whole
-    return y, (a_rounded, kept, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
+    gathered = placement.gather(b.astype(compute)) if placement.sharded_dims else b
+    y = einsum(spec, a_rounded, gathered, compute, a.dtype)
+    saved_b = b if placement.gather_again else gathered
+    return y, (a_rounded, saved_b, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
 
 
-def _backward(spec: str, compute: DTypeLike, parts: Parts, residuals, dy: jax.Array):
+def _backward(
+    spec: str,
+    compute: DTypeLike,
+    placement: WeightPlacement,
+    residuals,
+    dy: jax.Array,
+):
     a, b, like_a, like_b = residuals
-    if parts.gather_again:
-        b = parts.gather(b.astype(compute))
-    dy, (of_a, of_b) = dy.astype(compute), transposed(spec)
-    da = einsum(of_a, dy, b, compute, like_a.dtype)
-    db = einsum(of_b, a, dy, compute, like_b.dtype)
-    return da, parts.scatter(db)
+    if placement.gather_again:
+        b = placement.gather(b.astype(compute))
+    dy, (spec_da, spec_db) = dy.astype(compute), transposed(spec)
+    da = einsum(spec_da, dy, b, compute, like_a.dtype)
+    db = einsum(spec_db, a, dy, compute, like_b.dtype)
+    return da, placement.reduce_scatter(db)
 
 
 _product.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gathered(
-    part: jax.Array, parts: Parts, compute: DTypeLike, float8: Quantization | None
+def gather_weight(
+    local: jax.Array,
+    placement: WeightPlacement,
+    compute: DTypeLike,
+    float8: Quantization | None,
 ) -> jax.Array:
-    """Bring a weight together, rounded on its way; its gradient is scattered.
+    """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 
-    `product` does so itself; this is for a weight that is used more than once. The
-    result has the part's dtype, so that gradients add up in that; what was rounded to
-    float8 is rounded to the same once more.
+    `product` does so itself. This function is for a weight that is used several times.
+    The result has the dtype of the local part, so that gradients are summed in that
+    dtype. Rounding the result again to the same dtype changes nothing.
     """
     if float8 is None:
-        return parts.gather(part.astype(compute)).astype(part.dtype)
-    if not parts.cut:
-        return part
-    values, scale = to_float8(part, FORWARD, float8_scale(part, FORWARD, parts.axes))
-    return (parts.gather(values).astype(jnp.float32) * scale).astype(part.dtype)
+        return placement.gather(local.astype(compute)).astype(local.dtype)
+    if not placement.sharded_dims:
+        return local
+    scale = float8_scale(local, FORWARD, placement.sharded_axes)
+    values, scale = to_float8(local, FORWARD, scale)
+    return (placement.gather(values).astype(jnp.float32) * scale).astype(local.dtype)
 
 
-def _gathered_forward(part: jax.Array, *how):
-    return gathered(part, *how), None
+def _gather_forward(
+    local: jax.Array,
+    placement: WeightPlacement,
+    compute: DTypeLike,
+    float8: Quantization | None,
+):
+    return gather_weight(local, placement, compute, float8), None
 
 
-def _gathered_backward(parts: Parts, compute: DTypeLike, float8, _, dwhole: jax.Array):
-    return (parts.scatter(dwhole),)
+def _gather_backward(placement: WeightPlacement, compute, float8, _, dweight):
+    return (placement.reduce_scatter(dweight),)
 
 
-gathered.defvjp(_gathered_forward, _gathered_backward)
+gather_weight.defvjp(_gather_forward, _gather_backward)
 
 
 def leading(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
@@ -200,24 +230,31 @@ class Linear(nnx.Module):
         info = ParamInfo(axes[inputs:], Kind.vector)
         self.bias = nnx.Param(zeros, info=info) if bias else None
 
-    def __call__(self, x: Float[Array, "..."], how: Execution) -> Float[Array, "..."]:
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        execution: Execution,
+        call: CallContext = NO_CONTEXT,
+    ) -> Float[Array, "..."]:
         """Apply to x [..., input dims]; the result has x's dtype."""
-        with part(self.name):
-            parts = parts_of(self.axes, how)
-            keys_BT = how.drawing(zlib.crc32(self.name.encode())).keys_BT
-            if how.taps is not None and how.quantization is not None:
-                x_rounded = x.astype(how.compute_dtype)
-                dtype = how.quantization.dtype
-                in_eight = rounded(self.spec, x_rounded, dtype)
-                how.taps.note_rounding(count_rounding(x_rounded, in_eight))
+        numerics = execution.numerics
+        quantization = None if call.high_precision else numerics.quantization
+        with part_scope(self.name):
+            call = call.fold_in(zlib.crc32(self.name.encode()))
+            if call.taps is not None and quantization is not None:
+                x_rounded = x.astype(numerics.compute_dtype)
+                x_quantized = rounded(self.spec, x_rounded, quantization.dtype)
+                call.taps.note_rounding(count_rounding(x_rounded, x_quantized))
+            # The product gathers the weight over the devices that share it, and
+            # reduce-scatters its gradient, as this placement says.
             y = product(
                 self.spec,
                 x,
                 self.weight[...],
-                how.compute_dtype,
-                parts,
-                how.quantization,
-                keys_BT,
+                numerics.compute_dtype,
+                placement=execution.weight_placement(self.axes),
+                quantization=quantization,
+                keys_BT=call.keys_BT,
             )
             if self.bias is None:
                 return y

@@ -28,38 +28,45 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.execution import Execution
+from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
-from model.parts import part
 from model.remat import rematerialized_stage
+from model.scopes import part_scope
 from model.taps import Noted, Taps
 
 Run = Callable[
-    [Any, jax.Array, Any, jax.Array, Execution], tuple[jax.Array, Routing | None]
+    [Any, jax.Array, Any, jax.Array, CallContext], tuple[jax.Array, Routing | None]
 ]
 
 
 def run_pipeline(
-    run: Run, params: Any, x_BTD: Float[Array, "B T D"], rows: Any, how: Execution
+    run: Run,
+    params: Any,
+    x_BTD: Float[Array, "B T D"],
+    rows: Any,
+    execution: Execution,
+    call: CallContext = NO_CONTEXT,
 ) -> tuple[Float[Array, "B T D"], Routing | None]:
     """Run layers that are sharded over the stages of a pipeline.
 
     Args:
-        run: (parameters of layers, x, rows, group, how) -> (x, routing), for one
+        run: (parameters of layers, x, rows, group, call) -> (x, routing), for one
             microbatch. Groups are numbered over all stages.
         params: tree of the local layers, [L/S, ...] each.
         x_BTD: the input of the first layer, for local rows.
         rows: tree of int32 [B, T] that layers read for each row.
-        how: execution, with a manual axis of stages.
+        execution: how the program runs, with an axis of stages.
+        call: the context of this call, with the keys of local rows.
 
     Returns:
         The output of the last layer for local rows, and the routing of all L layers:
         the load over all stages, and the loss of the local layers.
     """
-    ((_, (axis,)),) = how.rules.cut(("layers",))
-    S, M, R = jax.lax.psum(1, axis), how.pipeline_microbatches, how.pipeline_repeats
+    axis = execution.placement.stage_axis
+    assert axis is not None
+    S, M = jax.lax.psum(1, axis), execution.pipeline_microbatches
+    R = execution.pipeline_repeats
     turns, waits, stage = M // S, (M - S) * (R > 1), jax.lax.axis_index(axis)
-    inside = how._replace(rules=how.rules.inside(axis))
     onwards = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
     back = [(s, s - 1) for s in range(1, S)]
     stream = x_BTD.reshape(turns, -1, *x_BTD.shape[1:])
@@ -68,12 +75,12 @@ def run_pipeline(
         gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
         return gathered.reshape(M, stream.shape[1], *ids_BT.shape[1:])
 
-    with part("pipeline"):
-        keys = None if how.keys_BT is None else jax.random.key_data(how.keys_BT)
+    with part_scope("pipeline"):
+        keys = None if call.keys_BT is None else jax.random.key_data(call.keys_BT)
         rows_keys = jax.tree.map(gather_microbatches, (rows, keys))
         params = interleave_layers(params, axis, R) if R > 1 else params
 
-    run_stage = _make_stage(run, inside, stage, S, R)
+    run_stage = _make_stage(run, execution, call, stage=stage, stages=S)
 
     def iterate(carry, t: jax.Array):
         stream, arrived, waiting = carry
@@ -91,7 +98,7 @@ def run_pipeline(
         y, routing, noted = run_stage(params, x, microbatch, repeat)
         if waits:
             waiting = _put(waiting, arrived, t % waits)
-        with part("pipeline"):
+        with part_scope("pipeline"):
             arrived = jax.lax.ppermute(y, axis, onwards)
             moved = jax.lax.ppermute(first, axis, back)
         stream = _put(stream, jnp.where(stage == S - 1, y, moved), t % turns)
@@ -107,13 +114,15 @@ def run_pipeline(
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
     routing, noted = outputs
     local_layers = partial(_local_layers, stage=stage, sizes=(R, S, M))
-    return x_BTD, _reduce_stages(routing, noted, local_layers, how.taps, axis)
+    return x_BTD, _reduce_stages(routing, noted, local_layers, call.taps, axis)
 
 
 def _make_stage(
-    run: Run, how: Execution, stage: jax.Array, stages: int, repeats: int
+    run: Run, execution: Execution, call: CallContext, *, stage: jax.Array, stages: int
 ) -> Callable[..., Any]:
     """Return the function that runs a stage's layers on one microbatch."""
+
+    repeats = execution.pipeline_repeats
 
     def run_stage(params: Any, x: jax.Array, rows_keys: Any, repeat: jax.Array):
         # A slice is taken even if there is only one group. Otherwise jax would compute
@@ -122,12 +131,12 @@ def _make_stage(
         group = jax.tree.map(lambda layers: _group(layers, repeat, repeats), params)
         rows, keys = rows_keys
         keys_BT = None if keys is None else jax.random.wrap_key_data(keys)
-        taps = None if how.taps is None else Taps()
-        execution = how._replace(keys_BT=keys_BT, taps=taps)
-        y, routing = run(group, x, rows, repeat * stages + stage, execution)
+        taps = None if call.taps is None else Taps()
+        stage_call = call._replace(keys_BT=keys_BT, taps=taps)
+        y, routing = run(group, x, rows, repeat * stages + stage, stage_call)
         return y, routing, taps and taps.of_stacks()
 
-    return rematerialized_stage(run_stage, how.remat)
+    return rematerialized_stage(run_stage, execution.remat)
 
 
 def _reduce_stages(

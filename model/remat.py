@@ -26,7 +26,7 @@ def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return checkpoint_name(x, _INPUT)
 
 
-def named(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
+def saveable(x: Float[Array, "..."], what: Intermediate) -> Float[Array, "..."]:
     """Name an intermediate result, so that a policy can save it."""
     return checkpoint_name(x, what)
 

@@ -17,11 +17,11 @@ from model.attention.cache import KeysValues
 from model.attention.masks import Local
 from model.block import Block
 from model.config import ModelConfig
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.experts.router import Routing
-from model.parts import in_branch
 from model.remat import layer_input, rematerialized
 from model.rope import Rotations
+from model.scopes import in_branch
 from model.taps import Taps
 
 
@@ -55,7 +55,8 @@ def run_stacks(
     x_BTD: Float[Array, "B T D"],
     by: Rotations | None,
     segment_ids_BT: Int[Array, "B T"] | None,
-    how: Execution,
+    execution: Execution,
+    call: CallContext,
     caches: Sequence[KeysValues] | None,
     local: Sequence[bool],
     precise: Sequence[bool],
@@ -69,7 +70,8 @@ def run_stacks(
         x_BTD: what goes in.
         by: rotations of queries and keys.
         segment_ids_BT: documents.
-        how: execution.
+        execution: how the program runs.
+        call: the context of this call.
         caches: of the layers in each place of a group.
         local: which layers are local, in the order in which they run; the loop is told
             so one by one, unless those in the same place of each group are alike.
@@ -89,7 +91,17 @@ def run_stacks(
     unroll = groups if unroll == -1 else min(max(unroll // size, 1), groups)
     # Of several layers a backward pass has one at a time recomputed.
     looped = unroll < groups and size == 1
-    group = _Group(blocks, sizes, by, segment_ids_BT, how, local, precise, looped)
+    group = _Group(
+        blocks=blocks,
+        sizes=sizes,
+        by=by,
+        segment_ids_BT=segment_ids_BT,
+        execution=execution,
+        call=call,
+        local=local,
+        precise=precise,
+        looped=looped,
+    )
     numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
     stacked = [
         tree if n == 1 else jax.tree.map(partial(_cut, n), tree)
@@ -101,7 +113,7 @@ def run_stacks(
             group,
             x_BTD,
             (
-                nothing if how.keys_BT is None else numbers,
+                nothing if call.keys_BT is None else numbers,
                 stacked,
                 caches or nothing,
                 _flags(local, size, groups, 0),
@@ -109,8 +121,8 @@ def run_stacks(
             ),
             unroll=True if unroll == groups else unroll,
         )
-    if how.taps is not None:
-        how.taps.put(jax.tree.map(lambda *each: jnp.stack(each, 1).ravel(), *noted))
+    if call.taps is not None:
+        call.taps.put(jax.tree.map(lambda *each: jnp.stack(each, 1).ravel(), *noted))
     return x_BTD, longer if caches else None, routing
 
 
@@ -122,7 +134,8 @@ class _Group:
     sizes: Sequence[int]  # layers of each stack in a group
     by: Rotations | None
     segment_ids_BT: Int[Array, "B T"] | None
-    how: Execution
+    execution: Execution
+    call: CallContext
     local: Sequence[bool]
     precise: Sequence[bool]
     looped: bool  # whether one layer is an iteration
@@ -133,26 +146,37 @@ class _Group:
         params = [own for stack, n in pairs for own in _each(stack, n)]
         rests = list[Any]()
         for place, of in enumerate(zip(numbers, params, caches, *flags, strict=True)):
-            kept = self.how.remat, self.how.offload, self.looped, of[-1] is not None
-            x_BTD, rest = rematerialized(partial(self._layer, place), *kept)(x_BTD, of)
+            layer = rematerialized(
+                partial(self._layer, place),
+                self.execution.remat,
+                self.execution.offload,
+                looped=self.looped,
+                branches=of[-1] is not None,
+            )
+            x_BTD, rest = layer(x_BTD, of)
             rests.append(rest)
         caches, routings, noted = zip(*rests, strict=True)
         return x_BTD, (caches, routings[-1], noted)
 
     def _layer(self, place: int, x_BTD: Float[Array, "B T D"], of_layer):
         number, params, cache, flag, kept = of_layer
-        how, size = self.how, len(self.blocks)
-        drawing = how if number is None else how.drawing(number)
+        size = len(self.blocks)
+        call = self.call if number is None else self.call.fold_in(number)
         local = Local(flag, sum(self.local), len(self.local))
         here = self.local[place] if flag is None else local
 
         def run(x_BTD: Float[Array, "B T D"], params: Any, cache: Any, precise: bool):
-            own = drawing.precise if precise else drawing
-            taps = None if how.taps is None else Taps(exact=precise)
+            taps = None if call.taps is None else Taps(exact=precise)
             block = nnx.merge(self.blocks[place], params)
-            own = own._replace(taps=taps)
-            rows = self.by, self.segment_ids_BT
-            x_BTD, *rest = block(x_BTD, *rows, own, cache, here)
+            x_BTD, *rest = block(
+                x_BTD,
+                self.by,
+                self.segment_ids_BT,
+                execution=self.execution,
+                call=call._replace(taps=taps, high_precision=precise),
+                cache=cache,
+                local=here,
+            )
             return x_BTD, (*rest, taps and taps.of_layer())
 
         arguments, precise = (layer_input(x_BTD), params, cache), self.precise

@@ -1,6 +1,6 @@
 """Taps record figures of the layers' intermediate results, for watched steps.
 
-A layer passes results by name to `how.taps`. If a step is not watched there are no
+A layer passes results by name to `call.taps`. If a step is not watched there are no
 taps, and the traced program does not contain them. Recorded figures have no gradient,
 and a scan over layers returns them, so that a watched forward pass computes the same
 values. The figures are local to a device: the caller reduces them over devices and

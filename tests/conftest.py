@@ -60,6 +60,11 @@ os.environ["XLA_FLAGS"] = flags
 install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow tests of promises first: they often wait, while others compute."""
+    items.sort(key=lambda item: item.get_closest_marker("promise") is None)
+
+
 @pytest.fixture(autouse=True)
 def none_left() -> Iterator[None]:
     """End what a test that failed left running: it would go on beside all others."""
@@ -126,7 +131,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """One for all tests: clients are kept for good, with their server's address."""
-    from train.run.storage import run_folder
+    from train.run.folder import run_folder
 
     moto = pytest.importorskip("moto.server")
     fsspec = pytest.importorskip("fsspec")

@@ -22,8 +22,8 @@ def main(config: Config) -> int:
 
 def outcome(config: Config) -> tuple[str, float | None]:
     """Return the directory of a run, and the loss of its last evaluation, if any."""
+    from train.run.folder import run_folder
     from train.run.starts import read_results
-    from train.run.storage import run_folder
     from train.start import settled_run_dir
 
     directory = settled_run_dir(config)

@@ -50,8 +50,8 @@ def main(asked: CheckpointsConfig) -> int:
 
 def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
     """Return the row of a step; None if it has made way for newer ones meanwhile."""
+    from data.storage import modified_at
     from train.run.digests import damage, is_sealed, misplaced, size
-    from train.run.storage import written_at
     from train.units import format_bytes
 
     try:
@@ -62,7 +62,7 @@ def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None
                 verdict = f"{_DAMAGED}: {wrong}"
             elif wrong := misplaced(path, run_id):
                 verdict = f"{_MISPLACED}: {wrong}"
-        minutes = (time.time() - written_at(path)) / 60
+        minutes = (time.time() - modified_at(path)) / 60
         row = [path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict]
     except FileNotFoundError:
         if path.exists():

@@ -7,14 +7,16 @@ from model.params import ParamInfo, named
 from train.console import print_table
 from train.hardware.chips import peak_flops
 from train.mesh_sizes import num_shards
-from train.program import Program, shards_of
+from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
 
 
 def describe(program: Program) -> None:
     """Print devices, mesh, the size of the state, tokens and FLOPs per step."""
-    config, how = program.config, program.how
+    config, execution = program.config, program.execution
+    numerics, rules = execution.numerics, execution.placement.rules
+    compute = numerics.compute_dtype
     devices = program.mesh.devices
     sizes = " x ".join(f"{k} {v}" for k, v in program.mesh.shape.items() if v > 1)
     first = devices.flat[0]
@@ -43,20 +45,22 @@ def describe(program: Program) -> None:
     print(f"parameters  {program.num_params:,}{active}{where}")
     print(f"state       {format_bytes(state)} a device, with optimizer")
     across = ""
-    if (sharing := shards_of(how.rules, program.mesh.shape)[1]) > 1:
-        across = f", {how.context_attention} over {sharing} devices that share rows"
-    print(f"attention   {how.attention}{across}, products in {how.compute_dtype}")
-    groups = num_shards(program.mesh.shape, dict(how.rules.params)["experts"])
+    if (sharing := program.batch_shards.sequence) > 1:
+        across = (
+            f", {execution.context_attention} over {sharing} devices that share rows"
+        )
+    print(f"attention   {execution.attention}{across}, products in {compute}")
+    groups = num_shards(program.mesh.shape, dict(rules.params)["experts"])
     if program.config.model.expert_layers and groups > 1:
-        print(f"experts     of a layer on {groups} devices: {how.expert_exchange}")
-    if how.quantization is not None:
-        dtype, emulated = how.quantization
+        print(
+            f"experts     of a layer on {groups} devices: {execution.expert_exchange}"
+        )
+    if numerics.quantization is not None:
+        dtype, emulated = numerics.quantization
         machine = "rounded to it but multiplied in float32, slowly: a CPU has no other"
         print(f"{dtype:<11} linear layers{', ' + machine if emulated else ''}")
         if kept := [str(n) for n, own in enumerate(config.model.precise) if own]:
-            print(
-                f"            those of layer {', '.join(kept)} in {how.compute_dtype}"
-            )
+            print(f"            those of layer {', '.join(kept)} in {compute}")
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)

@@ -21,22 +21,22 @@ from model.choices import (
 )
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
-from model.execution import Execution
+from model.execution import Execution, Numerics
 from model.experts.grouped import choose_grouped
 from train.config import Config, MomentDtype
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.mesh import Device
-from train.mesh_sizes import num_shards
+from train.mesh_sizes import num_shards, pipeline_of
 from train.runtime import cpu_prefers_bfloat16
 
 _CUDNN_HEAD = 128  # dims of the largest head that cuDNN takes before Hopper
 
 
-def execution(
+def choose_execution(
     config: Config, device: Device, rules: AxisRules, sizes: Mapping[str, int]
 ) -> Execution:
-    """Choose dtypes, attention kernel and the form of collectives for a device.
+    """Choose dtypes, kernels and the form of collectives. The placement is left open.
 
     On a CPU only the operands of products are rounded to bfloat16, what passes between
     layers stays float32: XLA's CPU is slow at bfloat16 everywhere else.
@@ -69,20 +69,24 @@ def execution(
     reduce = train.reduce_dtype
     if reduce is Dtype.auto:
         reduce = Dtype.float32 if platform == "cpu" else compute
-    return Execution(
+    numerics = Numerics(
         activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
         compute_dtype=jnp.dtype(compute),
+        reduce_dtype=jnp.dtype(reduce),
         quantization=quantization,
         expert_quantization=float8,
-        reduce_dtype=jnp.dtype(reduce),
-        platform=platform,
+    )
+    pipeline = pipeline_of(config, sizes["pipeline"])
+    return Execution(
+        numerics=numerics,
         attention=kernel,
         context_attention=_context_attention(config, kernel, rules, sizes),
         expert_exchange=_expert_exchange(config, platform, rules, sizes),
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
-        rules=rules,
+        pipeline_microbatches=pipeline.microbatches,
+        pipeline_repeats=pipeline.repeats,
     )
 
 

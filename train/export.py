@@ -67,7 +67,13 @@ def main(asked: ExportConfig) -> int:
     with jax.set_mesh(program.mesh):
         dtype = asked.dtype or program.config.model.param_dtype
         written = write_folder(
-            folder, program, params, sources, step, str(dtype), asked.tokenizer
+            folder,
+            program,
+            params=params,
+            sources=sources,
+            step=step,
+            dtype=str(dtype),
+            with_tokenizer=asked.tokenizer,
         )
     if leads:
         print(f"exported    {folder}, step {step:,}: {written}")

@@ -13,10 +13,10 @@ from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError
 from train.identity import run_dir
-from train.program import Program, make_program, shards_of
+from train.program import Program, make_program
+from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import check_data, known_run_id, read_run
-from train.run.storage import run_folder
 from train.runtime import set_up
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,11 @@ def in_microbatches(program: Program, wanted: int) -> Program:
 
     On another mesh than the run's these are others.
     """
-    shards, _ = shards_of(program.how.rules, program.mesh.shape)
-    parts = math.gcd(program.config.data.batch_size // shards, wanted)
-    return program.trained(replace(program.config.train, accumulation_steps=parts))
+    local_rows = program.config.data.batch_size // program.batch_shards.rows
+    parts = math.gcd(local_rows, wanted)
+    return program.with_train_config(
+        replace(program.config.train, accumulation_steps=parts)
+    )
 
 
 def make_program_here(config: Config, num_tokens: int | None = None) -> Program:

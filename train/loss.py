@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
-from model.axes import ANYWHERE, mesh_axes, wide
+from model.axes import mesh_axes
 from model.config import ModelConfig
-from model.execution import Execution
+from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
-from model.gather import Parts, parts_of
+from model.gather import WeightPlacement
 from model.gpt import GPT, project
-from model.parts import part
+from model.placement import ONE_DEVICE
 from model.row_max import row_max
+from model.scopes import part_scope
 
 _LARGE_VOCAB = 8192  # from here on logits are tiled unless the config says otherwise
 _TILE = 128
@@ -29,29 +30,33 @@ _NO_ID = 2**31 - 1
 def loss_sum(
     model: GPT,
     batch: Batch,
-    how: Execution,
+    execution: Execution,
     z_loss: float,
     chunk: int | None,
     num_tokens: int | None = None,
+    call: CallContext = NO_CONTEXT,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
     """Sum the loss over a batch's targets; those that are negative do not count.
 
     Args:
         model: with its parameters bound.
         batch: int32 [B, T] fields.
-        how: execution.
+        execution: how the program runs the model.
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: positions C of a row whose logits exist at once; None: all of a row's
             with a small vocabulary, else about 128.
         num_tokens: The number of ids that the tokenizer has. Larger ids only pad the
             vocabulary and have no probability. None: the whole vocabulary.
+        call: random keys and taps of this call.
 
     Returns:
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
         has no gradient; and what routers did, whose own loss is not in these.
     """
-    x_BTD, tiled, routing = _features(model, batch, how, z_loss, chunk, num_tokens)
-    with jax.named_scope("loss"), part("head"):
+    x_BTD, tiled, routing = _features(
+        model, batch, execution, z_loss, chunk, num_tokens, call
+    )
+    with jax.named_scope("loss"), part_scope("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
         )
@@ -61,7 +66,7 @@ def loss_sum(
 def row_sums(
     model: GPT,
     batch: Batch,
-    how: Execution,
+    execution: Execution,
     num_tokens: int | None,
     chunk: int | None,
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
@@ -70,7 +75,7 @@ def row_sums(
     Args:
         model: with its parameters bound.
         batch: int32 [B, T] fields; targets that are negative do not count.
-        how: execution.
+        execution: how the program runs the model.
         num_tokens: as in `loss_sum`.
         chunk: as in `loss_sum`.
 
@@ -78,9 +83,11 @@ def row_sums(
         float32: nats, and how many targets are not the likeliest token (of several
         the first).
     """
-    x_BTD, tiled, _ = _features(model, batch, how, 0.0, chunk, num_tokens)
+    x_BTD, tiled, _ = _features(
+        model, batch, execution, 0.0, chunk, num_tokens, NO_CONTEXT
+    )
     tiled = tiled._replace(by_row=True)
-    with jax.named_scope("loss"), part("head"):
+    with jax.named_scope("loss"), part_scope("head"):
         sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
         return sums
 
@@ -88,20 +95,20 @@ def row_sums(
 def _features(
     model: GPT,
     batch: Batch,
-    how: Execution,
+    execution: Execution,
     z_loss: float,
     chunk: int | None,
     num_tokens: int | None,
+    call: CallContext,
 ) -> tuple[Float[Array, "B T D"], "_Tiled", Routing | None]:
     """Run the layers; return what comes out, and what makes a loss of it."""
     x_BTD, _, routing = model.features(
-        batch.inputs, batch.positions, batch.segment_ids, how
+        batch.inputs, batch.positions, batch.segment_ids, execution, call=call
     )
     size = model.config.vocab_size or 0
     C = tile(x_BTD.shape[1], size, chunk)
-    nearest = how._replace(keys_BT=None)
     tiled = _Tiled(
-        C, model.config, nearest, z_loss, model.head_axes, num_tokens or size
+        C, model.config, execution, z_loss, model.head_axes, num_tokens or size
     )
     return x_BTD, tiled, routing
 
@@ -129,7 +136,7 @@ class _Tiled(NamedTuple):
 
     C: int
     config: ModelConfig
-    how: Execution
+    execution: Execution
     z_loss: float
     axes: tuple[str, ...]
     num_tokens: int
@@ -143,43 +150,46 @@ class _Tiled(NamedTuple):
         gradients: bool,
     ):
         """Sum over a device's rows: (loss, nats), and the loss' (dx, dpart) or None."""
-        parts = parts_of(self.axes, self.how)._replace(copies=())  # once a step
-        rules = self.how.rules
-        weight = parts.gather(part.astype(self.how.compute_dtype))
-        if rules.activations:
-            spec, rows = rules.param_spec(self.axes), rules.spec("batch")
-            sums, grads = jax.shard_map(
+        numerics, placement = self.execution.numerics, self.execution.placement
+        head_placement = self.execution.weight_placement(self.axes)
+        # The step sums the gradient over replicas, once.
+        head_placement = head_placement._replace(replica_axes=())
+        weight = head_placement.gather(part.astype(numerics.compute_dtype))
+        if placement.automatic_axes:
+            spec, rows = placement.param_spec(self.axes), placement.spec("batch")
+            sums, grads = placement.map_shards(
                 partial(self._share, gradients=gradients),
                 in_specs=(rows, spec, rows),
                 out_specs=(
                     rows if self.by_row else PartitionSpec(),
                     (rows, spec) if gradients else None,
                 ),
-                check_vma=False,
             )(x_BTD, weight, targets_BT)
         else:
             sums, grads = self._scan(x_BTD, weight, targets_BT, (), gradients)
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
-        dpart = parts.scatter(dweight).astype(part.dtype)
+        dpart = head_placement.reduce_scatter(dweight).astype(part.dtype)
         # Else XLA keeps the float32 dweight until all layers' gradients are known.
         return sums, jax.lax.optimization_barrier((dx_BTD, dpart))
 
     def _share(self, x_BTD, part, targets_BT, gradients: bool):
         """Share the vocabulary over axes along which devices have the same rows."""
-        cut = [wide(mesh_axes(on)) for on in self.how.rules.param_spec(self.axes)]
+        cut = [mesh_axes(on) for on in self.execution.placement.param_spec(self.axes)]
         vocab_dim = 0 if self.config.tied_head else 1
         shared, cut[vocab_dim] = cut[vocab_dim], ()
-        parts = Parts(tuple((dim, axes) for dim, axes in enumerate(cut) if axes))
+        placement = WeightPlacement(
+            tuple((dim, axes) for dim, axes in enumerate(cut) if axes)
+        )
         sums, grads = self._scan(
-            x_BTD, parts.gather(part), targets_BT, shared, gradients
+            x_BTD, placement.gather(part), targets_BT, shared, gradients
         )
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
         same = jax.lax.psum(1, tuple(axis for axes in cut for axis in axes))
-        return sums, (dx_BTD, parts.scatter(dweight) / same)
+        return sums, (dx_BTD, placement.reduce_scatter(dweight) / same)
 
     def _scan(self, x_BTD, weight, targets_BT, cut, gradients: bool):
         def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
@@ -209,9 +219,10 @@ class _Tiled(NamedTuple):
         gradients: bool,
     ):
         """Return (sums, dweight) and dx; axes of `cut` share the vocabulary."""
-        how = self.how._replace(rules=ANYWHERE)
+        on_cpu = self.execution.placement.platform == "cpu"
+        execution = self.execution._replace(placement=ONE_DEVICE)
         logits_BCV, transpose = jax.vjp(
-            lambda x, weight: project(x, weight, self.config, how),
+            lambda x, weight: project(x, weight, self.config, execution),
             x_BCD,
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
@@ -221,7 +232,6 @@ class _Tiled(NamedTuple):
         ]
         if self.num_tokens != self.config.vocab_rows:  # the rest only pads
             logits_BCV = jnp.where(ids_11V < self.num_tokens, logits_BCV, -jnp.inf)
-        on_cpu = self.how.platform == "cpu"
         most_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
         most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
         Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)

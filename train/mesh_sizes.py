@@ -181,7 +181,9 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
         found = dim_mistakes(sizes, axis, entry, size, what)
         if axis in ("heads", "kv_heads"):  # of which a device computes its own
             entry = config.mesh.activations.get(axis)
-            found = found or dim_mistakes(sizes, axis, entry, size, what, "activations")
+            found = found or dim_mistakes(
+                sizes, axis, entry=entry, dim=size, what=what, table="activations"
+            )
         mistakes += found
     if mistakes:
         raise ConfigError(mistakes)

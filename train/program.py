@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ from model.gpt import (
     params_of,
 )
 from model.params import param_infos
+from model.placement import Placement
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
-from train.execution import execution
+from train.execution import choose_execution
 from train.hardware.collective_steps import collective_steps
 from train.mesh import Device, make_mesh
 from train.mesh_sizes import (
@@ -54,6 +55,31 @@ from train.state import TrainState, abstract_state, initial_state
 from train.step import make_eval_step, make_train_step
 
 
+class BatchShards(NamedTuple):
+    """How many shards a batch has along its rows and along the positions of a row."""
+
+    rows: int
+    sequence: int
+
+
+def batch_shards(rules: AxisRules, sizes: Mapping[str, int]) -> BatchShards:
+    """Return how many shards a batch has on a mesh with these axis sizes."""
+    rows, sequence = rules.spec("batch", "seq")
+    return BatchShards(num_shards(sizes, rows), num_shards(sizes, sequence))
+
+
+def _rows_are_smaller(config: Config, shards: BatchShards) -> bool:
+    """Return whether a device looks up fewer embedding rows than the table has."""
+    tokens = config.data.batch_size * config.data.sequence_length
+    local_tokens = tokens // (config.train.accumulation_steps * math.prod(shards))
+    return local_tokens < config.model.vocab_rows
+
+
+def _reduces_in_layers(config: Config, pipeline: Pipeline) -> bool:
+    """Return whether each step has one backward pass through each layer."""
+    return config.train.accumulation_steps == 1 == pipeline.stages
+
+
 @dataclass(frozen=True)
 class Program:
     """A settled config on a mesh. `state` holds shapes, dtypes and shardings."""
@@ -63,7 +89,7 @@ class Program:
     model: GPT  # abstract
     infos: Any
     optimizer: Optimizer
-    how: Execution
+    execution: Execution
     state: TrainState  # of jax.ShapeDtypeStruct
     batch: Batch  # of jax.ShapeDtypeStruct
     # The tokenizer's ids, as `loss_sum` takes them; None: the whole vocabulary.
@@ -96,7 +122,13 @@ class Program:
     def _jit_step(self, watched: bool):
         train, seed = self.config.train, self.config.seed
         step = make_train_step(
-            self.model, self.optimizer, self.how, train, seed, watched, self.num_tokens
+            self.model,
+            self.optimizer,
+            self.execution,
+            train,
+            seed,
+            watched=watched,
+            num_tokens=self.num_tokens,
         )
         return jax.jit(
             step,
@@ -105,7 +137,7 @@ class Program:
             donate_argnums=0,
             compiler_options=compiler_options(
                 self.mesh.devices.flat[0],
-                self.how.compute_dtype,
+                self.execution.numerics.compute_dtype,
                 self.config.runtime.sparse_cores,
             ),
         )
@@ -113,7 +145,9 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(self.model, self.how, self.config.train, self.num_tokens)
+        step = make_eval_step(
+            self.model, self.execution, self.config.train, self.num_tokens
+        )
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -163,16 +197,23 @@ class Program:
         per_token = weight_flops(model, self.state.params, self.infos)
         return (per_token + attention_flops(model, length)) * self.tokens_per_step
 
-    def trained(self, train: TrainConfig) -> "Program":
+    @property
+    def batch_shards(self) -> BatchShards:
+        """How many shards the batch has along its rows and along positions."""
+        return batch_shards(self.execution.placement.rules, self.mesh.shape)
+
+    def with_train_config(self, train: TrainConfig) -> "Program":
         """Return the same program with other microbatches or recomputation."""
-        config, rules = replace(self.config, train=train), self.how.rules
-        parts = math.prod(shards_of(rules, self.mesh.shape))
-        rules = replace(rules, rows_travel=rows_travel(config, parts))
-        once = train.accumulation_steps == 1 == self.pipeline.stages
-        how = self.how._replace(
-            remat=train.remat, offload=train.offload, rules=rules, reduces_copies=once
+        config, placement = replace(self.config, train=train), self.execution.placement
+        placement = replace(
+            placement,
+            exchange_embedding_rows=_rows_are_smaller(config, self.batch_shards),
+            reduce_in_layers=_reduces_in_layers(config, self.pipeline),
         )
-        return replace(self, config=config, how=how)
+        execution = self.execution._replace(
+            remat=train.remat, offload=train.offload, placement=placement
+        )
+        return replace(self, config=config, execution=execution)
 
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
@@ -201,22 +242,6 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     return replace(config, model=model)
 
 
-def shards_of(rules: AxisRules, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return into how many parts the rows of a batch are cut, and each row."""
-    rows, sequence = rules.spec("batch", "seq")
-    return num_shards(sizes, rows), num_shards(sizes, sequence)
-
-
-def rows_travel(config: Config, parts: int) -> bool:
-    """Tell whether a device looks up fewer rows of the embedding than there are.
-
-    Then devices that share the table exchange rows, else they gather it.
-    """
-    batch = config.data.batch_size * config.data.sequence_length
-    vocab_rows = config.model.vocab_rows
-    return batch // (config.train.accumulation_steps * parts) < vocab_rows
-
-
 def make_program(
     config: Config,
     devices: Sequence[Device] | None = None,
@@ -240,32 +265,34 @@ def make_program(
     sizes = least_sizes(config.mesh, len(devices))
     rules = axis_rules(config.mesh)
     data, train = config.data, config.train
-    shards, sharing = shards_of(rules, sizes)
-    rules = replace(rules, rows_travel=rows_travel(config, shards * sharing))
+    shards = batch_shards(rules, sizes)
     model = abstract_gpt(config.model)
     infos = param_infos(model)
     pipeline = pipeline_of(config, sizes["pipeline"])
-    mesh, how, _, _, specs = check_all(
+    mesh, execution, _, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
-        lambda: execution(config, devices[0], rules, sizes),
+        lambda: choose_execution(config, devices[0], rules, sizes),
         lambda: check_pipeline(config, sizes),
         lambda: check_batch(
-            data.batch_size, train.accumulation_steps, shards, pipeline.own
+            data.batch_size, train.accumulation_steps, shards.rows, pipeline.own
         ),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
-    how = how._replace(
-        steps=collective_steps(mesh),
-        reduces_copies=train.accumulation_steps == 1 == pipeline.stages,
-        pipeline_microbatches=pipeline.microbatches,
-        pipeline_repeats=pipeline.repeats,
+    placement = Placement(
+        mesh=mesh,
+        rules=rules,
+        platform=devices[0].platform,
+        axis_steps=collective_steps(mesh),
+        reduce_in_layers=_reduces_in_layers(config, pipeline),
+        exchange_embedding_rows=_rows_are_smaller(config, shards),
     )
+    execution = execution._replace(placement=placement)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule,
         schedule_steps or train.num_steps,
         infos,
-        how.compute_dtype,
+        execution.numerics.compute_dtype,
         mesh,
         specs,
         config.seed,
@@ -280,7 +307,7 @@ def make_program(
         model=model,
         infos=infos,
         optimizer=optimizer,
-        how=how,
+        execution=execution,
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),

@@ -29,10 +29,10 @@ def main(asked: ReportConfig) -> int:
     """
     from train.console import print_table
     from train.run.comparison import compare
+    from train.run.folder import run_folder
     from train.run.page import write_page
     from train.run.report import TEMPLATE, write_report
     from train.run.starts import existing_run
-    from train.run.storage import run_folder
 
     found = check_all(*(partial(existing_run, run, "runs") for run in asked.runs))
     folders = [*dict.fromkeys(found)]  # a run that is named twice is one

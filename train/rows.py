@@ -1,13 +1,13 @@
-"""The program of one device: its part of the batch, and what it tells the others.
+"""The per-device program: local rows and explicit collectives, under `shard_map`.
 
-Along the mesh axes that cut the batch's rows (data, fsdp) or positions (context)
-nothing is left to XLA's partitioner: what is gathered and reduced, and when, stands in
-the program, and is the same at any number of devices. Of a parameter W[D_fsdp,
-F_tensor] the program sees the part W[D/fsdp, F]; what `tensor` cuts, XLA takes care of.
+Over the mesh axes that shard the batch's rows (data, fsdp) or positions (context),
+nothing is left to XLA's partitioner. The program states what is gathered and reduced,
+and when, and this is the same for any number of devices. Of a parameter
+W[D_fsdp, F_tensor] the program sees the local part W[D/fsdp, F]. XLA's partitioner
+handles `tensor`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,126 +16,104 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from model.attention.ring import in_ring_order
-from model.axes import AxisRules, mesh_axes, wide
+from model.axes import mesh_axes
 from model.choices import ContextAttention
 from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
+from model.placement import Placement
 from model.taps import Noted
 
 REPLICATED = PartitionSpec()
 
 
-def by_rows(
-    function: Callable[[Execution, Any, Any], Any],
-    how: Execution,
+def run_per_device(
+    function: Callable[[Any, Any], Any],
+    execution: Execution,
     infos: Any,
-    results: Callable[[Any], Any],
+    result_specs: Callable[[Any], Any],
 ) -> Callable[[Any, Any], Any]:
-    """Run `function(how, params, batch)` on each device's own part of the batch.
+    """Return a function that runs `function(params, batch)` on each device.
 
-    Where devices that share a row attend in a ring, its positions are brought into the
-    ring's order first: all but attention is the same in any order. Vectors come whole,
-    they are small, but only those of a device's own layers; of matrices and tables each
-    device has its part.
+    If devices that share a row attend in a ring, its positions are first brought into
+    the order of the ring. Everything but attention is the same in any order. Vectors
+    are whole on each device, except for their `layers` dim. Matrices and tables are
+    sharded.
 
     Args:
-        function: of a device; its `how` says which axes are by hand.
-        how: of the whole program.
+        function: the per-device program.
+        execution: how the program runs the model.
         infos: tree of `ParamInfo`.
-        results: from the parameters' PartitionSpecs to those of the results.
+        result_specs: from the PartitionSpecs of parameters to those of the results.
     """
+    placement = execution.placement
+    if not placement.manual_axes:
+        return function
+    specs = jax.tree.map(
+        lambda info: _manual_spec(info, placement), infos, is_leaf=is_info
+    )
+    in_ring = execution.context_attention is ContextAttention.ring
+    sequence_axes = placement.sequence_axes if in_ring else ()
 
-    def run(params: Any, batch: Any) -> Any:
-        sizes = jax.sharding.get_abstract_mesh().shape
-        rules = rules_by_hand(how.rules, sizes)
-        if not rules.by_hand:
-            return function(how, params, batch)
-        specs = jax.tree.map(
-            lambda info: PartitionSpec(*_by_hand(info, rules)), infos, is_leaf=is_info
-        )
-        own = how._replace(rules=rules)
-        in_ring = how.context_attention is ContextAttention.ring and rules.sequence
+    def on_device(params: Any, batch: Any) -> Any:
+        if sequence_axes:
+            batch = jax.tree.map(lambda x: in_ring_order(x, sequence_axes), batch)
+        return function(params, batch)
 
-        def on_device(params: Any, batch: Any) -> Any:
-            if in_ring:
-                batch = jax.tree.map(lambda x: in_ring_order(x, rules.sequence), batch)
-            return function(own, params, batch)
-
-        return jax.shard_map(
-            on_device,
-            in_specs=(specs, how.rules.spec("batch", "seq")),
-            out_specs=results(specs),
-            axis_names={*rules.by_hand},
-            check_vma=False,
-        )(params, batch)
-
-    return run
-
-
-def rules_by_hand(rules: AxisRules, sizes: dict[str, int]) -> AxisRules:
-    """Return the rules of a device's program on a mesh.
-
-    By hand are the axes that cut the batch, and with them those of one device; none
-    are, if the batch is whole everywhere.
-    """
-    batch = rules.spec("batch", "seq") if rules.activations else ()
-    cut = [[a for a in mesh_axes(entry) if sizes.get(a, 1) > 1] for entry in batch]
-    if not any(cut):
-        return rules
-    rows, sequence = cut
-    wide = [axis for axis, size in sizes.items() if size > 1]
-    left = [axis for axis in wide if axis not in (*rows, *sequence)]
-    return replace(
-        rules,
-        activations=rules.activations if left else (),
-        by_hand=tuple(axis for axis in sizes if axis not in left),
-        sequence=tuple(sequence),
+    return jax.shard_map(
+        on_device,
+        mesh=placement.mesh,
+        in_specs=(specs, placement.rules.spec("batch", "seq")),
+        out_specs=result_specs(specs),
+        axis_names=placement.manual_axes,
+        check_vma=False,
     )
 
 
-def over_rows(sums: Any, how: Execution) -> Any:
-    """Add up what each device has of its own part of the batch."""
-    parts = wide(how.rules.by_hand)
-    return jax.tree.map(lambda x: jax.lax.psum(x, parts), sums)
+def sum_over_rows(sums: Any, placement: Placement) -> Any:
+    """Sum what each device has computed from its part of the batch."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, placement.batch_axes), sums)
 
 
-def of_all_rows(noted: Noted, how: Execution) -> Noted:
-    """Reduce figures that each device has of its own part of the batch."""
-    parts = wide(how.rules.by_hand)
+def reduce_over_rows(noted: Noted, placement: Placement) -> Noted:
+    """Reduce the figures of layers that each device has of its part of the batch."""
     return noted.reduced(
-        lambda largest: jax.lax.pmax(largest, parts),
-        lambda share: jax.lax.pmean(share, parts),
+        lambda largest: jax.lax.pmax(largest, placement.batch_axes),
+        lambda share: jax.lax.pmean(share, placement.batch_axes),
     )
 
 
-def over_copies(grads: Any, infos: Any, how: Execution) -> Any:
-    """Add up the gradients of the copies of each part, in the reduce dtype.
+def reduce_over_replicas(grads: Any, infos: Any, execution: Execution) -> Any:
+    """Sum the gradients of replicated parameters over replicas, in the reduce dtype.
 
-    Those of matrices are left out, where `how` says that the layers do it.
+    Gradients of matrices are left out if the layers sum them (`reduce_in_layers`).
     """
+    placement = execution.placement
 
-    def add(info: ParamInfo, grad: jax.Array) -> jax.Array:
+    def reduce(info: ParamInfo, grad: jax.Array) -> jax.Array:
         if info.kind is Kind.vector:
-            copies = how.rules.copies(info.axes[: info.stacked])
-            return jax.lax.psum(grad.astype(jnp.float32), copies)
-        copies = how.rules.copies(info.axes)
-        if not copies or (info.kind is Kind.matrix and how.reduces_copies):
+            replicas = placement.replica_axes(info.axes[: info.stacked])
+            return jax.lax.psum(grad.astype(jnp.float32), replicas)
+        replicas = placement.replica_axes(info.axes)
+        in_layers = info.kind is Kind.matrix and placement.reduce_in_layers
+        if not replicas or in_layers:
             return grad
-        place = how.rules.param_spec(info.axes)
-        add_up = on_shards(partial(jax.lax.psum, axis_name=copies), place)
-        return add_up(grad.astype(how.reduce_dtype)).astype(grad.dtype)
+        all_reduce = on_shards(
+            partial(jax.lax.psum, axis_name=replicas), placement.param_spec(info.axes)
+        )
+        reduce_dtype = execution.numerics.reduce_dtype
+        return all_reduce(grad.astype(reduce_dtype)).astype(grad.dtype)
 
     with jax.named_scope("copies"):
-        return jax.tree.map(add, infos, grads, is_leaf=is_info)
+        return jax.tree.map(reduce, infos, grads, is_leaf=is_info)
 
 
-def _by_hand(info: ParamInfo, rules: AxisRules) -> list:
-    """Return a parameter's PartitionSpec over the axes by hand."""
-    named = info.axes[: info.stacked] if info.kind is Kind.vector else info.axes
-    spec = dict(rules.params)
-    dims = [mesh_axes(spec[axis]) for axis in named]
-    return [tuple(a for a in axes if a in rules.by_hand) or None for axes in dims]
+def _manual_spec(info: ParamInfo, placement: Placement) -> PartitionSpec:
+    """Return a parameter's PartitionSpec over the manual axes."""
+    axes = info.axes[: info.stacked] if info.kind is Kind.vector else info.axes
+    dims = map(mesh_axes, placement.rules.param_spec(axes))
+    manual = [tuple(a for a in dim if a in placement.manual_axes) for dim in dims]
+    return PartitionSpec(*(dim or None for dim in manual))
 
 
 def split(rows: Any, parts: int) -> Any:

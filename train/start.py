@@ -31,8 +31,8 @@ from train.preflight import Prepared
 from train.program import Program, make_program, settle
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
+from train.run.folder import run_folder
 from train.run.starts import read_results
-from train.run.storage import run_folder
 from train.runtime import set_up
 from train.state import TrainState, best_params
 

@@ -9,12 +9,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
-from model.axes import wide
 from model.choices import Dropout
 from model.config import ModelConfig
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
+from model.placement import Placement
 from model.taps import Noted, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
@@ -22,12 +22,12 @@ from train.numerics import numerics
 from train.optimizer.update import Optimizer
 from train.rows import (
     REPLICATED,
-    by_rows,
-    of_all_rows,
-    over_copies,
-    over_rows,
+    reduce_over_replicas,
+    reduce_over_rows,
+    run_per_device,
     split,
     sum_over_microbatches,
+    sum_over_rows,
 )
 from train.spikes import is_spike, remember
 from train.state import TrainState
@@ -39,7 +39,7 @@ Metrics = dict[str, Float[Array, "..."]]
 def make_train_step(
     model: GPT,
     optimizer: Optimizer,
-    how: Execution,
+    execution: Execution,
     config: TrainConfig,
     seed: int,
     watched: bool = False,
@@ -57,11 +57,14 @@ def make_train_step(
     most over the mean. A watched step makes the same update, and has figures of its
     layers besides (train/numerics.py).
     """
-    gradients = make_gradients(model, how, config, watched, num_tokens)
+    gradients = make_gradients(model, execution, config, watched, num_tokens)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
-        if how.rounds_at_random or model.config.dropout != Dropout():
+        if (
+            execution.numerics.rounds_stochastically
+            or model.config.dropout != Dropout()
+        ):
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         loss, grads, load, num_targets, *noted = gradients(
@@ -110,7 +113,7 @@ def make_train_step(
 
 def make_gradients(
     model: GPT,
-    how: Execution,
+    execution: Execution,
     config: TrainConfig,
     watched: bool = False,
     num_tokens: int | None = None,
@@ -128,24 +131,31 @@ def make_gradients(
     next one, or where there are several microbatches behind all of them.
     """
 
-    def gradients(how: Execution, params: Any, rows: tuple[Batch, jax.Array | None]):
+    placement = execution.placement
+
+    def gradients(params: Any, rows: tuple[Batch, jax.Array | None]):
         batch, _ = rows
         with jax.named_scope("targets"):
-            found, num_counted = _counts(batch, how, routed=shape[0] > 0)
+            found, num_counted = _counts(batch, placement, routed=shape[0] > 0)
             num_targets = jnp.maximum(1, found)
-        rows = after_count(num_targets, rows) if how.platform == "cpu" else rows
+        rows = after_count(num_targets, rows) if placement.platform == "cpu" else rows
 
         def mean_loss(
             params: Any, rows: tuple[Batch, jax.Array | None]
         ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Noted | None]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
             taps = Taps() if watched else None
-            (part, seeds_BT), own = rows, how._replace(taps=taps)
+            (part, seeds_BT), keys_BT = rows, None
             if seeds_BT is not None:
                 keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
-                own = own._replace(keys_BT=keys_BT)
             loss, nats, routing = loss_sum(
-                bound, part, own, config.z_loss, chunk, num_tokens
+                bound,
+                part,
+                execution,
+                z_loss=config.z_loss,
+                chunk=chunk,
+                num_tokens=num_tokens,
+                call=CallContext(keys_BT=keys_BT, taps=taps),
             )
             loss, load = loss / num_targets, None
             if routing is not None:
@@ -161,8 +171,12 @@ def make_gradients(
             grads, (loss, load, noted) = sum_over_microbatches(
                 value_and_grad, params, parts, load_shape=shape if shape[0] else None
             )
-        result = over_rows(loss, how), over_copies(grads, infos, how), load, found
-        return result if noted is None else (*result, of_all_rows(noted, how))
+        loss = sum_over_rows(loss, placement)
+        grads = reduce_over_replicas(grads, infos, execution)
+        result = loss, grads, load, found
+        return (
+            result if noted is None else (*result, reduce_over_rows(noted, placement))
+        )
 
     infos = param_infos(model)
     shape = model.config.expert_layers, model.config.num_experts
@@ -170,12 +184,12 @@ def make_gradients(
     def results(specs: Any) -> Any:
         return REPLICATED, specs, REPLICATED, REPLICATED, *[REPLICATED] * watched
 
-    on_devices = by_rows(gradients, how, infos, results)
+    on_devices = run_per_device(gradients, execution, infos, results)
     return lambda params, batch, seeds_BT=None: on_devices(params, (batch, seeds_BT))
 
 
 def _counts(
-    batch: Batch, how: Execution, routed: bool
+    batch: Batch, placement: Placement, routed: bool
 ) -> tuple[Int[Array, ""], Int[Array, ""] | int]:
     """Count the targets of all devices' rows, and the positions that routers balance.
 
@@ -183,11 +197,11 @@ def _counts(
     """
     num_targets = jnp.sum(batch.targets >= 0)
     if not routed:
-        return over_rows(num_targets, how), 1
+        return sum_over_rows(num_targets, placement), 1
     if batch.segment_ids is None:
-        return over_rows(num_targets, how), over_rows(batch.inputs.size, how)
+        return sum_over_rows((num_targets, batch.inputs.size), placement)
     num_counted = jnp.sum(batch.segment_ids > 0)
-    both = over_rows(jnp.stack([num_targets, num_counted]), how)
+    both = sum_over_rows(jnp.stack([num_targets, num_counted]), placement)
     return both[0], jnp.maximum(1, both[1])
 
 
@@ -228,7 +242,7 @@ def balanced(
 
 def make_eval_step(
     model: GPT,
-    how: Execution,
+    execution: Execution,
     config: TrainConfig,
     num_tokens: int | None = None,
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
@@ -239,38 +253,42 @@ def make_eval_step(
     """
     microbatches = config.accumulation_steps
 
-    def eval_step(how: Execution, params: Any, batch: Batch):
+    def eval_step(params: Any, batch: Batch):
         def sums(part: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
             chunk = config.loss_chunk_tokens
             bound = bind(model, params)
-            _, nats, _ = loss_sum(bound, part, how, 0.0, chunk, num_tokens)
+            _, nats, _ = loss_sum(bound, part, execution, 0.0, chunk, num_tokens)
             return nats, jnp.sum(part.targets >= 0)
 
         def add(total: Any, part: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, sums(part)), None
 
         if microbatches == 1:
-            return over_rows(sums(batch), how)
+            return sum_over_rows(sums(batch), execution.placement)
         start = jnp.float32(0), jnp.int32(0)
         with jax.named_scope("microbatches"):
             total, _ = jax.lax.scan(add, start, split(batch, microbatches))
-        return over_rows(total, how)
+        return sum_over_rows(total, execution.placement)
 
-    return by_rows(eval_step, how, param_infos(model), lambda specs: REPLICATED)
+    return run_per_device(
+        eval_step, execution, param_infos(model), lambda specs: REPLICATED
+    )
 
 
 def make_score_step(
-    model: GPT, how: Execution, config: TrainConfig, num_tokens: int | None
+    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
     """Build `score_step(params, batch) -> (nats, misses)` of each row, as `row_sums`.
 
     `num_tokens` is as in `loss_sum`.
     """
 
-    def score_step(how: Execution, params: Any, batch: Batch):
+    def score_step(params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens
-        sums = row_sums(bind(model, params), batch, how, num_tokens, chunk)
-        return jax.lax.psum(sums, wide(how.rules.sequence))  # each has parts of rows
+        sums = row_sums(bind(model, params), batch, execution, num_tokens, chunk)
+        return jax.lax.psum(
+            sums, execution.placement.sequence_axes
+        )  # each has parts of rows
 
-    rows = how.rules.spec("batch")
-    return by_rows(score_step, how, param_infos(model), lambda specs: rows)
+    rows = execution.placement.rules.spec("batch")
+    return run_per_device(score_step, execution, param_infos(model), lambda specs: rows)

@@ -1,1 +1,1 @@
-"""From files of many formats to documents."""
+"""Reads files of many formats as documents."""

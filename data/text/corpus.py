@@ -25,7 +25,7 @@ import fsspec
 
 from data.config import DataConfig, Source
 from data.errors import DataError
-from data.machine import is_remote
+from data.storage import is_remote
 from data.text.documents import read
 from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
 from data.text.records import Bad, Reading
@@ -41,7 +41,7 @@ _NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
 class Corpus:
     """Files in the order of their names, and how they are divided."""
 
-    root: str  # what was asked for
+    root: str  # the file, folder or pattern that the config names
     files: tuple[File, ...]
     validation: float  # the part that is held out
     left_out: tuple[File, ...] = ()  # files that are not text
@@ -118,7 +118,10 @@ class Corpus:
                     f"{self.key_prefix}validation={self.validation}"
                 )
         if file.compression:  # read from its start either way
-            return [Unit(file, a, b, a, b, split, False) for a, b, split in parts]
+            return [
+                Unit(file, a, stop=b, low=a, high=b, split=split, marks_end=False)
+                for a, b, split in parts
+            ]
         return [unit for a, b, split in parts for unit in cut(file, a, b, split, False)]
 
 
@@ -160,61 +163,64 @@ def find_files(inputs: Sequence[str], pattern: str, key_prefix: str = "") -> lis
     Raises:
         DataError: one of the inputs is missing, holds nothing or cannot be reached.
     """
-    found: list[tuple[list[str], File]] = []
-    for given in inputs:
+    files_by_folder: list[tuple[list[str], File]] = []
+    for entry in inputs:
         try:
-            files = _find(str(given), pattern)
+            files = _find(str(entry), pattern)
         except FileNotFoundError as error:
             raise DataError(
-                f"{given}: there is no such file or folder. Name a text file, a folder "
+                f"{entry}: there is no such file or folder. Name a text file, a folder "
                 f"of them, or a pattern such as 'corpus/*.jsonl'"
             ) from error
         except (OSError, ValueError, NotImplementedError, ImportError) as error:
             raise DataError(
-                f"{given}: cannot be searched for {pattern} ({error}). Use a path or "
+                f"{entry}: cannot be searched for {pattern} ({error}). Use a path or "
                 f"URL that can be read, and a pattern inside it such as '**/*.txt'"
             ) from error
         if not files:
             raise DataError(
-                f"{given}: 0 files match {key_prefix}pattern={pattern} (hidden ones do "
+                f"{entry}: 0 files match {key_prefix}pattern={pattern} (hidden ones do "
                 f"not count). Add files, widen the pattern, or name a single file"
             )
-        prefix = PurePosixPath(given.rstrip("/")).name
+        prefix = PurePosixPath(entry.rstrip("/")).name
         if len(inputs) > 1 and [file.name for file in files] != [prefix]:
             files = [replace(file, name=f"{prefix}/{file.name}") for file in files]
-        folders = _folders_of(given)
-        found += [(folders, file) for file in files]
-    return sorted(_told_apart(found), key=lambda file: file.name)
+        folders = _folders_of(entry)
+        files_by_folder += [(folders, file) for file in files]
+    return sorted(_told_apart(files_by_folder), key=lambda file: file.name)
 
 
-def _folders_of(given: str) -> list[str]:
+def _folders_of(entry: str) -> list[str]:
     """Return the folders that an input lies in, from the outermost one on."""
-    if is_remote(given):
-        return [*PurePosixPath(given).parts[:-1]]
+    if is_remote(entry):
+        return [*PurePosixPath(entry).parts[:-1]]
     # Without "..", but with links as they are called.
-    path = os.path.normpath(Path(given).expanduser().absolute())
+    path = os.path.normpath(Path(entry).expanduser().absolute())
     return [*PurePosixPath(path).parts[1:-1]]
 
 
-def _told_apart(found: list[tuple[list[str], File]]) -> list[File]:
-    """Put as many of their inputs' folders as it takes before names of several files.
+def _told_apart(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
+    """Make the names of files unique by prefixing as many folders as necessary.
 
-    Other names stay: ids, and so the stores that there are, follow from them.
+    Unique names stay as they are, because document ids, and with them the existing
+    stores, depend on them.
     """
-    alike = defaultdict[str, list[tuple[list[str], File]]](list)
-    for folders, file in found:
-        alike[file.name].append((folders, file))
-    counts = {n: len({file.path for _, file in own}) for n, own in alike.items()}
-    taken = {name for name, count in counts.items() if count == 1}
-    for name in sorted(alike.keys() - taken):
-        for depth in range(1, 2 + max(len(folders) for folders, _ in alike[name])):
-            longer = ["/".join([*f[-depth:], name]) for f, _ in alike[name]]
-            if len({*longer}) == counts[name] and not taken & {*longer}:
+    same_name = defaultdict[str, list[tuple[list[str], File]]](list)
+    for folders, file in files_by_folder:
+        same_name[file.name].append((folders, file))
+    counts = {
+        n: len({file.path for _, file in group}) for n, group in same_name.items()
+    }
+    used_names = {name for name, count in counts.items() if count == 1}
+    for name in sorted(same_name.keys() - used_names):
+        for depth in range(1, 2 + max(len(folders) for folders, _ in same_name[name])):
+            longer = ["/".join([*f[-depth:], name]) for f, _ in same_name[name]]
+            if len({*longer}) == counts[name] and not used_names & {*longer}:
                 break
-        taken |= {*longer}
-        own = zip(alike[name], longer, strict=True)
-        alike[name] = [(f, replace(file, name=new)) for (f, file), new in own]
-    return [file for own in alike.values() for _, file in own]
+        used_names |= {*longer}
+        group = zip(same_name[name], longer, strict=True)
+        same_name[name] = [(f, replace(file, name=new)) for (f, file), new in group]
+    return [file for group in same_name.values() for _, file in group]
 
 
 def held_out_ids(ids: set[str], fraction: float) -> set[str]:
@@ -231,9 +237,9 @@ def held_out_ids(ids: set[str], fraction: float) -> set[str]:
     return ({name for name in ids if hashes[name] < fraction} | {first}) - {last}
 
 
-def _find(given: str, pattern: str) -> list[File]:
-    local = not is_remote(given)
-    system, path = fsspec.url_to_fs(str(Path(given).expanduser()) if local else given)
+def _find(entry: str, pattern: str) -> list[File]:
+    local = not is_remote(entry)
+    system, path = fsspec.url_to_fs(str(Path(entry).expanduser()) if local else entry)
     if re.search(r"[*?[]", path) and not system.exists(path):
         root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
         infos = system.glob(path, detail=True)
@@ -254,14 +260,14 @@ def _find(given: str, pattern: str) -> list[File]:
         linked = info.get("islink") and system.isfile(info["name"])
         if not hidden and (info["type"] == "file" or linked):
             files.append(_file_of(system, info, name))
-    others = [file.name for file in files if file.format is Format.text]
-    if others and len(others) < len(files):
+    texts = [file.name for file in files if file.format is Format.text]
+    if texts and len(texts) < len(files):
         log.warning(
             "%s: %d files that hold no records are left out, such as %s; to encode "
             "them too, name them as another input",
-            given,
-            len(others),
-            others[0],
+            entry,
+            len(texts),
+            texts[0],
         )
         return [file for file in files if file.format is not Format.text]
     return files
@@ -275,7 +281,7 @@ def _file_of(system: Any, info: dict[str, Any], name: str) -> File:
 
 
 def _library_files(root: Path) -> list[File]:
-    # Not a glob: that would go through all installed packages, at every start.
+    # A glob would walk through all installed packages, at every start.
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY

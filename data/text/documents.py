@@ -1,7 +1,7 @@
-"""From a unit of input to its documents, in bounded memory.
+"""Read the documents of a unit of input, in bounded memory.
 
-What cannot be used is a `Bad`, with its place and the reason, and does not hide what
-is good before and after it.
+A record that cannot be used becomes a `Bad`, with its position and the reason. Good
+records before and after it are still read.
 """
 
 import json
@@ -33,38 +33,38 @@ def read(
 def _text(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad]:
     """Yield running text in pieces of about 4 MiB, cut at ends of lines."""
 
-    def behind_line(place: int) -> int:
-        # What lies behind `high` belongs to another split.
-        room = streams.CUT_WINDOW if unit.high is None else unit.high - place
+    def behind_line(offset: int) -> int:
+        # Bytes from `high` on belong to another split.
+        room = streams.CUT_WINDOW if unit.high is None else unit.high - offset
         return cut_point(stream.peek(min(streams.CUT_WINDOW, room)))
 
-    place = stream.seek(unit.start)
+    offset = stream.seek(unit.start)
     if unit.start != unit.low:
-        place += stream.skip(behind_line(place))
+        offset += stream.skip(behind_line(offset))
     while True:
         # Pieces end where units do, so that compressed text gives the same ones.
-        num_units = (place - unit.low) // files.UNIT_BYTES + 1
+        num_units = (offset - unit.low) // files.UNIT_BYTES + 1
         target = unit.low + num_units * files.UNIT_BYTES
         if unit.stop is not None:
             target = min(target, unit.stop)
-        text = stream.take(max(0, target - place))
+        text = stream.take(max(0, target - offset))
         # Looking further is what finds that a compressed file is cut off here.
         damage = None if stream.peek(1) else stream.damage
         last = not stream.peek(1) or target == unit.high
         if not last:
             text += stream.take(behind_line(target))
-        place += len(text)
+        offset += len(text)
         bad = None if reading.keep_invalid_utf8 else not_utf8(text)
         if bad is not None and damage is not None and bad >= len(text) - 3:
             text = text[:bad]  # the character that it broke off in
         elif bad is not None:
-            yield Bad(unit.file, f"byte {place - len(text) + bad}", "not UTF-8")
+            yield Bad(unit.file, f"byte {offset - len(text) + bad}", "not UTF-8")
             text = b""
         if text or last:
             yield Record(unit.file.name, text, last)
         if damage is not None:
-            yield Bad(unit.file, f"byte {place}", f"cannot be read further: {damage}")
-        if last or (unit.stop not in (None, unit.high) and place >= unit.stop):
+            yield Bad(unit.file, f"byte {offset}", f"cannot be read further: {damage}")
+        if last or (unit.stop not in (None, unit.high) and offset >= unit.stop):
             return
 
 
@@ -80,16 +80,16 @@ def _lines(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Ba
                 break
         return size
 
-    place = 0
+    offset = 0
     if unit.start:  # a line that starts just here has a newline before it
-        place = stream.seek(unit.start - 1) + rest_of_line()
-    while unit.stop is None or place < unit.stop:
+        offset = stream.seek(unit.start - 1) + rest_of_line()
+    while unit.stop is None or offset < unit.stop:
         line = lines.readline(limit + 1)
-        start, ends = place, line.endswith(b"\n")
-        place += len(line)
+        start, ends = offset, line.endswith(b"\n")
+        offset += len(line)
         if len(line) > limit and not ends:
-            place += rest_of_line()
-            yield Bad(unit.file, f"byte {start}", too_long(place - start, limit))
+            offset += rest_of_line()
+            yield Bad(unit.file, f"byte {start}", too_long(offset - start, limit))
         elif stream.damage is not None and not ends:
             reason = f"cannot be read further: {stream.damage}"
             yield Bad(unit.file, f"byte {start}", reason)
@@ -100,19 +100,19 @@ def _lines(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Ba
             yield _record(unit.file, f"byte {start}", line, reading)
 
 
-def _record(file: File, place: str, line: bytes, reading: Reading) -> Record | Bad:
+def _record(file: File, location: str, line: bytes, reading: Reading) -> Record | Bad:
     """Parse one line of JSON."""
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError:
-        return Bad(file, place, "not UTF-8")
+        return Bad(file, location, "not UTF-8")
     except (ValueError, RecursionError) as error:
-        return Bad(file, place, f"no JSON: {error}")
+        return Bad(file, location, f"no JSON: {error}")
     if not isinstance(value, dict):
-        return Bad(file, place, f"no JSON object but {type(value).__name__}")
+        return Bad(file, location, f"no JSON object but {type(value).__name__}")
     for field in (reading.text_field, reading.id_field):
         if field is not None and field not in value:
-            there = ", ".join(map(str, list(value)[:8]))
-            return Bad(file, place, f"no field {field!r} among {there}")
+            keys = ", ".join(map(str, list(value)[:8]))
+            return Bad(file, location, f"no field {field!r} among {keys}")
     name = None if reading.id_field is None else value[reading.id_field]
-    return document(file, place, value[reading.text_field], name, reading)
+    return document(file, location, value[reading.text_field], name, reading)

@@ -36,7 +36,7 @@ class Format(StrEnum):
 class File:
     """An input file. `version` changes when its content does."""
 
-    path: str  # as fsspec takes it
+    path: str  # in the form that fsspec accepts
     name: str  # relative to the input it was found in: the root of documents' ids
     size: int
     version: str
@@ -95,7 +95,15 @@ def cut(
     """Cut bytes [low, high) of a plain file into units."""
     starts = range(low, max(high, low + 1), UNIT_BYTES)
     return [
-        Unit(file, start, min(start + UNIT_BYTES, high), low, high, split, marks_end)
+        Unit(
+            file,
+            start,
+            stop=min(start + UNIT_BYTES, high),
+            low=low,
+            high=high,
+            split=split,
+            marks_end=marks_end,
+        )
         for start in starts
     ]
 

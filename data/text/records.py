@@ -1,4 +1,4 @@
-"""What records of input become: documents, or what could not be used and why."""
+"""Turn input records into documents, or into reasons why they cannot be used."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Reading:
 
     text_field: str = "text"
     id_field: str | None = None
-    keep_invalid_utf8: bool = False  # of text files: bytes are encoded one by one
+    keep_invalid_utf8: bool = False  # invalid bytes of text are encoded one by one
     max_record_bytes: int = 2**26
 
 
@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """What could not be used."""
+    """A record or file that cannot be used, and why."""
 
     file: File
     place: str  # "byte 123", "row 5"
@@ -33,26 +33,28 @@ class Bad(NamedTuple):
 
 
 def document(
-    file: File, place: str, text: object, name: object, reading: Reading
+    file: File, location: str, text: object, name: object, reading: Reading
 ) -> Record | Bad:
     """Make a document of a record's text and id, if they can be used."""
     if not isinstance(text, str | bytes):
         kind = "null" if text is None else type(text).__name__
-        return Bad(file, place, f"{reading.text_field!r} is no text but {kind}")
+        return Bad(file, location, f"{reading.text_field!r} is no text but {kind}")
     try:
         encoded = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:
-        return Bad(file, place, f"{reading.text_field!r} holds half a surrogate pair")
+        return Bad(
+            file, location, f"{reading.text_field!r} holds half a surrogate pair"
+        )
     if not_utf8(encoded) is not None:
-        return Bad(file, place, "not UTF-8")
+        return Bad(file, location, "not UTF-8")
     if len(encoded) > reading.max_record_bytes:
-        return Bad(file, place, too_long(len(encoded), reading.max_record_bytes))
+        return Bad(file, location, too_long(len(encoded), reading.max_record_bytes))
     if isinstance(name, dict | list):
         return Bad(
-            file, place, f"{reading.id_field!r} is no id but {type(name).__name__}"
+            file, location, f"{reading.id_field!r} is no id but {type(name).__name__}"
         )
-    own = f"{file.name}:{place}" if name is None else str(name)
-    return Record(own.encode(errors="replace").decode(), encoded)
+    document_name = f"{file.name}:{location}" if name is None else str(name)
+    return Record(document_name.encode(errors="replace").decode(), encoded)
 
 
 def not_utf8(text: bytes) -> int | None:

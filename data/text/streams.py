@@ -44,16 +44,16 @@ def text_size(file: File) -> int:
         return stream.skip(2**63)
 
 
-def align(file: File, place: int) -> int:
+def align(file: File, offset: int) -> int:
     """Move a place in a text back to the first byte of a character."""
-    back = min(place, 3)
+    back = min(offset, 3)
     with open_stream(file) as stream:
-        stream.seek(place - back)
+        stream.seek(offset - back)
         around = stream.take(back + 1)
-    moved = 0
-    while moved < back and around[back:] and _continues(around[back - moved]):
-        moved += 1
-    return place - moved
+    extra = 0
+    while extra < back and around[back:] and _continues(around[back - extra]):
+        extra += 1
+    return offset - extra
 
 
 def line_number(file: File, offset: int) -> int:
@@ -152,7 +152,7 @@ class Stream:
 
     @property
     def damage(self) -> str | None:
-        """What is wrong behind the last byte that can be read, if it was reached."""
+        """The damage after the last readable byte, if reading has reached it."""
         return self._unpacked.damage if self._unpacked else None
 
     def seek(self, offset: int) -> int:
@@ -161,10 +161,10 @@ class Stream:
 
     def skip(self, count: int) -> int:
         """Read past bytes; return how many there were."""
-        left = count
-        while left and (data := self.take(min(left, 2**20))):
-            left -= len(data)
-        return count - left
+        remaining = count
+        while remaining and (data := self.take(min(remaining, 2**20))):
+            remaining -= len(data)
+        return count - remaining
 
     def peek(self, count: int) -> bytes:
         """Look at the next bytes: `count` of them, unless the file ends before."""
@@ -178,14 +178,14 @@ class Stream:
 
 
 def cut_point(window: bytes) -> int:
-    """Return how far into what follows a cut moves: behind a line, else a character."""
+    """Return by how many bytes a cut moves: to after a line, or else a character."""
     newline = window.find(b"\n")
     if newline >= 0:
         return newline + 1
-    moved = 0
-    while moved < min(3, len(window)) and _continues(window[moved]):
-        moved += 1
-    return moved
+    extra = 0
+    while extra < min(3, len(window)) and _continues(window[extra]):
+        extra += 1
+    return extra
 
 
 def _continues(byte: int) -> bool:

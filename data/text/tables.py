@@ -56,17 +56,17 @@ def _rows(
     texts = _column(batch, reading.text_field)
     names = _column(batch, reading.id_field) if reading.id_field else None
     for index in range(batch.num_rows):
-        place = f"row {first + index}"
+        location = f"row {first + index}"
         try:
             text = texts[index].as_py()
             name = None if names is None else names[index].as_py()
             name = name.decode() if isinstance(name, bytes) else name
         except UnicodeDecodeError:
-            yield Bad(file, place, "not UTF-8")
+            yield Bad(file, location, "not UTF-8")
         except (ValueError, OverflowError) as error:
-            yield Bad(file, place, f"no value of Python's: {error}")
+            yield Bad(file, location, f"no value of Python's: {error}")
         else:
-            yield document(file, place, text, name, reading)
+            yield document(file, location, text, name, reading)
 
 
 def _column(batch: Any, name: str) -> Any:

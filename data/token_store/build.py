@@ -21,6 +21,7 @@ import tiktoken
 from data.config import DataConfig, OnError, PrepareConfig
 from data.encoding import fingerprint
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
@@ -28,7 +29,6 @@ from data.text.records import Reading
 from data.token_store.encode import encode_tasks, make_tasks, part_path
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
-from data.token_store.storage import Storage
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
 from data.tokenizer import load_tokenizer, rank_file
@@ -61,7 +61,7 @@ def prepare_store(config: PrepareConfig) -> Store:
     settings = settings_of(config, reading, config.on_error is OnError.skip)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
-    storage, workers = Storage(config.output), config.workers or usable_cores()
+    storage, workers = KeyValueStore(config.output), config.workers or usable_cores()
     with _locked(_work_folder(config, storage)) as work:
         if is_there := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
@@ -75,7 +75,14 @@ def prepare_store(config: PrepareConfig) -> Store:
             storage.write(_MARK, b"")
             for name in names - {_MARK}:
                 storage.write(name, None)
-            build_store(storage, corpus, settings, encoding, work, workers)
+            build_store(
+                storage,
+                corpus,
+                settings=settings,
+                encoding=encoding,
+                parts=work,
+                workers=workers,
+            )
         storage.write(_MARK, None)
         store = open_store(storage.location, encoding)
         if is_there and store.manifest["made_of"] != made_of(corpus, settings):
@@ -89,7 +96,7 @@ def prepare_store(config: PrepareConfig) -> Store:
 
 
 def build_store(
-    storage: Storage,
+    storage: KeyValueStore,
     corpus: Corpus,
     settings: EncodingSettings,
     encoding: tiktoken.Encoding,
@@ -112,7 +119,14 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        encode_tasks(tasks, parts, settings, encoding, workers, show)
+        encode_tasks(
+            tasks,
+            parts,
+            settings=settings,
+            encoding=encoding,
+            workers=workers,
+            report=show,
+        )
     source: dict[str, Any] = {"path": corpus.root, "validation": corpus.validation}
     if corpus.left_out:
         source["left_out"] = {file.path: file.size for file in corpus.left_out}
@@ -147,8 +161,8 @@ def settings_of(
 ) -> EncodingSettings:
     """Return what decides the tokens of a text."""
     sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
-    given = config.tokenizer, sha256, reading, config.validation
-    return EncodingSettings(*given, skip_bad)
+    values = config.tokenizer, sha256, reading, config.validation
+    return EncodingSettings(*values, skip_bad)
 
 
 def _segments(
@@ -161,9 +175,9 @@ def _segments(
         for segment in read_part(path):
             bad = segment.notes["bad"]
             if bad and not skip_bad:  # an earlier attempt did
-                file, place, reason = bad[0]
+                file, location, reason = bad[0]
                 raise DataError(
-                    f"{file}, {place}: {reason}. Repair it, or set "
+                    f"{file}, {location}: {reason}. Repair it, or set "
                     f"{corpus.key_prefix}on_error=skip"
                 )
             num_bad += len(bad)
@@ -179,7 +193,7 @@ def _segments(
             )
 
 
-def _work_folder(config: PrepareConfig, storage: Storage) -> Path:
+def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
     digest = hashlib.sha256(storage.location.encode()).hexdigest()[:16]
     if config.work_dir:
         return Path(config.work_dir).expanduser().absolute() / f"prepare-{digest}"
@@ -209,12 +223,12 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_folder(path: Path, place: Path, key: str) -> None:
-    """Make a folder; a DataError says what is wrong with `place`, which `key` names."""
+def make_folder(path: Path, parent: Path, key: str) -> None:
+    """Make a folder, or raise a DataError that names `key` and `parent`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{place}: nothing can be kept there ({error}). Name a folder that can be "
+            f"{parent}: nothing can be kept there ({error}). Name a folder that can be "
             f"written with {key}"
         ) from error

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from data.config import DataConfig, OnError, Source
 from data.encoding import fingerprint
+from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
+from data.storage import created_atomically
 from data.text.corpus import find_corpus
 from data.text.records import Reading
 from data.token_store.build import build_store, make_folder, settings_of
-from data.token_store.storage import Storage, written_whole
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
 from data.tokenizer import load_tokenizer
@@ -29,15 +30,15 @@ _log = logging.getLogger(__name__)
 def cached_store(
     config: DataConfig, beat: Callable[[], object] = lambda: None
 ) -> Store:
-    """Open the store of a config, building it first where there is none yet.
+    """Open the store of a config, and build it first if it does not exist.
 
-    The folder's name holds a hash of what the store is made of, so that a changed
-    source makes another store. It is built beside its place and renamed into it: any
-    number of processes may prepare at once, and one that dies leaves no store.
+    The folder's name contains a hash of the inputs, so a changed source makes another
+    store. The store is built in a temporary folder, which is then renamed: any number
+    of processes may build it at once, and a process that dies leaves no store.
 
     Args:
-        config: of the data.
-        beat: called for each piece of text that was encoded.
+        config: the data section of the config.
+        beat: a function that is called for each encoded piece of text.
 
     Raises:
         DataError: the text or the tokenizer is missing, or the store is damaged.
@@ -54,18 +55,24 @@ def cached_store(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
     if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # what lost its manifest is no store
+        shutil.rmtree(path, ignore_errors=True)  # without a manifest it is no store
         _log.info("preparing %s from %s", path, corpus.root)
         started = time.monotonic()
         _remove_abandoned(path)
         if skip_bad and config.source is Source.text:
             corpus = corpus.without_bad_files(beat)
-        with written_whole(path) as building:
+        with created_atomically(path) as building:
             parts = building / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
-            storage = Storage(building)
-            given = storage, corpus, settings, encoding, parts, usable_cores()
-            build_store(*given, beat)
+            build_store(
+                KeyValueStore(building),
+                corpus,
+                settings=settings,
+                encoding=encoding,
+                parts=parts,
+                workers=usable_cores(),
+                beat=beat,
+            )
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
     store = open_store(path, encoding)
@@ -85,8 +92,10 @@ def _warn_of_skipped(store: Store) -> None:
             ", ".join([*left_out][:5]) + ", ..." * (len(left_out) > 5),
         )
     if count := manifest["skipped_records"]:
-        place = f"{store.path}/{SKIPPED}"
-        _log.warning("data.on_error=skip left out %d bad records: %s", count, place)
+        skipped_file = f"{store.path}/{SKIPPED}"
+        _log.warning(
+            "data.on_error=skip left out %d bad records: %s", count, skipped_file
+        )
 
 
 def cache_dir(config: DataConfig) -> Path:
@@ -97,7 +106,7 @@ def cache_dir(config: DataConfig) -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what processes that died while they built this store left behind."""
+    """Remove the temporary folders of processes that died while building this store."""
     for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
         with contextlib.suppress(OSError):
             if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:

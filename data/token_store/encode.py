@@ -22,18 +22,18 @@ from typing import BinaryIO, NamedTuple
 import tiktoken
 
 from data.errors import DataError
+from data.storage import created_atomically
 from data.text.documents import read
 from data.text.files import Format, Unit
 from data.text.records import Bad, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
-from data.token_store.storage import written_whole
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of parts; and of how text becomes tokens
-# A task is at least this much of the input, and there are not many more than this
-# many: enough to keep all workers busy to the end, few enough for a folder.
+FORMAT = 1  # version of the parts, and of the way in which text becomes tokens
+# The least bytes of a task, and roughly the largest number of tasks: enough to keep
+# all workers busy to the end, and few enough files for one folder.
 _TASK_BYTES, _MOST_TASKS = 2**22, 2**16
 _SEGMENT_BYTES = 2**24
 
@@ -86,31 +86,33 @@ def encode_tasks(
         DataError: a file cannot be read; or, unless bad records are skipped, the
             first one met, by file and line.
     """
-    left = [task for task in tasks if not part_path(folder, task, settings).exists()]
-    if len(left) < len(tasks):
-        there = len(tasks) - len(left)
-        log.info("%d of %d parts were encoded before", there, len(tasks))
-    done = sum(task.size for task in tasks) - sum(task.size for task in left)
+    pending = [task for task in tasks if not part_path(folder, task, settings).exists()]
+    if len(pending) < len(tasks):
+        num_done = len(tasks) - len(pending)
+        log.info("%d of %d parts were encoded before", num_done, len(tasks))
+    done = sum(task.size for task in tasks) - sum(task.size for task in pending)
     context = multiprocessing.get_context("spawn")
     counts = context.Value("q", 0), context.Value("q", 0)
-    if workers == 1 or len(left) <= 1:
+    if workers == 1 or len(pending) <= 1:
         encoder = _Encoder(folder, settings, encoding, counts)
-        for task in left:
+        for task in pending:
             encoder.encode(task)
             report(done + counts[0].value, counts[1].value)
         return
-    others = {*multiprocessing.active_children()}
-    given = folder, settings, encoding, counts
-    pool = ProcessPoolExecutor(min(workers, len(left)), context, _start_worker, given)
+    running = {*multiprocessing.active_children()}
+    arguments = folder, settings, encoding, counts
+    pool = ProcessPoolExecutor(
+        min(workers, len(pending)), context, _start_worker, arguments
+    )
     try:
-        waiting = {pool.submit(_work, task) for task in left}
+        waiting = {pool.submit(_work, task) for task in pending}
         while waiting:
             ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
             for future in ended:
                 future.result()
             report(done + counts[0].value, counts[1].value)
     except BaseException as error:
-        for worker in {*multiprocessing.active_children()} - others:
+        for worker in {*multiprocessing.active_children()} - running:
             worker.kill()  # it may be in the middle of a large file
         if not isinstance(error, BrokenProcessPool):
             raise
@@ -140,7 +142,7 @@ class _Encoder:
         path = part_path(self._folder, task, self._settings)
         segment = SegmentBuilder(self._encoding, self._settings.validation)
         try:
-            with written_whole(path) as partial, partial.open("wb") as file:
+            with created_atomically(path) as partial, partial.open("wb") as file:
                 for unit in task.units:
                     self._add(unit, segment, file)
                 segment.write(file)
@@ -154,7 +156,7 @@ class _Encoder:
     def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
         """Add a unit's records to a segment, which is written whenever it is full."""
         num_read, is_text = 0, unit.file.format is Format.text
-        whole = not is_text or unit.start == unit.low
+        complete = not is_text or unit.start == unit.low
 
         def progress(num_bytes: int) -> None:
             nonlocal num_read
@@ -168,9 +170,9 @@ class _Encoder:
                     f"{_complaint(record)}. Repair it, or leave it out with "
                     f"on_error=skip (in training: data.on_error=skip){field}"
                 )
-            _add_to(self._num_tokens, segment.add(record, unit, whole))
+            _add_to(self._num_tokens, segment.add(record, unit, complete))
             if is_text and isinstance(record, Record) and record.text:
-                whole = False
+                complete = False
             if segment.size >= _SEGMENT_BYTES:
                 segment.write(file)
         # A unit's ends lie elsewhere than its records', but the sum is the files'.
@@ -182,7 +184,7 @@ def _add_to(count: Synchronized, more: int) -> None:
         count.value += more
 
 
-_encoder: _Encoder | None = None  # of a worker process
+_encoder: _Encoder | None = None  # the one of this worker process
 
 
 def _start_worker(
@@ -198,7 +200,7 @@ def _start_worker(
 
     def end_with_parent() -> None:
         parent.join()
-        os._exit(1)  # nobody is left to read what it would give
+        os._exit(1)  # no process is left to read the result
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     _encoder = _Encoder(folder, settings, encoding, counts)

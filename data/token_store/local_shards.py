@@ -25,7 +25,7 @@ import tensorstore as ts
 
 _MAX_OPEN = 256  # shards of all arrays together: a process may often open 1,024 files
 _CHECKSUM_BYTES = 4
-_CRC_OF_CHECKED = 0x48674BC7  # of any bytes with their own CRC-32C at the end
+_CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
 _CHECKED = [
     {"configuration": {"endian": "little"}, "name": "bytes"},
     {"name": "crc32c"},
@@ -74,8 +74,8 @@ class LocalShards:
             "index_codecs": _CHECKED,
             "index_location": "end",
         }
-        known = [{"configuration": plain, "name": "sharding_indexed"}]
-        if folder is None or codecs != known:
+        supported = [{"configuration": plain, "name": "sharding_indexed"}]
+        if folder is None or codecs != supported:
             return None
         dtype, length = array.dtype.numpy_dtype, array.shape[0]
         return cls(folder, dtype, length, metadata, checksums)
@@ -89,17 +89,17 @@ class LocalShards:
         """
         values = []
         for first in range(0, len(spans), _AT_ONCE):
-            some = spans[first : first + _AT_ONCE]
-            parts = [[self._place(*part) for part in self._cut(*s)] for s in some]
+            batch = spans[first : first + _AT_ONCE]
+            parts = [[self._place(*part) for part in self._cut(*s)] for s in batch]
             if hasattr(os, "posix_fadvise"):
                 for shard, offset, size, *_ in itertools.chain.from_iterable(parts):
                     os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
             for of_span in parts:
                 read = [self._read(*part) for part in of_span]
-                whole = (
+                contents = (
                     read[0] if len(read) == 1 else np.concatenate(read or self._none)
                 )
-                values.append(whole)
+                values.append(contents)
         return values
 
     def _cut(self, start: int, stop: int) -> list[_Stretch]:
@@ -133,8 +133,8 @@ class LocalShards:
             return np.frombuffer(shard.read(offset, size), self._dtype)
         chunk, low, high = unchecked
         content = shard.read_checked(offset, size)
-        found = int.from_bytes(content[-_CHECKSUM_BYTES:], "little")
-        if self._checksums is not None and found != self._checksums[chunk]:
+        checksum = int.from_bytes(content[-_CHECKSUM_BYTES:], "little")
+        if self._checksums is not None and checksum != self._checksums[chunk]:
             raise ValueError(f"{shard.path}: chunk {chunk} is one of another store")
         self._checked[chunk] = True
         # A copy, so that the next chunk can be read into the same memory.
@@ -142,7 +142,7 @@ class LocalShards:
 
 
 class _Shard:
-    """An open file of chunks, closed when nobody holds it any more."""
+    """An open file of chunks. It is closed with its last reference."""
 
     def __init__(self, path: Path, num_chunks: int):
         self.path, self.file = path, os.open(path, os.O_RDONLY)

@@ -22,7 +22,7 @@ from data.text.records import Bad, Reading, Record
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """What decides the tokens of a text; fields by name are part of a store's hash."""
+    """All settings that decide the tokens of a text. A store's hash contains them."""
 
     tokenizer: str
     tokenizer_sha256: str | None
@@ -64,16 +64,16 @@ class SegmentBuilder:
         self._notes = {"bytes": dict.fromkeys(SPLITS, 0), "empty": 0, "bad": []}
         self.size = 0
 
-    def add(self, record: Record | Bad, unit: Unit, whole: bool) -> int:
+    def add(self, record: Record | Bad, unit: Unit, complete: bool) -> int:
         """Encode a record; return how many tokens it gave.
 
-        `whole`: nothing of its document came before it.
+        `complete`: nothing of its document came before it.
         """
         if isinstance(record, Bad):
             bad = [record.file.path, record.place, record.reason]
             self._notes["bad"].append(bad)
             return 0
-        if whole and record.ends and not record.text:
+        if complete and record.ends and not record.text:
             self._notes["empty"] += 1
             return 0
         split = unit.split or split_of(record.id, self._validation)

@@ -18,7 +18,7 @@ class Meter(Progress):
     """Shows bytes done, bytes and tokens a second, and the time left."""
 
     def __init__(self, total: int):
-        """Begin; `total` is the bytes that there are in all."""
+        """Begin to count up to `total` bytes."""
         columns = "encoding", BarColumn(), TextColumn("{task.description}")
         # Results go to stdout.
         super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
@@ -28,13 +28,13 @@ class Meter(Progress):
         self._task = self._tasks[self.add_task("", total=total)]
 
     def __enter__(self) -> "Meter":
-        return self  # not started before there is something to show
+        return self  # it starts with the first update
 
     def show(self, size: int, tokens: int) -> None:
         """Show the bytes done, those of earlier attempts too, and the new tokens."""
         task, now = self._task, time.monotonic()
         seconds = now - self._began
-        # The first update counts for no speed: it tells what was done before.
+        # The first update reports earlier work, so it does not count for the speed.
         self.update(task.id, completed=size)
         if seconds < _QUIET_S:
             return

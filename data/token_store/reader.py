@@ -21,8 +21,8 @@ import numpy as np
 import tensorstore as ts
 
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.token_store.local_shards import LocalShards
-from data.token_store.storage import Storage
 from data.token_store.writer import (
     ARRAYS,
     CHUNK_LENGTH,
@@ -30,8 +30,8 @@ from data.token_store.writer import (
     chunk_checksums,
 )
 
-# Tokens of at most this size are read into memory once: rows then cost a copy. So are
-# the starts of at most so many documents.
+# Tokens up to this size are read into memory once, so that a row costs one copy. So are
+# the starts of documents up to the given number.
 MEMORY_LIMIT_BYTES = 2**30
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
@@ -48,7 +48,7 @@ class TokenArray:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: KeyValueStore,
         split: str,
         documents: int,
         tokens: int,
@@ -56,16 +56,16 @@ class TokenArray:
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
-        """Open a split of so many documents and tokens, as its manifest says.
+        """Open a split of a token store.
 
         Args:
-            storage: of the store.
-            split: its name.
-            documents: how many there are.
-            tokens: how many there are.
-            digests: the SHA-256 of each array's values, if it is to be compared.
+            storage: the storage of the store.
+            split: the name of the split.
+            documents: the number of documents, from the manifest.
+            tokens: the number of tokens, from the manifest.
+            digests: the SHA-256 of the values of each array to compare.
             checksums: the CRC-32C of each chunk, if the store has them.
-            keep: whether what is small is read into memory.
+            keep: whether small arrays are read into memory.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums
@@ -193,8 +193,8 @@ class TokenArray:
     def _whole(self, name: str) -> np.ndarray:
         """Read an array whole, and compare its hash with the manifest's."""
         values = self.array(name)
-        found = hashlib.sha256(values.data).hexdigest()
-        if self._digests.get(name, found) != found:
+        digest = hashlib.sha256(values.data).hexdigest()
+        if self._digests.get(name, digest) != digest:
             reason = "its values are not those of the manifest"
             raise self._damaged(name, 0, len(values), reason)
         return values
@@ -241,8 +241,8 @@ class TokenArray:
         compared = self._compared.get(name)
         if compared is None or all(compared[begin:end]):
             return
-        for chunk, found in enumerate(chunk_checksums(values), begin):
-            if found != self._checksums[name][chunk]:
+        for chunk, checksum in enumerate(chunk_checksums(values), begin):
+            if checksum != self._checksums[name][chunk]:
                 raise ValueError(f"chunk {chunk} is one of another store")
             compared[chunk] = True
 
@@ -264,16 +264,16 @@ class TokenArray:
 
     def _damaged(self, name: str, start: int, stop: int, error: str) -> DataError:
         array = f"{self._storage}/{self._split}/{name}"
-        place = f"{array}: is missing or damaged"
+        message = f"{array}: is missing or damaged"
         if stop > start:
             shards = range(start // SHARD_LENGTH, (stop - 1) // SHARD_LENGTH + 1)
             files = ", ".join(f"c/{shard}" for shard in shards)
             chunks = f"{start // CHUNK_LENGTH} to {(stop - 1) // CHUNK_LENGTH}"
-            place = (
+            message = (
                 f"{array}/{files}: values {start} to {stop - 1} (chunks {chunks}) are "
                 f"missing or damaged"
             )
         return DataError(
-            f"{place} ({error}). Delete {self._storage} and build it again, or bring "
+            f"{message} ({error}). Delete {self._storage} and build it again, or bring "
             f"back that file from a copy"
         )

@@ -18,9 +18,9 @@ import tiktoken
 
 from data.encoding import decode_bytes, fingerprint
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS, Split
 from data.token_store.reader import TokenArray
-from data.token_store.storage import Storage
 from data.token_store.writer import (
     ARRAYS,
     MANIFEST,
@@ -36,7 +36,7 @@ from data.tokenizer import load_tokenizer, parse_ranks
 class Store:
     """An opened token store."""
 
-    storage: Storage
+    storage: KeyValueStore
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
     # The checksums of chunks, by the names of their files. Older stores have none.
@@ -47,7 +47,7 @@ class Store:
 
     @property
     def path(self) -> str:
-        """Where it lies: a path or a URL."""
+        """The path or URL of the store."""
         return self.storage.location
 
     @property
@@ -119,8 +119,8 @@ class Store:
                     yield str(error)
                     continue
                 if content.hexdigest() != digest:
-                    place = f"{self.path}/{split}/{name}"
-                    yield f"{place}: its values are not those of the manifest"
+                    array_name = f"{self.path}/{split}/{name}"
+                    yield f"{array_name}: its values are not those of the manifest"
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
@@ -130,9 +130,9 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         DataError: there is no whole store, one of its small files is damaged, or it
             was made with another tokenizer.
     """
-    storage = Storage(path)
+    storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"
-    again = (
+    remedy = (
         f"Delete {storage} and prepare it again (python -m data.prepare input=... "
         f"output={storage}), or bring it back from a copy"
     )
@@ -141,13 +141,13 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     except FileNotFoundError as error:
         raise DataError(
             f"{error}: is not there, so {storage} is no whole token store. Is it "
-            f"text? Then data=text. {again}"
+            f"text? Then data=text. {remedy}"
         ) from error
 
     def check(name: str, content: bytes, digest: str) -> None:
         if hashlib.sha256(content).hexdigest() != digest:
             raise DataError(
-                f"{storage}/{name}: is damaged: its SHA-256 is another one. {again}"
+                f"{storage}/{name}: is damaged: its SHA-256 is another one. {remedy}"
             )
 
     check(MANIFEST, content, digest.decode(errors="replace").strip())
@@ -155,7 +155,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     if manifest.get("schema") != SCHEMA:
         raise DataError(
             f"{file}: its schema is {manifest.get('schema')}, but this version reads "
-            f"{SCHEMA}. {again}"
+            f"{SCHEMA}. {remedy}"
         )
     checksums = dict[str, np.ndarray]()
     try:
@@ -164,7 +164,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             if name.endswith(".crc32c"):
                 checksums[name] = np.frombuffer(content, "<u4")
     except FileNotFoundError as error:
-        raise DataError(f"{error}: is not there. {again}") from error
+        raise DataError(f"{error}: is not there. {remedy}") from error
     if encoding is None and RANKS in manifest["files"]:
         encoding = parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
     elif encoding is None:

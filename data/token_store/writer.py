@@ -1,4 +1,4 @@
-"""Put parts together as a token store.
+"""Write the encoded parts as a token store.
 
     <store>/<split>/tokens      uint16 or uint32, one flat array
     <store>/<split>/offsets     int64, the start of each document, then the end
@@ -7,14 +7,14 @@
     <store>/<split>/id_offsets  int64, the start of each id, then the end
     <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
     <store>/tokenizer.tiktoken  the rank file, where the tokenizer has one
-    <store>/skipped.jsonl       what was left out: file, place, reason
+    <store>/skipped.jsonl       skipped records: file, position, reason
     <store>/manifest.json       written last: a folder without one is no store
 
-The arrays are zarr v3, sharded, each chunk with its CRC-32C; the manifest holds the
-SHA-256 of every array's values and of every small file, and has its own beside it. The
-checksums of chunks are small files too, so that a shard of another store is found when
-one of its chunks is read.
-The same segments give the same bytes. Memory use is that of a few shards.
+The arrays are sharded zarr v3, and each chunk has its CRC-32C. The manifest holds the
+SHA-256 of the values of every array and of every small file; its own is in a file next
+to it. The checksums of chunks are small files too, so a shard of another store is found
+when one of its chunks is read. The same segments give the same bytes. Memory use is
+that of a few shards.
 """
 
 import collections
@@ -27,9 +27,9 @@ import google_crc32c
 import numpy as np
 import tensorstore as ts
 
+from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS, Split
 from data.token_store.parts import Segment, SegmentSplit
-from data.token_store.storage import Storage
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
 
 
 def write_store(
-    storage: Storage,
+    storage: KeyValueStore,
     segments: Iterable[Segment],
     dtype: np.dtype,
     about: dict[str, Any],
@@ -51,8 +51,8 @@ def write_store(
 ) -> None:
     """Write segments into an empty folder, in their order.
 
-    `about` is what else the manifest says: tokenizer, source. `ranks` is the
-    tokenizer's rank file, to be kept with its tokens.
+    `about` holds further entries of the manifest: tokenizer and source. `ranks` is the
+    content of the tokenizer's rank file, which is stored with the tokens.
 
     Raises:
         DataError: the storage cannot be written.
@@ -108,7 +108,7 @@ def chunk_checksums(values: np.ndarray) -> np.ndarray:
     """Return the CRC-32C of each chunk of values that begin where a chunk does."""
     size = CHUNK_LENGTH * values.itemsize
     starts = range(0, len(values), CHUNK_LENGTH)
-    chunks = (values[at : at + CHUNK_LENGTH].tobytes() for at in starts)
+    chunks = (values[start : start + CHUNK_LENGTH].tobytes() for start in starts)
     checksums = [google_crc32c.value(chunk.ljust(size, b"\0")) for chunk in chunks]
     return np.array(checksums, "<u4")
 
@@ -116,7 +116,7 @@ def chunk_checksums(values: np.ndarray) -> np.ndarray:
 class _SplitWriter:
     """The five arrays of a split."""
 
-    def __init__(self, storage: Storage, split: str, dtype: np.dtype):
+    def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
         self._arrays = {
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))
@@ -132,8 +132,8 @@ class _SplitWriter:
         if len(ends):
             starts = np.concatenate([[self._begins], ends[:-1]])
             blocks = np.arange(self._indexed, starts[-1] // CHUNK_LENGTH + 1)
-            before = np.searchsorted(starts, blocks * CHUNK_LENGTH)
-            self._arrays["index"].append(self._documents + before)
+            num_documents = np.searchsorted(starts, blocks * CHUNK_LENGTH)
+            self._arrays["index"].append(self._documents + num_documents)
             self._begins, self._indexed = ends[-1], self._indexed + len(blocks)
         self._arrays["tokens"].append(part.tokens)
         self._arrays["offsets"].append(ends)

@@ -33,8 +33,10 @@ def machine(cluster: GkeGpuCluster) -> Machine:
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
     """Return the JobSet."""
-    several = cluster.processes_per_node > 1
-    around = node_command("python", cluster.processes_per_node) if several else ()
+    many_processes = cluster.processes_per_node > 1
+    around = (
+        node_command("python", cluster.processes_per_node) if many_processes else ()
+    )
     index = from_pod("annotations", "batch.kubernetes.io/job-completion-index")
     pods = Pods(
         name=NODE,
@@ -47,7 +49,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
             "MASTER_ADDR": host_of(job, NODE),
             "MASTER_PORT": str(port_of(job.name)),
             "WORLD_SIZE": str(cluster.nodes * cluster.processes_per_node),
-            "NODE_RANK" if several else "RANK": index,
+            "NODE_RANK" if many_processes else "RANK": index,
         },
         resource=("nvidia.com/gpu", cluster.gpus_per_node),
         user={"runAsNonRoot": True},

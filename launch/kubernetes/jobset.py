@@ -33,25 +33,25 @@ _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 
 def mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the keys that both kinds have."""
-    wrong = []
+    errors = []
     if not cluster.image:
         rule = "is needed: an image with this program in it (docker build), as "
         rule += "cluster.image=host/name:tag"
-        wrong.append(Mistake("cluster.image", None, rule))
+        errors.append(Mistake("cluster.image", None, rule))
     if cluster.code is Code.shared:
         rule = "pods do not see this machine's files: must be image or archive"
-        wrong.append(Mistake("cluster.code", "shared", rule))
+        errors.append(Mistake("cluster.code", "shared", rule))
     if not re.fullmatch(r"[1-9]\d*[KMGT]i?", cluster.memory or "1Gi"):
         rule = "must be a number with K, M, G or T, say 200Gi"
-        wrong.append(Mistake("cluster.memory", cluster.memory, rule))
+        errors.append(Mistake("cluster.memory", cluster.memory, rule))
     for variable, secret in cluster.secrets.items():
         if not _SECRET.fullmatch(secret):
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
-            wrong.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
+            errors.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
     if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
-        wrong += object_store_mistakes(run_dir, kind_of(cluster))
-    return wrong
+        errors += object_store_mistakes(run_dir, kind_of(cluster))
+    return errors
 
 
 def render(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
@@ -107,11 +107,17 @@ def _pod_rules() -> list[dict[str, Any]]:
     Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
     leave the condition DisruptionTarget on the pod.
     """
-    which = {"containerName": CONTAINER, "operator": "In"}
+    container_codes = {"containerName": CONTAINER, "operator": "In"}
     lost = {"type": "DisruptionTarget", "status": "True"}
     return [
-        {"action": "FailJob", "onExitCodes": {**which, "values": sorted(NEVER_AGAIN)}},
-        {"action": "FailJob", "onExitCodes": {**which, "values": sorted(AGAIN)}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {**container_codes, "values": sorted(NEVER_AGAIN)},
+        },
+        {
+            "action": "FailJob",
+            "onExitCodes": {**container_codes, "values": sorted(AGAIN)},
+        },
         {"action": "FailJob", "onPodConditions": [lost]},
     ]
 
@@ -143,8 +149,8 @@ def _rules() -> list[dict[str, Any]]:
 def _mounts(more: Any) -> list[str]:
     """List where volumes are mounted in what a person merges."""
     if isinstance(more, Mapping):
-        here = [more["mountPath"]] if isinstance(more.get("mountPath"), str) else []
-        return here + [path for value in more.values() for path in _mounts(value)]
+        paths = [more["mountPath"]] if isinstance(more.get("mountPath"), str) else []
+        return paths + [path for value in more.values() for path in _mounts(value)]
     if isinstance(more, Sequence) and not isinstance(more, str):
         return [path for value in more for path in _mounts(value)]
     return []

@@ -1,7 +1,7 @@
-"""What `python -m launch` asks of Kubernetes, through kubectl, of a rendered JobSet.
+"""The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
-The verbs of launch/backend.py that both kinds of GKE share. A JobSet that is over stays
-there, with its pods and what they said, until it is submitted again.
+Both kinds of GKE share these functions of launch/backend.py. A finished JobSet stays in
+the cluster, with its pods and their output, until it is submitted again.
 """
 
 import json
@@ -25,8 +25,8 @@ from train.errors import CRASHED, FINISHED, Exit
 log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-_MARGIN_S = 120  # for what is left to do once the last pod has ended
-_SPOT_NOTICE_S = 15  # to user pods. Source: GKE, "Spot VMs", graceful termination
+_MARGIN_S = 120  # for the work after the end of the last pod
+_SPOT_NOTICE_S = 15  # for user pods. Source: GKE, "Spot VMs", graceful termination
 _OVER = ("Completed", "Failed")
 _PODS_OF = "jobset.sigs.k8s.io/jobset-name="
 _FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
@@ -66,8 +66,10 @@ def status(submission: Submission) -> list[str]:
     lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
-        most = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        lines.append(f"restarted {restarts} times, {counted} of at most {most} counted")
+        max_restarts = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
+        lines.append(
+            f"restarted {restarts} times, {counted} of at most {max_restarts} counted"
+        )
     queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
@@ -84,17 +86,17 @@ def status(submission: Submission) -> list[str]:
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print what process 0 has said; follow it through restarts, to the end."""
-    pod, seen = "", ""
+    pod, since = "", ""
     while True:
         over = not (follow and alive(submission))
         now = _first_pod(submission)
         if now:
             more = ["--follow"] * (not over)
-            more += [f"--since-time={seen}"] if now == pod else []
+            more += [f"--since-time={since}"] if now == pod else []
             more += ["--container", CONTAINER]
             done = _run(submission, "logs", now, *more, show=True)
             if done.returncode == 0:
-                pod, seen = now, datetime.now(UTC).isoformat(timespec="seconds")
+                pod, since = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
             if not now:
                 print("no pod is there yet, or any more", file=sys.stderr)
@@ -122,9 +124,9 @@ def _jobset(submission: Submission) -> dict[str, Any] | None:
     return json.loads(output) if output.strip() else None
 
 
-def _list(submission: Submission, kind: str, *which: str) -> list[dict[str, Any]]:
+def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
     """List objects; none where the cluster does not let us, or has no such kind."""
-    done = _run(submission, "get", kind, *which, "-ojson")
+    done = _run(submission, "get", kind, *arguments, "-ojson")
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
 
 

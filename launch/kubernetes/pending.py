@@ -25,12 +25,16 @@ def describe_queue(
     if conditions.get("Admitted", {}).get("status") == "True":
         return [f"queue {queue}: admitted"]
     why = conditions.get("QuotaReserved", {}).get("message") or "waits"
-    for position, other in enumerate(pending):
-        if other["metadata"]["name"] == workload["metadata"]["name"]:
-            place = other.get("positionInLocalQueue", position)
-            all_ = other.get("positionInClusterQueue")
-            more = "" if all_ is None else f", {all_} in the cluster's"
-            return [f"queue {queue}: {place} before it{more}: {why}"]
+    for position, entry in enumerate(pending):
+        if entry["metadata"]["name"] == workload["metadata"]["name"]:
+            local_position = entry.get("positionInLocalQueue", position)
+            cluster_position = entry.get("positionInClusterQueue")
+            more = (
+                ""
+                if cluster_position is None
+                else f", {cluster_position} in the cluster's"
+            )
+            return [f"queue {queue}: {local_position} before it{more}: {why}"]
     return [f"queue {queue}: {why}"]
 
 

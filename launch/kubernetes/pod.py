@@ -19,20 +19,20 @@ _SPOT = "cloud.google.com/gke-spot"
 
 @dataclass(frozen=True)
 class Pods:
-    """What differs between kinds of accelerator.
+    """The settings of pods that differ between kinds of accelerator.
 
-    name: of the replicated job.
-    jobs: how many times it is there.
-    pods: of each.
-    command: of each pod.
-    environment: texts, or mappings such as `from_pod` gives.
-    resource: as device plugins call it, and how many of it a pod gets.
-    selector: labels of the nodes.
-    annotations: of the JobSet.
-    user: what the pod's security context says of it.
-    network: of the pod, if not its own.
-    processes: of a pod.
-    memory_volume: whether /dev/shm is to be as large as the node's memory allows.
+    name: the name of the replicated job.
+    jobs: the number of its replicas.
+    pods: the number of pods in each replica.
+    command: the command of each pod.
+    environment: values of variables: texts, or mappings made by `from_pod`.
+    resource: the name of the device resource, and its number for each pod.
+    selector: labels that the nodes must have.
+    annotations: annotations of the JobSet.
+    user: the user settings of the pod's security context.
+    network: the network settings of the pod, if it does not have its own network.
+    processes: the number of processes in a pod.
+    memory_volume: whether /dev/shm is as large as the node's memory allows.
     """
 
     name: str

@@ -58,10 +58,10 @@ class RemoteAttempt:
         if not self._begin(self._wait):
             return [self._wait.exit_code] * self._hosts.processes
         began = self._since = time.monotonic()
-        told, tried = 0, 0
+        reported, tried = 0, 0
         while True:
-            if (tried := self._wait.count) > told and self._signal():
-                told = tried
+            if (tried := self._wait.count) > reported and self._signal():
+                reported = tried
             states = self._hosts.ask("poll")
             self._note(states)
             self._copy_output()
@@ -110,8 +110,8 @@ class RemoteAttempt:
             if heard_at < late and name not in self._codes:
                 log.warning("%s does not answer: lost", name)
                 self._codes[name] = None
-        never = 0 if began > late else self._hosts.processes - len(self._heard_at)
-        return len(self._codes) + never >= self._hosts.processes
+        num_silent = 0 if began > late else self._hosts.processes - len(self._heard_at)
+        return len(self._codes) + num_silent >= self._hosts.processes
 
     def _copy_output(self) -> None:
         """Keep what process 0 has written since, and show it."""

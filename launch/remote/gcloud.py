@@ -16,10 +16,10 @@ _MOST = 2000  # characters of what it says
 _HOPELESS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
 _HOPELESS |= {16: "UNAUTHENTICATED"}
 _ACCOUNT = ("active account", "gcloud auth login", "Reauthentication")
-_USAGE = 2  # of gcloud's own parser
+_USAGE = 2  # the exit code of gcloud's parser
 
-# As the cloud spells them: docs.cloud.google.com/tpu/docs/v5e and its neighbours; the
-# software versions for JAX: docs.cloud.google.com/tpu/docs/runtimes.
+# The cloud's names. Sources: docs.cloud.google.com/tpu/docs/v5e and its sister pages;
+# for the software versions for JAX docs.cloud.google.com/tpu/docs/runtimes.
 TYPES = {
     "v4": ("v4", "tpu-ubuntu2204-base"),
     "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
@@ -62,9 +62,11 @@ def words(
     verb: str, names: Sequence[str], cluster: TpuVmCluster, *more: str
 ) -> list[str]:
     """Return a command of `gcloud compute tpus queued-resources`."""
-    where = options({"zone": cluster.zone, "project": cluster.project, "quiet": True})
+    location = options(
+        {"zone": cluster.zone, "project": cluster.project, "quiet": True}
+    )
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, *names, *where, *more]
+    return [*group, verb, *names, *location, *more]
 
 
 class GcloudError(Exception):

@@ -16,9 +16,9 @@ from launch.supervisor import Wait
 
 log = logging.getLogger(__name__)
 
-# Of ssh: a connection to a host that is silent for a minute ends.
+# Options of ssh that end a connection to a host that is silent for a minute.
 KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
-_AGAIN_S = 15.0  # where not all could be reached
+_AGAIN_S = 15.0  # the pause before another try if some hosts could not be reached
 
 
 def files_of(cluster: SshCluster | TpuVmCluster) -> list[str]:

@@ -27,12 +27,12 @@ _ON_THE_WAY = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 _FAILURES = 5  # in a row, of what may pass
 _PAUSE_S, _LONGEST_S = 10.0, 300.0
 _ASK_AGAIN_S = 30.0
-_REMIND_S = 600.0  # that it still waits
+_REMIND_S = 600.0  # the interval of messages that it still waits
 
 
 @dataclass(frozen=True)
 class ResourceState:
-    """What a request is at. state: None if there is none; why: what it says of it."""
+    """The state of a request (None: there is no request), and the cloud's reason."""
 
     state: str | None
     why: str = ""
@@ -78,10 +78,12 @@ class QueuedResource:
         return ResourceState(state.get("state"), why, error.get("code"), created)
 
     def ensure(self, wait: Wait, poll_s: float, stopped: Callable[[], bool]) -> bool:
-        """Wait until it is active, made anew as often as needed; False: `stopped`.
+        """Wait until the resource is active, and request it again as often as needed.
+
+        Returns False if `stopped`.
 
         Raises:
-            Exit: it will not be, and why.
+            Exit: it cannot become active. The message says why.
         """
         pause_s = 0.0
         while not wait(pause_s):
@@ -114,7 +116,7 @@ class QueuedResource:
         if now.state == "FAILED":
             self._judge(now)
         elif now.state != "SUSPENDED":
-            return poll_s  # on the way, or leaving
+            return poll_s  # it is being created or deleted
         call(self._commands["delete"])
         return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
 
@@ -165,7 +167,7 @@ class QueuedResource:
 
     def delete(self, tries: int = 3) -> None:
         """Delete it with its machines, and say loudly if that cannot be done."""
-        for left in reversed(range(tries)):
+        for tries_left in reversed(range(tries)):
             try:
                 if self.look().state is not None:
                     call(self._commands["delete"])
@@ -173,7 +175,7 @@ class QueuedResource:
                 return
             except GcloudError as error:
                 log.warning("%s", error)
-                time.sleep(_PAUSE_S if left else 0)
+                time.sleep(_PAUSE_S if tries_left else 0)
         log.error(
             "%s COULD NOT BE DELETED, and may go on to cost money. By hand: %s",
             *(self.name, " ".join(self._commands["delete"])),
@@ -194,8 +196,8 @@ def describe_states(diary: Path) -> Sequence[str]:
 def _age(created: str) -> str:
     """Return the time since a moment as the API writes it; nanoseconds are too many."""
     try:
-        then = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
+        created_at = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
     except ValueError:
         return created
-    minutes = max(0, int((datetime.now(UTC) - then).total_seconds() / 60))
+    minutes = max(0, int((datetime.now(UTC) - created_at).total_seconds() / 60))
     return f"{minutes // 60} h {minutes % 60} min"

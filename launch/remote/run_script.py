@@ -25,9 +25,9 @@ RUN = "run.sh"
 
 
 class State(NamedTuple):
-    """What a process is doing: `running`, `ended` with a code, or `lost` without one.
+    """The state of a process: `running`, `ended` with a code, or `lost` without one.
 
-    `told`: it got the signal.
+    `told` says whether it received the signal.
     """
 
     word: str
@@ -57,8 +57,8 @@ def run_script(
         workdir: where it runs; None: in the folder of run.sh.
         last: lines of shell right before the command.
     """
-    where = [] if workdir is None else [f"cd -- {shlex.quote(workdir)}"]
-    body = [*exports(environment), *secrets, *setup, *where, *last]
+    change_folder = [] if workdir is None else [f"cd -- {shlex.quote(workdir)}"]
+    body = [*exports(environment), *secrets, *setup, *change_folder, *last]
     body.append(f"exec {shell(command)}")
     template = Path(__file__).with_name(RUN).read_text()
     return template.replace("@BODY@", "\n".join(body))

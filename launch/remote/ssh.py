@@ -29,21 +29,21 @@ SECRETS_REMEDY = (
 
 def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    wrong = []
+    errors = []
     if not cluster.hosts:
         rule = "must name at least one, say [node1, me@node2]"
-        wrong.append(Mistake("cluster.hosts", [], rule))
+        errors.append(Mistake("cluster.hosts", [], rule))
     for host in [*cluster.hosts, *filter(None, [cluster.address])]:
         if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host, re.ASCII):
             rule = "must be a host as ssh takes it, with user@ before it if need be"
-            wrong.append(Mistake("cluster.hosts", host, rule))
+            errors.append(Mistake("cluster.hosts", host, rule))
     if len({*cluster.hosts}) < len(cluster.hosts):
         rule = "must differ; cluster.processes_per_node has several on each"
-        wrong.append(Mistake("cluster.hosts", cluster.hosts, rule))
+        errors.append(Mistake("cluster.hosts", cluster.hosts, rule))
     if cluster.code is Code.image:
         rule = "must be shared or archive: nothing starts containers here"
-        wrong.append(Mistake("cluster.code", cluster.code, rule))
-    return wrong
+        errors.append(Mistake("cluster.code", cluster.code, rule))
+    return errors
 
 
 def machine(cluster: SshCluster) -> Machine:
@@ -53,10 +53,10 @@ def machine(cluster: SshCluster) -> Machine:
 
 def render(job: Job, cluster: SshCluster) -> Rendered:
     """Return run.sh, and how it is started on each host."""
-    there = replace(job, folder=".")  # an archive comes to lie beside run.sh
+    remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     shared = job.workdir if cluster.code is Code.shared else None
     script = run_script(
-        there.command(cluster.python or sys.executable, cluster.code),
+        remote_job.command(cluster.python or sys.executable, cluster.code),
         job.variables(cluster.code),
         setup=cluster.setup,
         workdir=cluster.workdir or shared,

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from data.storage import is_remote
 from launch.config import SshCluster
 from launch.job import port_of
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
@@ -17,7 +18,6 @@ from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
-from train.run.storage import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -25,30 +25,38 @@ log = logging.getLogger(__name__)
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", *KEEP_ALIVE)
 _HOPELESS = ("Permission denied", "Could not resolve", "Host key verification failed")
 _AT_ONCE = 32
-Answers = dict[str, tuple[int, bytes, str]]  # by host: exit code, output, errors
+Answers = dict[str, tuple[int, bytes, str]]  # host -> exit code, output, errors
 
 
 def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
     """Return the command that runs a line of shell on a host."""
-    own = [word for option in _OPTIONS for word in ("-o", option)]
-    return ["ssh", *own, *cluster.options, "--", host, line]
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    return ["ssh", *options, *cluster.options, "--", host, line]
 
 
 def put_line(name: str, file: str) -> str:
     """Return the line of shell that puts what it reads into a file, whole or not."""
     path = f"{folder_of(name)}/{file}"
-    # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
+    # The file is moved, not copied, so that a shell that reads the old run.sh keeps it.
     write = f"umask 077 && mkdir -p {folder_of(name)} && cat >{path}.new"
     return f"{write} && mv -f {path}.new {path}"
 
 
 def start_line(name: str, cluster: SshCluster, number: int) -> str:
     """Return the line of shell that starts the processes of a host, by its number."""
-    each = cluster.processes_per_node
+    processes_per_node = cluster.processes_per_node
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
     port = cluster.port or port_of(name)
-    world_size = each * len(cluster.hosts)
-    return run_words(name, "start", number * each, each, world_size, address, port)
+    world_size = processes_per_node * len(cluster.hosts)
+    return run_words(
+        name,
+        "start",
+        number * processes_per_node,
+        processes_per_node,
+        world_size,
+        address,
+        port,
+    )
 
 
 class SshHosts(Hosts):
@@ -100,15 +108,23 @@ class SshHosts(Hosts):
         answers = self._on_all(lambda _: line, timeout_s=ASK_S)
         for host, (_, out, _) in answers.items():
             if out.strip() == b"no":
-                wrong = f"{host} does not see {self._submission.run_dir}: cluster=ssh "
-                wrong += "wants a folder that all hosts and this machine share; "
-                raise Exit(WRONG_CONFIG, wrong + "run.dir=, or s3:// or gs://")
+                message = (
+                    f"{host} does not see {self._submission.run_dir}: cluster=ssh "
+                )
+                message += "wants a folder that all hosts and this machine share; "
+                raise Exit(WRONG_CONFIG, message + "run.dir=, or s3:// or gs://")
         return all(out.strip() == b"yes" for _, out, _ in answers.values())
 
     def _run(self, verb: str, *words: str | int) -> str:
-        each = self._cluster.processes_per_node
+        processes_per_node = self._cluster.processes_per_node
         answers = self._on_all(
-            lambda number: run_words(self._name, verb, number * each, each, *words),
+            lambda number: run_words(
+                self._name,
+                verb,
+                number * processes_per_node,
+                processes_per_node,
+                *words,
+            ),
             timeout_s=ASK_S,
         )
         return _together(answers)

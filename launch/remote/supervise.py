@@ -1,7 +1,7 @@
-"""What local, ssh and tpu_vm have in common: a supervisor on this machine, its verbs.
+"""The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
 
-It lives on the machine where the job was submitted, in the foreground or, with
-`cluster.detach`, behind it. Where it lives no more, `action=resume` begins another.
+The supervisor runs on the machine where the job was submitted, in the foreground or,
+with `cluster.detach`, in the background. If it died, `action=resume` starts another.
 """
 
 import os
@@ -85,8 +85,8 @@ def detach_process(log: Path) -> bool:
     os.setsid()
     if os.fork():
         os._exit(0)
-    with log.open("ab") as file, Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with log.open("ab") as file, Path(os.devnull).open("rb") as null_device:
+        os.dup2(null_device.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     return True
@@ -97,8 +97,8 @@ def submitted_hosts(submission: Submission) -> Any:
     kinds = {"ssh": SshHosts, "tpu_vm": TpuHosts}
     if submission.kind not in kinds:
         return None
-    kept = dict(submission.handle["cluster"])
-    cluster = KINDS[submission.kind](**{**kept, "code": Code(kept["code"])})
+    settings = dict(submission.handle["cluster"])
+    cluster = KINDS[submission.kind](**{**settings, "code": Code(settings["code"])})
     return kinds[submission.kind](submission, cluster)
 
 
@@ -111,16 +111,16 @@ def alive(submission: Submission) -> bool:
 def status(submission: Submission) -> list[str]:
     """Return whether it is being kept running from here, and how its attempts ended."""
     handle = submission.handle
-    where = f"process {handle.get('pid')} on {handle.get('host')}"
-    state = f"kept running by {where}"
+    supervisor = f"process {handle.get('pid')} on {handle.get('host')}"
+    state = f"kept running by {supervisor}"
     if not alive(submission):
-        state = f"not kept running: {where} is over, or not of this machine; "
+        state = f"not kept running: {supervisor} is over, or not of this machine; "
         state += "action=resume goes on"
     return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 writes; if nobody here has listened, ask its machine."""
+    """Print the output of process 0, from the local log or else from its machine."""
     file = Path(submission.handle.get("folder", "")) / LOG
     if file.exists() or alive(submission):
         file.touch()

@@ -22,18 +22,18 @@ from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
 
-STATES = "states.jsonl"  # that the resource was seen in
+STATES = "states.jsonl"  # the observed states of the resource
 _ALL = ("--node=all", "--worker=all")
-_FIRST = ("--node=0", "--worker=0")  # of which JAX makes process 0
-_PROCESS = (0, 1)  # on each: number 0, and one of them
+_FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
+_PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
 
 
 def ssh_command(
-    name: str, cluster: TpuVmCluster, line: str, where: tuple[str, ...] = _ALL
+    name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
     more = (*_alive("ssh"), *cluster.ssh_options, f"--command={line}")
-    return words("ssh", [name], cluster, *where, *more)
+    return words("ssh", [name], cluster, *workers, *more)
 
 
 def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
@@ -54,7 +54,7 @@ def make_line(name: str) -> str:
 
 def start_line(name: str) -> str:
     """Return the line of shell that puts files in their places, and starts training."""
-    # Moved, not copied: a shell that reads the old run.sh goes on to read the old one.
+    # Files are moved, not copied, so that a shell that reads the old run.sh keeps it.
     move = f"mv -f {folder_of(name)}/incoming/* {folder_of(name)}/"
     return f"{move} && {run_words(name, 'start', *_PROCESS)}"
 
@@ -116,9 +116,9 @@ class TpuHosts(Hosts):
         return self._run_line(line, _FIRST)
 
     def _run_line(
-        self, line: str, where: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
+        self, line: str, workers: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
     ) -> bytes:
-        command = ssh_command(self._name, self._cluster, line, where)
+        command = ssh_command(self._name, self._cluster, line, workers)
         code, out, err = run_captured(command, timeout_s)
         if code:
             log.debug("%s", err)

@@ -31,8 +31,8 @@ from train.hardware.targets import parse_target
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 _COMMANDS_FILE = "tpu_vm.sh"
-# The machines' own Python is 3.10: a newer one beside it, with what training needs, in
-# the versions of the archive: each start installs, and no restart may change them.
+# The Python of the machines is 3.10, so the setup installs a newer one next to it, with
+# the package versions of the archive: each start installs, and no restart changes them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
     "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
@@ -45,21 +45,21 @@ _SETUP = (
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    wrong = [*_target_mistakes(cluster)]
+    errors = [*_target_mistakes(cluster)]
     if not cluster.zone:
-        wrong.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
+        errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:
         rule = "go not together: spot machines are what reservations leave"
-        wrong.append(Mistake("cluster.spot, cluster.reserved", True, rule))
+        errors.append(Mistake("cluster.spot, cluster.reserved", True, rule))
     if (cluster.image is None) == (cluster.code is Code.image):
         rule = "goes with cluster.code=image, and only with it"
-        wrong.append(Mistake("cluster.image", cluster.image, rule))
+        errors.append(Mistake("cluster.image", cluster.image, rule))
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
-            wrong.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
-    # With code=shared there is a file system that all see.
+            errors.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
+    # With code=shared there is a file system that all machines see.
     shared = cluster.code is Code.shared
-    return wrong + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
+    return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
 
 def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:
@@ -86,9 +86,9 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
     """Return run.sh, and the commands that are typed from here, in their order."""
-    there = replace(job, folder=".")  # an archive comes to lie beside run.sh
+    remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
-    command = there.command(python, cluster.code)
+    command = remote_job.command(python, cluster.code)
     variables = {**job.cache_variables(), **job.variables(cluster.code)}
     last: list[str] = []
     if cluster.image is not None:
@@ -110,20 +110,20 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
 
 def _typed(name: str, cluster: TpuVmCluster) -> str:
     """Return the commands that the supervisor types, for those who want to do so."""
-    own = commands(name, cluster)
+    gcloud = commands(name, cluster)
     poll = run_words(name, "poll", 0, 1)
     interrupt = run_words(name, "signal", 0, 1, "INT")
     parts = {
-        "Ask for the machines; once they are ACTIVE, go on": own["create"],
-        "Are they?": own["describe"],
+        "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
+        "Are they?": gcloud["describe"],
         "Make room for the files": ssh_command(name, cluster, make_line(name)),
         "Copy them, from the folder of this file": copy_command(name, cluster),
         "Start training": ssh_command(name, cluster, start_line(name)),
         "Does it run?": ssh_command(name, cluster, poll),
         "Let it save and stop": ssh_command(name, cluster, interrupt),
-        "Delete the machines": own["delete"],
+        "Delete the machines": gcloud["delete"],
     }
-    lines = [line for what, p in parts.items() for line in (f"# {what}", shell(p))]
+    lines = [line for title, p in parts.items() for line in (f"# {title}", shell(p))]
     return "\n".join(lines) + "\n"
 
 
@@ -135,8 +135,8 @@ def _secrets(cluster: TpuVmCluster) -> list[str]:
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
-        which = options({"secret": name, "project": cluster.project})
-        words = shell([*ask, *which])
+        flags = options({"secret": name, "project": cluster.project})
+        words = shell([*ask, *flags])
         lines += [f'{variable}="$({words})"', f"export {variable}"]
     return lines
 
@@ -167,8 +167,8 @@ def status(submission: Submission) -> list[str]:
     """Describe the queued resource, who keeps it running, and what came before."""
     try:
         now = supervise.submitted_hosts(submission).resource.look()
-        there = str(now) if now.state else "none: it is over, or not asked for yet"
+        state = str(now) if now.state else "none: it is over, or not asked for yet"
     except GcloudError as error:
-        there = f"gcloud does not say: {error}"
+        state = f"gcloud does not say: {error}"
     states = describe_states(submission.local_folder() / STATES)
-    return [f"queued resource: {there}", *supervise.status(submission), *states]
+    return [f"queued resource: {state}", *supervise.status(submission), *states]

@@ -45,22 +45,24 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     files = folder if job.rendered_to is None else job.files
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
-    before = [shell(["mkdir", "-p", folder])]  # sbatch makes none for the output
-    return Rendered({SCRIPT: script(job, cluster)}, command, before)
+    commands_before = [
+        shell(["mkdir", "-p", folder])
+    ]  # sbatch makes none for the output
+    return Rendered({SCRIPT: script(job, cluster)}, command, commands_before)
 
 
 def submit(
     job: Job, cluster: SlurmCluster, rendered: Rendered, submission: Submission
 ) -> int:
     """Hand the script to sbatch."""
-    before = "cluster.signal_s: before a time limit Slurm leaves"
-    warn_of_short_notice(job, cluster.signal_s, before)
+    grace = "cluster.signal_s: before a time limit Slurm leaves"
+    warn_of_short_notice(job, cluster.signal_s, grace)
     folder = Path(folder_of(job))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
     submission = submission.with_handle(folder=str(folder))
-    number, _, other = ask(rendered.command).strip().partition(";")
-    submission.with_handle(job=number, cluster=other)
+    number, _, federation = ask(rendered.command).strip().partition(";")
+    submission.with_handle(job=number, cluster=federation)
     print(f"job {number}; action=status says where it is, action=logs what it says")
     return FINISHED
 
@@ -79,15 +81,15 @@ def status(submission: Submission) -> list[str]:
 def logs(submission: Submission, follow: bool) -> int:
     """Print what the script and the processes have said."""
     file, job = Path(submission.handle["folder"]) / LOG, QueuedJob(submission.handle)
-    place, over, looked = 0, not follow, 0.0
+    offset, over, looked = 0, not follow, 0.0
     while True:
         if follow and time.monotonic() - looked > 5 * _LOOK_S:
             over, looked = job.state() is None, time.monotonic()
         if file.exists():
             with file.open("rb") as log_file:
-                log_file.seek(place)
+                log_file.seek(offset)
                 print(log_file.read().decode(errors="replace"), end="", flush=True)
-                place = log_file.tell()
+                offset = log_file.tell()
         if over:
             return FINISHED
         time.sleep(_LOOK_S / 4)

@@ -1,17 +1,17 @@
-"""What may stand in `cluster.*` for Slurm.
+"""Check the values of `cluster.*` for Slurm.
 
-sbatch splits a directive at spaces, takes its quotes away and ends it at a `#`, so the
-values hold nothing of that kind, nor anything else that none of its options needs.
+sbatch splits a directive at spaces, removes its quotes and ends it at a `#`. Values
+with such characters, or with others that no option needs, are refused.
 """
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from train.errors import Mistake
-from train.run.storage import is_remote
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
 _VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"
@@ -39,13 +39,13 @@ _ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys."""
-    own = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
+    errors = [*_texts(cluster), *gpu.mistakes(cluster), *_code(cluster, run_dir)]
     for key in ("cluster.options", "cluster.srun_options"):
         options = cluster.options if key == "cluster.options" else cluster.srun_options
         for name, value in options.items():
             if rule := _rule_of_option(str(name), value):
-                own.append(Mistake(f"{key}.{name}", value, rule))
-    return own
+                errors.append(Mistake(f"{key}.{name}", value, rule))
+    return errors
 
 
 def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
@@ -74,8 +74,8 @@ def _rule_of_option(name: str, value: Any) -> str | None:
         return "is for the launcher to say"
     if not isinstance(value, bool | int | float | str | None):
         return "must be text, a number, true, false or null"
-    wrong = isinstance(value, str) and not re.fullmatch(_VALUE, value)
-    return _VALUE_RULE if wrong else None
+    malformed = isinstance(value, str) and not re.fullmatch(_VALUE, value)
+    return _VALUE_RULE if malformed else None
 
 
 def _code(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:

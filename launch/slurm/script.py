@@ -1,13 +1,14 @@
-"""The job script of Slurm: trains, and decides what the end of an attempt means.
+"""The job script of Slurm: it trains, and decides whether to requeue the job.
 
-Slurm knows only whether a script failed. So this one waits for all processes, reads
-their exit codes (each leaves its own in a file: srun tells the highest alone, which
-hides a wrong config behind a lost peer), judges them as `launch/policy.py` does, and
-puts its own job into the queue again, or not, and says why. What Slurm does by itself
-(a lost node, a preemption that requeues, scancel) it leaves alone, and does not count.
+Slurm knows only whether a script failed. This script waits for all processes and reads
+their exit codes. Each process leaves its own in a file, because srun reports only the
+highest, so that a lost peer would hide a wrong config. The script judges the codes as
+`launch/policy.py` does, requeues its own job or does not, and says why. Events that
+Slurm handles itself (a lost node, a preemption that requeues, scancel) are left to it
+and do not count.
 
-Signals reach the processes without it: those of `--signal` and `scancel --signal` go
-to the step, those of a requeue, a preemption and a time limit to all there is.
+Signals reach the processes without the script: those of `--signal` and `scancel
+--signal` go to the step, and those of a requeue, a preemption and a time limit to all.
 """
 
 import shlex
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.storage import is_remote
 from launch import gpu_variables as gpu
 from launch.config import Code, SlurmCluster
 from launch.host_resources import host_memory_gib, process_cores
@@ -29,7 +31,6 @@ from launch.policy import (
 )
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
-from train.run.storage import is_remote
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
 _PAUSES = 32  # the last one holds for all later crashes
@@ -59,7 +60,7 @@ def folder_of(job: Job) -> str:
 
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
-    own = {
+    defaults = {
         "job-name": job.name,
         "nodes": cluster.nodes,
         "ntasks-per-node": cluster.processes_per_node,
@@ -74,7 +75,7 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "requeue": True,
         "open-mode": "append",
     }
-    return [f"#SBATCH {word}" for word in options({**own, **cluster.options})]
+    return [f"#SBATCH {word}" for word in options({**defaults, **cluster.options})]
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
@@ -160,10 +161,10 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
-    seen = [workdir, folder_of(job)]
-    seen += [] if is_remote(job.run_dir) else [job.run_dir]
-    seen += [job.root] if cluster.code is Code.shared else []
-    paths = [Path(path) for path in dict.fromkeys(seen)]
+    host_paths = [workdir, folder_of(job)]
+    host_paths += [] if is_remote(job.run_dir) else [job.run_dir]
+    host_paths += [job.root] if cluster.code is Code.shared else []
+    paths = [Path(path) for path in dict.fromkeys(host_paths)]
     outer = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outer]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
@@ -172,7 +173,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
         "container-workdir": workdir,
-        "container-env": ",".join(sorted(ours)),  # else the image's own win
+        "container-env": ",".join(sorted(ours)),  # otherwise the image's values win
         **cluster.srun_options,
     }
 
@@ -201,5 +202,5 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     return [
         *(f"{name}={shlex.quote(word)}" for name, word in words.items()),
         *(f"{name}={number}" for name, number in numbers.items()),
-        *(f"{name}=({' '.join(map(str, each))})" for name, each in lists.items()),
+        *(f"{name}=({' '.join(map(str, codes))})" for name, codes in lists.items()),
     ]

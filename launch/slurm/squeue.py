@@ -1,4 +1,4 @@
-"""What Slurm knows of a job, asked with its own commands, and how it is told to end."""
+"""Query the state of a Slurm job with Slurm's commands, and ask the job to end."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ class QueuedJob:
     def __init__(self, handle: Mapping[str, str]):
         """Take what `submit` kept; a job that sbatch refused has no number."""
         self.number = handle.get("job")
-        other = handle.get("cluster")
-        self._where = [f"--clusters={other}"] if other else []
+        federation = handle.get("cluster")
+        self._where = [f"--clusters={federation}"] if federation else []
 
     def about(self) -> dict[str, str]:
         """Return `scontrol show job` by name; nothing, once Slurm has forgotten it."""
@@ -45,9 +45,9 @@ class QueuedJob:
 
     def cancel(self, signal: str | None = None) -> None:
         """Cancel it, or send its processes a signal; nothing if it is over."""
-        which = [f"--signal={signal}"] if signal else []
+        options = [f"--signal={signal}"] if signal else []
         assert self.number is not None
-        ask(["scancel", "--quiet", *self._where, *which, self.number], "")
+        ask(["scancel", "--quiet", *self._where, *options, self.number], "")
 
     def describe(self) -> list[str]:
         """Return whether it runs, why it waits, and how often it was put back."""
@@ -79,8 +79,9 @@ class QueuedJob:
         waiting = ask(words, "").split()
         if self.number not in waiting:
             return f"in partition {partition}"
-        before = waiting.index(self.number)
-        return f"{before or 'no'} job{'s' * (before != 1)} before it in {partition}"
+        jobs_ahead = waiting.index(self.number)
+        jobs = "1 job" if jobs_ahead == 1 else f"{jobs_ahead or 'no'} jobs"
+        return f"{jobs} before it in {partition}"
 
     def _accounted(self) -> list[str]:
         """Return the line of the accounting, where there is one."""
@@ -98,8 +99,8 @@ def ask(command: Sequence[str], allowed: str | None = None) -> str:
     Raises:
         Exit: it failed otherwise.
     """
-    wrong = f"there is no {command[0]} here: type this where Slurm's commands are"
-    done = run_tool(command, Exit(CRASHED, wrong))
+    message = f"there is no {command[0]} here: type this where Slurm's commands are"
+    done = run_tool(command, Exit(CRASHED, message))
     if done.returncode and (allowed is None or allowed not in done.stderr):
         raise Exit(CRASHED, f"{command[0]}: {done.stderr.strip()}")
     return "" if done.returncode else done.stdout

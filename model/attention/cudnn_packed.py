@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import cudnn
 from model.attention.cudnn import PARAMETERS
-from model.remat import named
+from model.remat import saveable
 
 MULTIPLE = cudnn.MULTIPLE
 why_not = cudnn.why_not
@@ -157,7 +157,7 @@ def _forward(window: int | None, q, k, v, numbers_BT):
 
     zeros = jnp.zeros_like(q), jnp.zeros((B, N, T), jnp.float32)
     o, lse_BNT = jax.lax.fori_loop(0, _num_calls(numbers_BT), call_kernel, zeros)
-    o, lse_BNT = named(o, "attention"), named(lse_BNT, "attention")
+    o, lse_BNT = saveable(o, "attention"), saveable(lse_BNT, "attention")
     return o, (q, k, v, numbers_BT, o, lse_BNT)
 
 

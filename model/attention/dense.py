@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from model.linear import einsum
-from model.remat import named
+from model.remat import saveable
 from model.row_max import row_max
 
 _MASKED = -1e30
@@ -61,7 +61,7 @@ def _forward(q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS, compute, soft_cap):
     used_BKMS = _times(weights_BKMS, factors_BKMS)
     o_BKMH = einsum("bkms,bskh->bkmh", used_BKMS, v_BSKH, compute, q_BKMH.dtype)
     slope_BKMS = slope(scores_BKMS, soft_cap)
-    o_BKMH, lse_BKM = named(o_BKMH, "attention"), named(lse_BKM, "attention")
+    o_BKMH, lse_BKM = saveable(o_BKMH, "attention"), saveable(lse_BKM, "attention")
     return (o_BKMH, lse_BKM), _Residuals(
         q_BKMH, k_BSKH, v_BSKH, weights_BKMS, o_BKMH, factors_BKMS, slope_BKMS
     )

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Int
 from model.attention import across, masks, xla
 from model.attention.across import KERNELS
 from model.attention.masks import Local
-from model.axes import ANYWHERE, AxisRules
 from model.choices import Attention, ContextAttention
-from model.parts import in_branch
+from model.placement import ONE_DEVICE, Placement
+from model.scopes import in_branch
 
 _PLATFORM_KERNELS = {
     "tpu": Attention.splash,
@@ -77,7 +77,7 @@ def attention(
     *,
     implementation: Attention,
     compute: DTypeLike,
-    rules: AxisRules = ANYWHERE,
+    placement: Placement = ONE_DEVICE,
     context: ContextAttention = ContextAttention.ring,
     drop: xla.Drop | None = None,
     window: int | None = None,
@@ -95,7 +95,7 @@ def attention(
             document.
         implementation: the kernel; not `auto`.
         compute: dtype of the products' operands.
-        rules: how activations are sharded. Kernels run on each shard by itself.
+        placement: how activations are sharded. Kernels run on each shard by itself.
         context: how devices that share rows attend to each other's keys; not `auto`.
         drop: drops weights at random. Only `xla` takes it, and only where no two
             devices share a row.
@@ -109,8 +109,8 @@ def attention(
     Returns:
         [B, T, N, H] in the dtype of q.
     """
-    T, shares_rows = q_BTNH.shape[1], bool(rules.sequence)
-    if window is not None and window >= T * jax.lax.psum(1, rules.sequence):
+    T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
+    if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
         window = None
     if implementation is Attention.xla and not shares_rows:
         return xla.attend(
@@ -128,12 +128,12 @@ def attention(
     kernel = KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"
-    if rules.spec("heads") != rules.spec("kv_heads"):
+    if placement.spec("heads") != placement.spec("kv_heads"):
         # The keys on a device are not those that its queries need. Repeat each key for
         # every query that shares it, and shard the copies like the queries.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
-    options = {"rules": rules, "context": context, "soft_cap": soft_cap}
+    options = {"placement": placement, "context": context, "soft_cap": soft_cap}
     attend = partial(_attend_on_shards, kernel, kv_axis=kv_axis, **options)
     if window is None or local is None:
         run = attend(window=window)
@@ -152,7 +152,7 @@ def _attend_on_shards(
     *,
     window: int | None,
     soft_cap: float | None,
-    rules: AxisRules,
+    placement: Placement,
     context: ContextAttention,
     kv_axis: str,
 ) -> Callable[..., Array]:
@@ -161,21 +161,17 @@ def _attend_on_shards(
     The arguments are those of `attention`; `kv_axis` is the logical axis of the heads
     of keys and values.
     """
-    if rules.sequence:
+    if placement.sequence_axes:
         attend = across.attend(
-            context, kernel, rules.sequence, window=window, soft_cap=soft_cap
+            context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
         )
     else:
         assert kernel is not xla
         attend = partial(kernel.attend, window=window, soft_cap=soft_cap)
-    if not rules.activations:
+    if not placement.automatic_axes:
         return attend
-    q_spec = rules.spec("batch", None, "heads", None)
-    kv_spec = rules.spec("batch", None, kv_axis, None)
-    ids_spec, sinks_spec = rules.spec("batch", None), rules.spec("heads")
-    return jax.shard_map(
-        attend,
-        in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
-        out_specs=q_spec,
-        check_vma=False,
-    )
+    q_spec = placement.spec("batch", None, "heads", None)
+    kv_spec = placement.spec("batch", None, kv_axis, None)
+    ids_spec, sinks_spec = placement.spec("batch", None), placement.spec("heads")
+    in_specs = (q_spec, kv_spec, kv_spec, ids_spec, sinks_spec)
+    return placement.map_shards(attend, in_specs, q_spec)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from model.remat import named
+from model.remat import saveable
 
 Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None  # of queries, of keys
 Start = Array | int  # The first position of half of a device's positions.
@@ -155,7 +155,7 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
     if sinks is not None:  # One more key, which all queries see.
         with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o, lse = _weigh(o, lse - with_sink), with_sink
-    o, lse = named(o.astype(q.dtype), "attention"), named(lse, "attention")
+    o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
     return o, _Residuals(q, k, v, ids, sinks, Result(o, lse))
 
 

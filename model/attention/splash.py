@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from model.attention.ring import Documents, Result
-from model.parts import computed
+from model.scopes import computed
 
 MULTIPLE = 128  # The least number of positions in a block.
 

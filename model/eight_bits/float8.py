@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from model.eight_bits.quantization import Quantized, contract, largest, transposed
-from model.gather import Parts
+from model.gather import WeightPlacement
 
 FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -65,11 +65,11 @@ def float8_product(
     a: jax.Array,
     b: jax.Array,
     compute: DTypeLike,
-    parts: Parts,
+    placement: WeightPlacement,
     emulated: bool,
 ) -> jax.Array:
     """Multiply like `model.linear.product`, with all three products in float8."""
-    return _float8_forward(spec, a, b, compute, parts, emulated)[0]
+    return _float8_forward(spec, a, b, compute, placement, emulated)[0]
 
 
 def _float8_forward(
@@ -77,34 +77,39 @@ def _float8_forward(
     a: jax.Array,
     b: jax.Array,
     compute: DTypeLike,
-    parts: Parts,
+    placement: WeightPlacement,
     emulated: bool,
 ):
     like_a, like_b = jnp.zeros((), a.dtype), jnp.zeros((), b.dtype)
     out, a = a.dtype, a.astype(compute)
     scale_a = float8_scale(a, FORWARD)
-    scale_b = float8_scale(b, FORWARD, parts.axes)
+    scale_b = float8_scale(b, FORWARD, placement.sharded_axes)
     b_8 = to_float8(b, FORWARD, scale_b)
-    b_8 = b_8._replace(values=parts.gather(b_8.values))
+    b_8 = b_8._replace(values=placement.gather(b_8.values))
     y = multiply(spec, to_float8(a, FORWARD, scale_a), b_8, out, emulated)
-    saved_b = b if parts.gather_again or not parts.cut else b_8.values
+    saved_b = b if placement.gather_again or not placement.sharded_dims else b_8.values
     return y, (a, scale_a, saved_b, scale_b, like_a, like_b)
 
 
 def _float8_backward(
-    spec: str, compute: DTypeLike, parts: Parts, emulated: bool, residuals, dy
+    spec: str,
+    compute: DTypeLike,
+    placement: WeightPlacement,
+    emulated: bool,
+    residuals,
+    dy,
 ):
     a, scale_a, b, scale_b, like_a, like_b = residuals
     b_8 = Quantized(b, scale_b)
-    if parts.gather_again or not parts.cut:
+    if placement.gather_again or not placement.sharded_dims:
         b_8 = to_float8(b, FORWARD, scale_b)
-        b_8 = b_8._replace(values=parts.gather(b_8.values))
+        b_8 = b_8._replace(values=placement.gather(b_8.values))
     a_8 = to_float8(a, FORWARD, scale_a)
     dy_8 = to_float8(dy, COTANGENT, float8_scale(dy, COTANGENT))
     spec_da, spec_db = transposed(spec)
     da = multiply(spec_da, dy_8, b_8, like_a.dtype, emulated)
     db = multiply(spec_db, a_8, dy_8, like_b.dtype, emulated)
-    return da, parts.scatter(db)
+    return da, placement.reduce_scatter(db)
 
 
 float8_product.defvjp(_float8_forward, _float8_backward)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from model.eight_bits.quantization import Quantized, contract, largest, transposed
-from model.gather import WHOLE, Parts
+from model.gather import UNSHARDED, WeightPlacement
 
 _LARGEST = 127.0
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -30,7 +30,7 @@ _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 def to_int8(
     x: jax.Array,
     dims: Sequence[int],
-    parts: Parts = WHOLE,
+    placement: WeightPlacement = UNSHARDED,
     keys_BT: jax.Array | None = None,
 ) -> Quantized:
     """Round x to -127 .. 127 times a scale, and gather both.
@@ -38,12 +38,12 @@ def to_int8(
     Args:
         x: the local part of an array.
         dims: the dims that the product contracts. They share one scale.
-        parts: how x is sharded, if it is a weight.
+        placement: how x is sharded, if it is a weight.
         keys_BT: a random key for each position of x[B, T, ...]. With None, values are
             rounded to the nearest.
     """
     contracted_axes = tuple(
-        axis for dim, axes in parts.cut if dim in dims for axis in axes
+        axis for dim, axes in placement.sharded_dims if dim in dims for axis in axes
     )
     scale = jnp.maximum(largest(x, tuple(dims), contracted_axes) / _LARGEST, _SMALLEST)
     x = x.astype(jnp.float32) / scale
@@ -54,9 +54,11 @@ def to_int8(
         x = jnp.floor(x + jax.vmap(jax.vmap(draw))(keys_BT))
     # Values outside the range have no defined conversion to int8.
     x = jnp.clip(x, -_LARGEST, _LARGEST)
-    scale_cut = tuple((dim, axes) for dim, axes in parts.cut if dim not in dims)
-    scale_parts = parts._replace(cut=scale_cut, place=PartitionSpec())
-    return Quantized(parts.gather(x.astype(jnp.int8)), scale_parts.gather(scale))
+    scale_placement = placement.without_dims(*dims)
+    scale_placement = scale_placement._replace(automatic_spec=PartitionSpec())
+    return Quantized(
+        placement.gather(x.astype(jnp.int8)), scale_placement.gather(scale)
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
@@ -65,7 +67,7 @@ def int8_product(
     a: jax.Array,
     b: jax.Array,
     compute: DTypeLike,
-    parts: Parts,
+    placement: WeightPlacement,
     emulated: bool,
     keys_BT: jax.Array | None,
 ) -> jax.Array:
@@ -74,7 +76,7 @@ def int8_product(
     `keys_BT` are keys for the positions of a. With None, the cotangent is rounded to
     the nearest.
     """
-    return _int8_forward(spec, a, b, compute, parts, emulated, keys_BT)[0]
+    return _int8_forward(spec, a, b, compute, placement, emulated, keys_BT)[0]
 
 
 def _multiply(
@@ -82,14 +84,14 @@ def _multiply(
     a: jax.Array,
     b: jax.Array,
     out: DTypeLike,
-    parts: Parts,
+    placement: WeightPlacement,
     emulated: bool,
     keys_BT: jax.Array | None = None,
 ) -> jax.Array:
     operands, result = spec.split("->")
     a_dims, b_dims = operands.split(",")
     a_8 = to_int8(a, contracted(a_dims, result), keys_BT=keys_BT)
-    b_8 = to_int8(b, contracted(b_dims, result), parts)
+    b_8 = to_int8(b, contracted(b_dims, result), placement)
     y = contract(spec, a_8, b_8, jnp.int32, emulated).astype(jnp.float32)
     scale = _expand(a_8.scale, a_dims, result) * _expand(b_8.scale, b_dims, result)
     return (y * scale).astype(out)
@@ -114,23 +116,28 @@ def _int8_forward(
     a: jax.Array,
     b: jax.Array,
     compute: DTypeLike,
-    parts: Parts,
+    placement: WeightPlacement,
     emulated: bool,
     keys_BT: jax.Array | None,
 ):
     out, a_rounded = a.dtype, a.astype(compute)
-    y = _multiply(spec, a_rounded, b, out, parts, emulated)
+    y = _multiply(spec, a_rounded, b, out, placement, emulated)
     return y, (a_rounded, b, keys_BT, jnp.zeros((), out))
 
 
 def _int8_backward(
-    spec: str, compute: DTypeLike, parts: Parts, emulated: bool, residuals, dy
+    spec: str,
+    compute: DTypeLike,
+    placement: WeightPlacement,
+    emulated: bool,
+    residuals,
+    dy,
 ):
     a, b, keys_BT, like_a = residuals
     spec_da, spec_db = transposed(spec)
-    da = _multiply(spec_da, dy, b, like_a.dtype, parts, emulated, keys_BT)
+    da = _multiply(spec_da, dy, b, like_a.dtype, placement, emulated, keys_BT)
     db = jnp.einsum(spec_db, a, dy.astype(compute), preferred_element_type=b.dtype)
-    return da, parts.scatter(db), None
+    return da, placement.reduce_scatter(db), None
 
 
 int8_product.defvjp(_int8_forward, _int8_backward)

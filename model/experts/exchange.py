@@ -22,10 +22,9 @@ from typing import assert_never
 import jax
 import jax.numpy as jnp
 
-from model.axes import wide
 from model.choices import ExpertExchange, Grouped
 from model.config import ModelConfig
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.experts.local_experts import (
     HeldExperts,
     Made,
@@ -35,7 +34,7 @@ from model.experts.local_experts import (
     with_bias,
 )
 from model.experts.rows import from_rows, pieces, to_rows, travel
-from model.parts import in_branch
+from model.scopes import in_branch
 
 # Rows that a device has room for, over those that it gets if all get as many.
 ROOM = 1.5
@@ -48,7 +47,8 @@ def on_device(
     matrices: Sequence[jax.Array],
     biases: Sequence[jax.Array],
     config: ModelConfig,
-    how: Execution,
+    execution: Execution,
+    call: CallContext,
     apart: tuple[str, ...],
     shared: tuple[str, ...],
 ) -> Made:
@@ -61,7 +61,8 @@ def on_device(
         matrices: of the device's own experts: up, gate if there is one, down.
         biases: of all experts, likewise; or none.
         config: of the model.
-        how: execution.
+        execution: how the program runs.
+        call: the context of this call.
         apart: mesh axes along which devices have other tokens and other experts.
         shared: mesh axes along which devices share each expert.
 
@@ -72,14 +73,22 @@ def on_device(
     n = math.prod(x_BTD.shape[:-1])
     arrays = x_BTD, experts_BTk, weights_BTk
     x_nD, experts_nk, weights_nk = (a.reshape(n, a.shape[-1]) for a in arrays)
-    held = HeldExperts(matrices, biases, config, how, apart, shared)
-    match how.expert_exchange:
+    held = HeldExperts(
+        matrices=matrices,
+        biases=biases,
+        config=config,
+        execution=execution,
+        call=call,
+        apart=apart,
+        shared=shared,
+    )
+    match execution.expert_exchange:
         case ExpertExchange.ragged if apart:
             run = _by_sending
         case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
             run = _by_gathering  # of one device's experts neither sends anything
         case _:
-            assert_never(how.expert_exchange)
+            assert_never(execution.expert_exchange)
     y_nD, counts = run(x_nD, experts_nk, weights_nk, held)
     return y_nD.reshape(x_BTD.shape), counts
 
@@ -101,7 +110,7 @@ def _by_gathering(
         choice = experts_nk - first, weights_nk
         y_nD, counts = local_experts(x_nD, *choice, held)
         y_nD, counts = held.added_up(y_nD, counts)
-        y_nD = with_bias(y_nD, *choice, held.own_biases[-1:], held.how)
+        y_nD = with_bias(y_nD, *choice, held.own_biases[-1:], held.execution)
         y_nD = jax.lax.psum_scatter(y_nD, apart, tiled=True) if apart else y_nD
         return y_nD, counts
 
@@ -118,7 +127,12 @@ def _by_sending(
     x_nD: jax.Array, experts_nk: jax.Array, weights_nk: jax.Array, held: HeldExperts
 ) -> Made:
     """Send rows to their experts' devices and back, if there is room on all."""
-    (n, k), E, apart, how = experts_nk.shape, held.number, held.apart, held.how
+    (n, k), E, apart, execution = (
+        experts_nk.shape,
+        held.number,
+        held.apart,
+        held.execution,
+    )
     devices = jax.lax.psum(1, apart)
     row_nk, order, rows_E = sorted_rows(experts_nk, devices * E)
     rows_SE = jax.lax.all_gather(rows_E[None], apart, tiled=True)
@@ -127,7 +141,7 @@ def _by_sending(
 
     def send(x_nD: jax.Array, weights_nk: jax.Array) -> Made:
         out, back = pieces(rows_SE, apart)
-        way = apart, how.grouped is Grouped.scan  # the body of CPUs
+        way = apart, execution.grouped is Grouped.scan  # the body of CPUs
         x_RD = to_rows(x_nD, order // k, row_nk)
         weights_R1 = to_rows(weights_nk.reshape(-1, 1), order, row_nk.reshape(-1, 1))
         x_RD, weights_R = (
@@ -138,7 +152,9 @@ def _by_sending(
         y_RD = travel(y_RD, back, out, (room, n * k), *way)
         y_nD = from_rows(y_RD, order // k, row_nk)
         y_nD, counts = held.added_up(y_nD, counts)
-        return with_bias(y_nD, experts_nk, weights_nk, held.biases[-1:], how), counts
+        return with_bias(
+            y_nD, experts_nk, weights_nk, held.biases[-1:], execution
+        ), counts
 
     def gather(x_nD: jax.Array, weights_nk: jax.Array) -> Made:
         return _by_gathering(x_nD, experts_nk, weights_nk, held)
@@ -146,6 +162,6 @@ def _by_sending(
     if room == worst:
         return send(x_nD, weights_nk)
     most = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
-    most = jax.lax.pmax(most, wide(how.rules.by_hand))  # all do the same
+    most = jax.lax.pmax(most, execution.placement.layer_batch_axes)  # all do the same
     branches = in_branch(send, 1, 1), in_branch(gather, 0, 1)
     return jax.lax.cond(most <= room, *branches, x_nD, weights_nk)

@@ -21,14 +21,13 @@ from jaxtyping import Array, Float, Int
 
 from model.axes import mesh_axes
 from model.config import ModelConfig
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.experts.exchange import on_device
 from model.experts.router import Choice, Router, Routing
-from model.gather import parts_of
 from model.layers import MLP, stds
-from model.linear import gathered
+from model.linear import gather_weight
 from model.params import Kind, ParamInfo
-from model.parts import part
+from model.scopes import part_scope
 
 
 class Experts(nnx.Module):
@@ -67,19 +66,24 @@ class Experts(nnx.Module):
         self,
         x_BTD: Float[Array, "B T D"],
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
+        call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Apply position by position; segment 0 is padding, which balances nothing."""
-        with part("router"):
-            choice, routing = self.router(x_BTD, segment_ids_BT, how)
-        y_BTD = self._routed(x_BTD, choice, how)
+        with part_scope("router"):
+            choice, routing = self.router(x_BTD, segment_ids_BT, execution)
+        y_BTD = self._routed(x_BTD, choice, execution, call)
         if self.shared is not None:
-            with part("shared"):
-                y_BTD = y_BTD + self.shared(x_BTD, how)
+            with part_scope("shared"):
+                y_BTD = y_BTD + self.shared(x_BTD, execution, call)
         return y_BTD, routing
 
     def _routed(
-        self, x_BTD: Float[Array, "B T D"], choice: Choice, how: Execution
+        self,
+        x_BTD: Float[Array, "B T D"],
+        choice: Choice,
+        execution: Execution,
+        call: CallContext,
     ) -> Float[Array, "B T D"]:
         """Add up what a token's experts make of it, by the router's weights.
 
@@ -89,17 +93,22 @@ class Experts(nnx.Module):
         weights = [w for w in (self.up, self.gate, self.down) if w is not None]
         biases = [self.up_bias, self.gate_bias, self.down_bias]
         biases = [bias for bias in biases if bias is not None]
-        cuts = [dict(how.rules.cut(_axes(weight))) for weight in weights]
-        apart = cuts[0].get(0, ())
-        parts = [parts_of(_axes(weight), how) for weight in weights]
-        parts = [p._replace(cut=tuple(c for c in p.cut if c[0])) for p in parts]
+        placements = [execution.weight_placement(_axes(weight)) for weight in weights]
+        apart = dict(placements[0].sharded_dims).get(0, ())
+        placements = [placement.without_dims(0) for placement in placements]
+        numerics, placement = execution.numerics, execution.placement
+        float8 = None if call.high_precision else numerics.expert_quantization
         run_own = partial(
-            on_device, config=self.config, how=how, apart=apart, shared=()
+            on_device,
+            config=self.config,
+            execution=execution,
+            call=call,
+            apart=apart,
+            shared=(),
         )
-        rules = how.rules
-        if rules.activations:  # XLA cannot partition a kernel by itself
-            rows = rules.spec("batch", "seq", None)
-            hidden = rules.param_spec(("mlp",))[0]
+        if placement.automatic_axes:  # XLA cannot partition a kernel by itself
+            rows = placement.spec("batch", "seq", None)
+            hidden = placement.param_spec(("mlp",))[0]
             specs = [
                 [
                     PartitionSpec(*(hidden if axis == "mlp" else None for axis in axes))
@@ -107,26 +116,25 @@ class Experts(nnx.Module):
                 ]
                 for params in (weights, biases)
             ]
-            run_own = jax.shard_map(
+            run_own = placement.map_shards(
                 partial(run_own, shared=mesh_axes(hidden)),
                 in_specs=(rows, rows, rows, *specs),
                 out_specs=(rows, PartitionSpec()),
-                check_vma=False,
             )
 
         def run(x_BTD, weights_BTk, weights, biases):
             whole: list[jax.Array] = [
-                gathered(weight, own, how.compute_dtype, how.expert_quantization)
-                for weight, own in zip(weights, parts, strict=True)
+                gather_weight(weight, own, numerics.compute_dtype, float8)
+                for weight, own in zip(weights, placements, strict=True)
             ]
             return run_own(x_BTD, choice.experts, weights_BTk, whole, biases)
 
-        if apart or any(own.cut for own in parts):
+        if apart or any(own.sharded_dims for own in placements):
             run = jax.checkpoint(run)
         params = ([param[...] for param in own] for own in (weights, biases))
         y_BTD, counts = run(x_BTD, choice.weights, *params)
-        if how.taps is not None and counts is not None:
-            how.taps.note_rounding(counts)
+        if call.taps is not None and counts is not None:
+            call.taps.note_rounding(counts)
         return y_BTD
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from model.config import ModelConfig
 from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.experts.grouped import grouped_product
 from model.experts.rows import from_rows, to_rows
 from model.layers import activate
 from model.linear import product
-from model.parts import expected, part
+from model.scopes import expected, part_scope
 from model.taps import count_rounding
 
 # What is made, and what float8 loses of the rows' operands if somebody watches.
@@ -30,7 +30,8 @@ class HeldExperts(NamedTuple):
     matrices: of its own experts: up, gate if there is one, down.
     biases: of all experts, likewise; or none.
     config: of the model.
-    how: execution.
+    execution: how the program runs.
+    call: the context of this call.
     apart: mesh axes along which devices have other tokens and other experts.
     shared: mesh axes along which devices share each expert.
     """
@@ -38,7 +39,8 @@ class HeldExperts(NamedTuple):
     matrices: Sequence[jax.Array]
     biases: Sequence[jax.Array]
     config: ModelConfig
-    how: Execution
+    execution: Execution
+    call: CallContext
     apart: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
 
@@ -116,19 +118,26 @@ def mlps(
         usual: how many rows there are where all experts get as many.
         held: the experts.
     """
-    (up, *gate, down), biases, how = held.matrices, held.own_biases[:-1], held.how
-    watched = how.taps is not None and how.expert_quantization is not None
+    (up, *gate, down), biases = held.matrices, held.own_biases[:-1]
+    numerics, call = held.execution.numerics, held.call
+    float8 = None if call.high_precision else numerics.expert_quantization
+    watched = call.taps is not None and float8 is not None
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        with part(name), expected(usual, x.shape[0]):
+        with part_scope(name), expected(usual, x.shape[0]):
             if watched:
-                rounded = x.astype(how.compute_dtype)
+                rounded = x.astype(numerics.compute_dtype)
                 in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
                 used_R1 = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_E)
                 counts.append(count_rounding(rounded, in_eight, used_R1))
             return grouped_product(
-                x, w, sizes_E, how.compute_dtype, how.grouped, how.expert_quantization
+                x,
+                w,
+                sizes_E,
+                numerics.compute_dtype,
+                body=held.execution.grouped,
+                float8=float8,
             )
 
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
@@ -137,7 +146,7 @@ def mlps(
         ends_1E, sizes_1E = ends_E[None], sizes_E[None]
         is_own_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
         shares_RE = is_own_RE.astype(x_RD.dtype)
-        added = (_shared_out(shares_RE, bias, how) for bias in biases)
+        added = (_shared_out(shares_RE, bias, held.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, added, strict=True)]
     h_RF = activate(held.config, inner[0], inner[1] if gate else None)
     # Weighted here: the gradient of a weight needs no result of the last product.
@@ -150,7 +159,7 @@ def with_bias(
     experts_nk: jax.Array,
     weights_nk: jax.Array,
     biases: Sequence[jax.Array],
-    how: Execution,
+    execution: Execution,
 ) -> jax.Array:
     """Add the last biases, if there are some, of experts 0 to E that tokens chose."""
     if not biases:
@@ -158,13 +167,13 @@ def with_bias(
     (bias_ED,) = biases
     chosen_nkE = experts_nk[..., None] == jnp.arange(bias_ED.shape[0])[None, None]
     shares_nE = jnp.sum(jnp.where(chosen_nkE, weights_nk[..., None], 0), axis=1)
-    return y_nD + _shared_out(shares_nE, bias_ED, how).astype(y_nD.dtype)
+    return y_nD + _shared_out(shares_nE, bias_ED, execution).astype(y_nD.dtype)
 
 
-def _shared_out(shares: jax.Array, bias: jax.Array, how: Execution) -> jax.Array:
+def _shared_out(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax.Array:
     """Add up experts' biases [E, F] by shares [M, E].
 
     A product, since the gradient of rows that are copied would be a scatter.
     """
-    with part("bias"):
-        return product("me,ef->mf", shares, bias, how.compute_dtype)
+    with part_scope("bias"):
+        return product("me,ef->mf", shares, bias, execution.numerics.compute_dtype)

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from model.axes import wide
 from model.choices import Scores
 from model.config import ModelConfig
 from model.execution import Execution
-from model.gather import parts_of
 from model.layers import stds
 from model.linear import leading, product
 from model.params import Kind, ParamInfo
@@ -60,7 +58,7 @@ class Router(nnx.Module):
         self,
         x_BTD: Float[Array, "B T D"],
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
     ) -> tuple[Choice, Routing]:
         """Choose experts, in float32 throughout.
 
@@ -72,11 +70,16 @@ class Router(nnx.Module):
         DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and the bias.
         """
         config, E = self.config, self.config.num_experts
-        parts = parts_of(self.axes, how)
         x_BTD = x_BTD.astype(jnp.float32)
         with jax.default_matmul_precision("float32"):
             weight = self.weight[...]
-            logits_BTE = product("btd,de->bte", x_BTD, weight, jnp.float32, parts)
+            logits_BTE = product(
+                "btd,de->bte",
+                x_BTD,
+                weight,
+                jnp.float32,
+                placement=execution.weight_placement(self.axes),
+            )
         if self.bias is not None:
             logits_BTE = logits_BTE + leading(self.bias[...].astype(jnp.float32), 3)
         match config.router:
@@ -99,7 +102,7 @@ class Router(nnx.Module):
         if config.router_normalized:
             weights_BTk = weights_BTk / jnp.sum(weights_BTk, axis=-1, keepdims=True)
         routing = self._balance(
-            logits_BTE, scores_BTE, chosen_BTkE, segment_ids_BT, how
+            logits_BTE, scores_BTE, chosen_BTkE, segment_ids_BT, execution
         )
         return Choice(experts_BTk, weights_BTk), routing
 
@@ -109,7 +112,7 @@ class Router(nnx.Module):
         scores_BTE: Float[Array, "B T E"],
         chosen_BTkE: Bool[Array, "B T k E"],
         segment_ids_BT: Int[Array, "B T"] | None,
-        how: Execution,
+        execution: Execution,
     ) -> Routing:
         """Count each expert's tokens, and add up the losses that balance them."""
         config, E = self.config, self.config.num_experts
@@ -121,7 +124,7 @@ class Router(nnx.Module):
             return jnp.where(is_text, x, jnp.zeros((), x.dtype))
 
         load_E = jnp.sum(counted(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
-        load_E = jax.lax.psum(load_E, wide(how.rules.by_hand))
+        load_E = jax.lax.psum(load_E, execution.placement.layer_batch_axes)
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:
             shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)

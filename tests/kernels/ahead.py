@@ -32,7 +32,7 @@ from model.attention.kernel import attention
 from model.choices import Attention, ComputeDtype
 from model.eight_bits.quantization import Quantization
 from model.experts.grouped import choose_grouped, grouped_product
-from model.gather import Parts
+from model.gather import WeightPlacement
 from train.cli.command import compose
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
@@ -97,11 +97,13 @@ def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
 
 def scatter(chips: list[Device], V: int, D: int):
     mesh = Mesh(np.array(chips), ("fsdp",))
-    parts = Parts(((1, ("fsdp",)),), reduce=jnp.bfloat16, platform="tpu")
+    placement = WeightPlacement(
+        ((1, ("fsdp",)),), reduce_dtype=jnp.bfloat16, platform="tpu"
+    )
 
     def gradient(x, y):  # rows of all tokens, along lanes, as of a tied head
         table = with_layout_constraint(jnp.einsum("bd,bv->vd", x, y), Layout((0, 1)))
-        return parts.scatter(table)
+        return placement.reduce_scatter(table)
 
     rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
     on_each = jax.shard_map(

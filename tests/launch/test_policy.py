@@ -51,7 +51,7 @@ def test_every_code_of_training_has_its_place():
 
 
 def test_the_documentation_gives_every_code_its_row():
-    text = (REPOSITORY / "docs/launch.md").read_text()
+    text = (REPOSITORY / "docs/guides/launching.md").read_text()
     table = text.partition("| how it ended |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     said = {int(n): then for ended, then in rows for n in re.findall(r"\d+", ended)}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
 from launch import __main__ as door
 from launch.archive import files
 from launch.config import Code, LocalCluster, schema_of
@@ -207,9 +207,9 @@ def test_a_directory_out_of_reach_is_said_in_a_sentence(
 ):
     """Whichever library finds out: TensorStore, which trains, or fsspec."""
     if answers:
-        monkeypatch.setattr(Storage, "read_version", lambda *_: (None, b""))
+        monkeypatch.setattr(KeyValueStore, "read_version", lambda *_: (None, b""))
     else:
-        monkeypatch.setattr("train.run.storage._ANSWER_S", 0.2)
+        monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
     for action in ("submit", "status"):
         keys = "run.dir=s3://nowhere/runs/x", f"action={action}"
         with pytest.raises(Exit) as found:

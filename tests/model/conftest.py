@@ -110,7 +110,7 @@ TINY["groups"] = replace(
 class Tiny:
     """A tiny model with random parameters, its functions compiled once."""
 
-    how = Execution()
+    execution = Execution()
 
     def __init__(self, name: str):
         self.name, self.config = name, TINY[name]
@@ -137,8 +137,8 @@ class Tiny:
 
         def logits(params, tokens, positions, segment_ids):
             model = bind(self.model, params)
-            x, *_ = model.features(tokens, positions, segment_ids, self.how)
-            return model.logits(x, self.how)
+            x, *_ = model.features(tokens, positions, segment_ids, self.execution)
+            return model.logits(x, self.execution)
 
         return jax.jit(logits)
 
@@ -147,13 +147,13 @@ class Tiny:
         """Jitted: (params, tokens) -> loss and its gradients."""
         return jax.jit(jax.value_and_grad(self.loss))
 
-    def loss(self, params, tokens, how: Execution | None = None) -> jax.Array:
+    def loss(self, params, tokens, execution: Execution | None = None) -> jax.Array:
         """Mean cross-entropy of each token given those before it."""
-        how = how or self.how
+        execution = execution or self.execution
         model, inputs = bind(self.model, params), tokens[:, :-1]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        x, *_ = model.features(inputs, positions, None, how)
-        logp = jax.nn.log_softmax(model.logits(x, how))
+        x, *_ = model.features(inputs, positions, None, execution)
+        logp = jax.nn.log_softmax(model.logits(x, execution))
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 
     def tokens(self, *shape: int) -> jax.Array:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from model.dropout import drop
-from model.execution import Execution
+from model.execution import CallContext
 
 X_BTD = jnp.ones((4, 8, 64))
 
 
-def keyed(seed: int) -> Execution:
+def keyed(seed: int) -> CallContext:
     seeds_BT = seed + jnp.arange(32).reshape(4, 8)
-    return Execution(keys_BT=jax.vmap(jax.vmap(jax.random.key))(seeds_BT))
+    return CallContext(keys_BT=jax.vmap(jax.vmap(jax.random.key))(seeds_BT))
 
 
 def test_the_rest_is_scaled_to_the_same_mean():
@@ -21,16 +21,16 @@ def test_the_rest_is_scaled_to_the_same_mean():
     np.testing.assert_allclose(jnp.unique(x_BTD), [0, 4 / 3], rtol=1e-6)
     assert jnp.mean(x_BTD) == pytest.approx(1, abs=0.05)
     assert drop(X_BTD, 0.0, "here", keyed(0)) is X_BTD
-    assert drop(X_BTD, 0.25, "here", Execution()) is X_BTD
+    assert drop(X_BTD, 0.25, "here", CallContext()) is X_BTD
 
 
 def test_each_place_layer_and_position_drops_other_elements():
-    how = keyed(0)
-    x_BTD = drop(X_BTD, 0.5, "here", how)
-    np.testing.assert_array_equal(x_BTD, drop(X_BTD, 0.5, "here", how))
+    call = keyed(0)
+    x_BTD = drop(X_BTD, 0.5, "here", call)
+    np.testing.assert_array_equal(x_BTD, drop(X_BTD, 0.5, "here", call))
     others = [
-        drop(X_BTD, 0.5, "there", how),
-        drop(X_BTD, 0.5, "here", how.drawing(1)),
+        drop(X_BTD, 0.5, "there", call),
+        drop(X_BTD, 0.5, "here", call.fold_in(1)),
         drop(X_BTD, 0.5, "here", keyed(32)),
         x_BTD[::-1],
         x_BTD[:, ::-1],
@@ -41,8 +41,8 @@ def test_each_place_layer_and_position_drops_other_elements():
 
 def test_a_position_drops_the_same_wherever_it_lies():
     """On another device, or in another microbatch."""
-    how = keyed(0)
-    whole = drop(X_BTD, 0.5, "here", how)
-    assert how.keys_BT is not None
-    part = drop(X_BTD[2:, :4], 0.5, "here", Execution(keys_BT=how.keys_BT[2:, :4]))
+    call = keyed(0)
+    whole = drop(X_BTD, 0.5, "here", call)
+    assert call.keys_BT is not None
+    part = drop(X_BTD[2:, :4], 0.5, "here", CallContext(keys_BT=call.keys_BT[2:, :4]))
     np.testing.assert_array_equal(whole[2:, :4], part)

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from model.execution import AxisSteps
-from model.gather import Parts, from_rows, multiple, nested, rows_of
+from model.gather import (
+    AxisSteps,
+    WeightPlacement,
+    from_rows,
+    multiple,
+    nested,
+    rows_of,
+)
 
 SHAPE = (16, 3, 24)
 
@@ -36,36 +42,41 @@ def numbers(*shape):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {},
         {"platform": "gpu"},
         {"platform": "tpu"},
-        {"platform": "tpu", "steps": (AxisSteps("fsdp", (4,), (2, 2), (2, 2)),)},
-        {"platform": "tpu", "steps": (AxisSteps("fsdp", (2, 2), (4,), (2, 1, 2)),)},
+        {"platform": "tpu", "axis_steps": (AxisSteps("fsdp", (4,), (2, 2), (2, 2)),)},
+        {
+            "platform": "tpu",
+            "axis_steps": (AxisSteps("fsdp", (2, 2), (4,), (2, 1, 2)),),
+        },
     ],
 )
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
-def test_parts_make_the_whole_and_gradients_add_up_to_parts(run, dim, axes, how):
+def test_parts_make_the_whole_and_gradients_add_up_to_parts(run, dim, axes, options):
     rest = tuple(axis for axis in ("data", "fsdp") if axis not in axes)
-    parts = Parts(((dim, axes),), rest, **how)
+    placement = WeightPlacement(((dim, axes),), rest, **options)
     spec = [None] * len(SHAPE)
     spec[dim] = axes
     whole = numbers(*SHAPE)
-    found = run(parts.gather, whole, PartitionSpec(*spec), PartitionSpec())
+    found = run(placement.gather, whole, PartitionSpec(*spec), PartitionSpec())
     np.testing.assert_array_equal(found, whole)
     each = numbers(8, *SHAPE)  # a gradient on each of eight devices
-    place = PartitionSpec(("data", "fsdp"))
-    found = run(lambda x: parts.scatter(x[0]), each, place, PartitionSpec(*spec))
+    rows = PartitionSpec(("data", "fsdp"))
+    found = run(
+        lambda x: placement.reduce_scatter(x[0]), each, rows, PartitionSpec(*spec)
+    )
     np.testing.assert_array_equal(found, each.sum(0))
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])
 def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
-    parts = Parts(((0, ("fsdp",)),), reduce=jnp.dtype(dtype))
+    placement = WeightPlacement(((0, ("fsdp",)),), reduce_dtype=jnp.dtype(dtype))
     gradient = jnp.full((4, 2), 1 + 2**-12)
     place = PartitionSpec("fsdp")
-    found = run(parts.scatter, gradient, PartitionSpec(), place)
+    found = run(placement.reduce_scatter, gradient, PartitionSpec(), place)
     assert found.dtype == jnp.float32
     assert (found[0, 0] == 4) == rounds
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from model.execution import Execution
+from model.execution import Execution, Numerics
 from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
 from model.params import named
 from tests.model.reference import reference_loss
@@ -65,8 +65,9 @@ def dots(jaxpr) -> list:
 
 
 def test_every_product_of_a_step_has_bfloat16_operands(tiny):
-    how = Execution(compute_dtype=jnp.dtype(jnp.bfloat16))
-    step = jax.grad(lambda p: tiny.loss(p, tiny.tokens(1, 9), how))
+    numerics = Numerics(compute_dtype=jnp.dtype(jnp.bfloat16))
+    execution = Execution(numerics=numerics)
+    step = jax.grad(lambda p: tiny.loss(p, tiny.tokens(1, 9), execution))
     found = dots(jax.make_jaxpr(step)(tiny.params).jaxpr)
     assert len(found) > 20
     if tiny.config.mlp == "moe":  # its router is exact
@@ -104,8 +105,8 @@ def test_a_position_sees_its_own_document_only(tiny):
     def logits(table):
         params = {**tiny.params, "embedding": {"weight": table}}
         of = bind(tiny.model, params)
-        x, *_ = of.features(tokens, positions, jnp.asarray(documents), tiny.how)
-        return bind(tiny.model, tiny.params).logits(x, tiny.how)[0] @ pick
+        x, *_ = of.features(tokens, positions, jnp.asarray(documents), tiny.execution)
+        return bind(tiny.model, tiny.params).logits(x, tiny.execution)[0] @ pick
 
     jacobian = jax.jit(jax.jacrev(logits))(tiny.params["embedding"]["weight"])
     gradients = np.linalg.norm(jacobian[:, :8], axis=-1)
@@ -140,10 +141,10 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
     @jax.jit
     def extend(cache, tokens, positions):
         model = bind(tiny.model, tiny.params)
-        x, cache, _ = model.features(tokens, positions, None, tiny.how, cache)
-        return model.logits(x, tiny.how), cache
+        x, cache, _ = model.features(tokens, positions, None, tiny.execution, cache)
+        return model.logits(x, tiny.execution), cache
 
-    cache = abstract_gpt(tiny.config).empty_cache(rows, length + 3, tiny.how)
+    cache = abstract_gpt(tiny.config).empty_cache(rows, length + 3, tiny.execution)
     logits, cache = extend(cache, tokens[:, :prompt], positions[:, :prompt])
     pieces = [logits]
     for t in range(prompt, length):
@@ -163,7 +164,9 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
 
         def loss(params, tokens):
             positions = jnp.arange(tokens.shape[1])[None]
-            x, *_ = bind(model, params).features(tokens, positions, None, llama.how)
+            x, *_ = bind(model, params).features(
+                tokens, positions, None, llama.execution
+            )
             return x.sum()
 
         lowered = jax.jit(jax.grad(loss)).lower(params_of(model), llama.tokens(1, 8))
@@ -176,10 +179,11 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
 def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
     """It merges what is computed twice, unless a loop or a barrier is between."""
     model = abstract_gpt(replace(llama.config, num_layers=4, layer_unroll=unroll))
-    how, positions = llama.how._replace(remat="full"), jnp.arange(8)[None]
+    positions = jnp.arange(8)[None]
+    execution = llama.execution._replace(remat="full")
 
     def loss(params):
-        x, *_ = bind(model, params).features(positions, positions, None, how)
+        x, *_ = bind(model, params).features(positions, positions, None, execution)
         return x.sum()
 
     text = jax.jit(jax.grad(loss)).lower(params_of(model)).as_text()
@@ -197,7 +201,7 @@ def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     model = bind(model, params)
     assert model.head_weight.shape[0 if tied else 1] == 1152
     x = jnp.ones((1, 4, config.embed_dim))
-    assert model.logits(x, llama.how).shape == (1, 4, 1030)
+    assert model.logits(x, llama.execution).shape == (1, 4, 1030)
     small = num_params(replace(config, vocab_size=1000))
     tables = 1 if tied else 2
     assert num_params(config) - small == tables * 30 * config.embed_dim
@@ -210,7 +214,7 @@ def test_a_soft_cap_bounds_the_logits(tiny):
         model = bind(
             abstract_gpt(replace(tiny.config, logit_soft_cap=cap)), tiny.params
         )
-        return model.logits(x, tiny.how)
+        return model.logits(x, tiny.execution)
 
     free, capped = logits(None), logits(30.0)
     assert np.abs(free).max() > 100
@@ -226,7 +230,7 @@ def test_a_tied_head_is_the_embedding(tiny):
     assert num_params(untied.config) - num_params(tied.config) == size
     params = {k: v for k, v in tiny.params.items() if k != "head"}
     x = jnp.eye(tiny.config.embed_dim)[None]
-    logits = bind(tied, params).logits(x, tiny.how)[0]
+    logits = bind(tied, params).logits(x, tiny.execution)[0]
     cap = tiny.config.logit_soft_cap
     table = params["embedding"]["weight"].T
     expected = table if cap is None else cap * np.tanh(table / cap)

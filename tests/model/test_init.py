@@ -48,14 +48,14 @@ def test_gpt2_starts_with_the_published_spreads(gpt2):
 
 def test_gpt2_starts_at_the_loss_of_a_guess(gpt2):
     config, params = gpt2
-    model, how = abstract_gpt(config), Execution()
+    model, execution = abstract_gpt(config), Execution()
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(1, 65))
 
     @jax.jit
     def loss(params, tokens):
         bound = bind(model, params)
-        x, *_ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, how)
-        logp = jax.nn.log_softmax(bound.logits(x, how))
+        x, *_ = bound.features(tokens[:, :-1], jnp.arange(64)[None], None, execution)
+        logp = jax.nn.log_softmax(bound.logits(x, execution))
         return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], -1))
 
     assert loss(params, tokens) == pytest.approx(math.log(config.vocab_size), rel=0.02)

@@ -9,37 +9,50 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from model.axes import AxisRules
-from model.execution import Execution
+from model.execution import NO_CONTEXT, Execution
 from model.pipeline import interleave_layers, run_pipeline
+from model.placement import Placement
 from model.remat import layer_input
 
 STAGES = PartitionSpec("pipeline")
-RULES = AxisRules(params=(("layers", "pipeline"),), by_hand=("pipeline",))
+RULES = AxisRules(
+    activations=(("batch", "pipeline"), ("seq", None)), params=(("layers", "pipeline"),)
+)
 # Layer 0 takes what is at least -1, the last one makes what is far below it.
 WEIGHTS = jnp.stack([jnp.float32(1.5)] * 7 + [jnp.float32(-100)])
 
 
-def on_stages(function, stages: int, out=STAGES):
+def mesh_of(stages: int):
     devices, auto = jax.devices()[:stages], (AxisType.Auto,)
-    mesh = jax.make_mesh((stages,), ("pipeline",), auto, devices=devices)
+    return jax.make_mesh((stages,), ("pipeline",), auto, devices=devices)
+
+
+def staged_execution(stages: int, **choices) -> Execution:
+    return Execution(placement=Placement(mesh_of(stages), RULES), **choices)
+
+
+def on_stages(function, stages: int, out=STAGES):
     return jax.jit(
         jax.shard_map(
-            function, mesh=mesh, in_specs=STAGES, out_specs=out, check_vma=False
+            function,
+            mesh=mesh_of(stages),
+            in_specs=STAGES,
+            out_specs=out,
+            check_vma=False,
         )
     )
 
 
-def run(weights_L, x_BTD, shift_BT, group, how):
+def run(weights_L, x_BTD, shift_BT, group, call):
     """Run layers that cannot take what the last of them makes."""
-    assert not how.rules.by_hand  # a stage's rows lie on its own devices
     x_BTD, _ = jax.lax.scan(
         lambda x, w: (jnp.sqrt(x + 1) * w + shift_BT[..., None], None), x_BTD, weights_L
     )
     return x_BTD, None
 
 
-def loss(weights_L, x_BTD, shift_BT, how):
-    y_BTD, _ = run_pipeline(run, weights_L, x_BTD, shift_BT, how)
+def loss(weights_L, x_BTD, shift_BT, execution):
+    y_BTD, _ = run_pipeline(run, weights_L, x_BTD, shift_BT, execution)
     return jax.lax.psum(jnp.sum(y_BTD**2), "pipeline") / 8, y_BTD  # of 8 rows
 
 
@@ -58,20 +71,20 @@ def test_features_and_gradients_are_those_of_layers_in_a_row(
     """Each row has its own shift, so that none may take another's place."""
     x_BTD = jax.random.uniform(jax.random.key(0), (8, 2, 3))
     shift_BT = jnp.arange(16, dtype=jnp.float32).reshape(8, 2)
-    how = Execution(
-        rules=RULES,
+    execution = staged_execution(
+        stages,
         remat=remat,
         pipeline_microbatches=microbatches,
         pipeline_repeats=repeats,
     )
 
     def in_a_row(weights_L, x_BTD):
-        y_BTD, _ = run(weights_L, x_BTD, shift_BT, 0, Execution())
+        y_BTD, _ = run(weights_L, x_BTD, shift_BT, 0, NO_CONTEXT)
         return jnp.sum(y_BTD**2) / 8, y_BTD
 
     def staged(weights_L, x_BTD, shift_BT):
         # The sum over devices hands each of them the gradient of all.
-        own = partial(loss, how=how)
+        own = partial(loss, execution=execution)
         grads, y = jax.grad(own, (0, 1), has_aux=True)(weights_L, x_BTD, shift_BT)
         return jax.tree.map(lambda grad: grad / stages, grads), y
 
@@ -97,11 +110,11 @@ def test_each_stage_gets_every_sth_group_of_layers(stages, repeats):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_iteration_keeps_a_copy_of_its_layers(remat):
     """What the backward pass has of each is activations, and the weights once."""
-    how = Execution(
-        rules=RULES, remat=remat, pipeline_microbatches=2, pipeline_repeats=2
+    execution = staged_execution(
+        2, remat=remat, pipeline_microbatches=2, pipeline_repeats=2
     )
 
-    def wide(weights_LDD, x_BTD, rows, group, how):
+    def wide(weights_LDD, x_BTD, rows, group, call):
         def layer(x, w):
             return jnp.tanh(jnp.einsum("btd,de->bte", layer_input(x), w)), None
 
@@ -109,7 +122,7 @@ def test_no_iteration_keeps_a_copy_of_its_layers(remat):
 
     def staged(weights_LDD, x_BTD):
         def total(weights_LDD):
-            return jnp.sum(run_pipeline(wide, weights_LDD, x_BTD, None, how)[0])
+            return jnp.sum(run_pipeline(wide, weights_LDD, x_BTD, None, execution)[0])
 
         return jax.grad(total)(weights_LDD)
 

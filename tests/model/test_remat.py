@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 def recomputing(tiny, policy):
     """The loss of a model that recomputes by this policy."""
-    how = tiny.how._replace(remat=policy)
-    return lambda params, tokens: tiny.loss(params, tokens, how)
+    execution = tiny.execution._replace(remat=policy)
+    return lambda params, tokens: tiny.loss(params, tokens, execution)
 
 
 def count(jaxpr, primitive: str) -> int:

@@ -14,7 +14,7 @@ from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
 from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.execution import execution
+from train.execution import choose_execution
 from train.feed import place
 from train.sharding import axis_rules
 
@@ -140,22 +140,27 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
     settings = replace(config, model=model), device, rules, dict.fromkeys(MESH_AXES, 1)
     if instead:
         with pytest.raises(ConfigError) as caught:
-            execution(*settings)
+            choose_execution(*settings)
         (mistake,) = caught.value.mistakes
         assert mistake.key == "model.compute_dtype"
         assert mistake.rule.endswith(instead)
         return
-    how = execution(*settings)
-    assert how.quantization == (dtype, False)
-    assert how.compute_dtype == how.activation_dtype == how.reduce_dtype == jnp.bfloat16
-    experts = how.quantization if platform == "gpu" else None
-    assert how.expert_quantization == experts
+    numerics = choose_execution(*settings).numerics
+    assert numerics.quantization == (dtype, False)
+    assert (
+        numerics.compute_dtype
+        == numerics.activation_dtype
+        == numerics.reduce_dtype
+        == jnp.bfloat16
+    )
+    experts = numerics.quantization if platform == "gpu" else None
+    assert numerics.expert_quantization == experts
 
 
 def test_a_cpu_emulates_and_says_so(programs, capsys):
     from train.describe import describe
 
     program = programs(*SMALL, "model.compute_dtype=float8")
-    assert program.how.quantization == ("float8", True)
+    assert program.execution.numerics.quantization == ("float8", True)
     describe(program)
     assert "linear layers" in capsys.readouterr().out

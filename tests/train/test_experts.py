@@ -12,7 +12,7 @@ from data.rows import padding
 from tests.train.test_meshes import distance
 from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.execution import execution
+from train.execution import choose_execution
 from train.sharding import axis_rules
 from train.step import balanced
 
@@ -84,8 +84,8 @@ def test_tokens_go_the_way_that_sends_less(configure, platform, devices, asked, 
     config = configure(*MOE, "model.attention=xla", f"mesh.expert_exchange={asked}")
     sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": devices}
     device = SimpleNamespace(platform=platform, device_kind="")
-    how = execution(config, device, axis_rules(config.mesh), sizes)
-    assert how.expert_exchange == found
+    execution = choose_execution(config, device, axis_rules(config.mesh), sizes)
+    assert execution.expert_exchange == found
 
 
 @pytest.mark.parametrize(

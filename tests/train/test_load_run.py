@@ -51,10 +51,10 @@ def test_what_the_devices_lack_gives_way_loudly(
         with mock.patch.object(devices, "missing_compiler", return_value="none"):
             there = devices.fake_devices(parse_target(target))
         monkeypatch.setattr(jax, "devices", lambda: there)
-    how = make_program_here(config).how
-    assert how.attention is attention
-    assert how.compute_dtype == compute
-    assert how.quantization is None
+    execution = make_program_here(config).execution
+    assert execution.attention is attention
+    assert execution.numerics.compute_dtype == compute
+    assert execution.numerics.quantization is None
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert any(f"not for these devices: {typed[0]}" in each for each in messages)
 

@@ -242,7 +242,7 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
         open_sources(config.data),
         make_program(config, jax.devices()[:2]),
     )
-    score = make_score_step(program.model, program.how, config.train, 257)
+    score = make_score_step(program.model, program.execution, config.train, 257)
     with jax.set_mesh(program.mesh):
         score_step = jax.jit(score)
 

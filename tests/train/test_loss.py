@@ -11,11 +11,16 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from data.batches import Batch, Order
-from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
+from model.placement import ONE_DEVICE
 from train.loss import loss_sum, tile
 from train.program import make_program
-from train.rows import REPLICATED, by_rows, over_copies, over_rows
+from train.rows import (
+    REPLICATED,
+    reduce_over_replicas,
+    run_per_device,
+    sum_over_rows,
+)
 from train.step import make_gradients
 
 
@@ -42,17 +47,26 @@ JITTED = {}
 
 
 def value_and_grads(program, params, batch, chunk):
-    def on_a_device(how, params, batch):
+    execution = program.execution
+
+    def on_a_device(params, batch):
         def loss(params):
-            return loss_sum(bind(program.model, params), batch, how, 0.1, chunk)[:2]
+            return loss_sum(bind(program.model, params), batch, execution, 0.1, chunk)[
+                :2
+            ]
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return over_rows(sums, how), over_copies(grads, program.infos, how)
+        return sum_over_rows(sums, execution.placement), reduce_over_replicas(
+            grads, program.infos, execution
+        )
 
-    key = (program.mesh, program.how, program.config.model, chunk)
+    key = (program.mesh, program.execution, program.config.model, chunk)
     if key not in JITTED:
-        everywhere = by_rows(
-            on_a_device, program.how, program.infos, lambda specs: (REPLICATED, specs)
+        everywhere = run_per_device(
+            on_a_device,
+            program.execution,
+            program.infos,
+            lambda specs: (REPLICATED, specs),
         )
         JITTED[key] = jax.jit(everywhere)
     with jax.set_mesh(program.mesh):
@@ -80,20 +94,25 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(programs, batch, m
     """In training and in validation, whatever tiles and shards the vocabulary has."""
     program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
     program = replace(program, num_tokens=257)
-    model, how = program.model, program.how._replace(rules=ANYWHERE)
+    model = program.model
+    execution = program.execution._replace(placement=ONE_DEVICE)
     with jax.set_mesh(program.mesh):
         state = program.init()
         params, before = state.params, jax.device_get(state.params)
         placed = jax.device_put(batch, program.batch_shardings)
         nats, targets = jax.device_get(program.eval_step(params, placed))
-        step = make_gradients(model, program.how, program.config.train, num_tokens=257)
+        step = make_gradients(
+            model, program.execution, program.config.train, num_tokens=257
+        )
         loss, grads, *_ = jax.device_get(jax.jit(step)(params, placed))
 
     @jax.jit
     def logits(params):
         bound = bind(model, params)
-        x, *_ = bound.features(batch.inputs, batch.positions, batch.segment_ids, how)
-        return bound.logits(x, how)
+        x, *_ = bound.features(
+            batch.inputs, batch.positions, batch.segment_ids, execution
+        )
+        return bound.logits(x, execution)
 
     values = np.float64(logits(before))[..., :257]
     values -= np.log(np.exp(values).sum(-1, keepdims=True))
@@ -193,9 +212,9 @@ def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
     @jax.jit
     def logits(batch):
         x_BTD, *_ = model.features(
-            batch.inputs, batch.positions, batch.segment_ids, program.how
+            batch.inputs, batch.positions, batch.segment_ids, program.execution
         )
-        return model.logits(x_BTD, program.how)
+        return model.logits(x_BTD, program.execution)
 
     values = np.float64(logits(batch))
     log_z = np.log(np.exp(values).sum(-1))

@@ -43,6 +43,7 @@ FAST = [
     ("dense", "data=2 fsdp=2 tensor=2 train.remat=full train.loss_chunk_tokens=8"),
     ("near", "fsdp=2 context=2 tensor=2"),
     ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2"),
+    ("balanced", "data=2 expert=2 tensor=2"),
 ]
 SLOW = [
     ("dense", "data=8"),
@@ -51,7 +52,6 @@ SLOW = [
     ("near", "fsdp=2 context=4 train.remat=full"),
     ("far", "data=2 context=4 train.remat=[attention]"),
     ("near", "fsdp=4 context=2 context_attention=ulysses"),
-    ("balanced", "data=2 expert=2 tensor=2"),
     ("balanced", "fsdp=2 context=2 expert=2"),
     ("balanced", "context=2 expert=2 tensor=2 train.remat=full"),
     ("dense", "pipeline=4 data=2"),

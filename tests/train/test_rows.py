@@ -10,9 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from data.batches import Order
-from model.axes import AxisRules
 from model.gpt import GPT, params_of
-from train.rows import rules_by_hand
 from train.step import make_gradients
 
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -28,7 +26,7 @@ def equations(jaxpr, inside=()):
 
 def traced(program):
     config = program.config.train
-    gradients = make_gradients(program.model, program.how, config)
+    gradients = make_gradients(program.model, program.execution, config)
     with jax.set_mesh(program.mesh):
         jaxpr = jax.make_jaxpr(gradients)(program.state.params, program.batch)
     return [*equations(jaxpr.jaxpr)]
@@ -76,10 +74,12 @@ def test_gradients_of_matrices_travel_in_the_reduce_dtype(programs, dtype):
         assert dtypes == {dtype}
 
 
-def run(program, batch, **rules):
+def run(program, batch, **changes):
     """Return loss and gradients of fixed parameters, and the names of primitives."""
-    how = program.how._replace(rules=replace(program.how.rules, **rules))
-    gradients = make_gradients(program.model, how, program.config.train)
+    execution = program.execution._replace(
+        placement=replace(program.execution.placement, **changes)
+    )
+    gradients = make_gradients(program.model, execution, program.config.train)
     with jax.set_mesh(program.mesh):
         params = params_of(GPT(program.config.model, nnx.Rngs(1)))
         params = jax.device_put(params, program.shardings.params)
@@ -107,10 +107,10 @@ def batch(programs, store):
 def test_rows_travel_or_the_table_does(programs, batch, shape):
     """With the same gradient."""
     program = programs(*shape, devices=8)
-    assert program.how.rules.rows_travel
+    assert program.execution.placement.exchange_embedding_rows
     rows, names = run(program, batch)
     assert "all_to_all" in names
-    table, names = run(program, batch, rows_travel=False)
+    table, names = run(program, batch, exchange_embedding_rows=False)
     assert "all_to_all" not in names
     close(rows, table)
 
@@ -125,27 +125,3 @@ def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
     rounded = ("model.compute_dtype=bfloat16", f"train.remat={remat}")
     (loss, *_), _ = run(programs("mesh.fsdp=2", *rounded, devices=2), batch)
     assert np.isfinite(loss)
-
-
-RULES = AxisRules(
-    (("batch", ("data", "fsdp")), ("seq", "context"), ("mlp", "tensor")),
-    (("embed", ("fsdp", "context")),),
-)
-
-
-def test_by_hand_is_what_cuts_the_batch():
-    sizes = {"data": 2, "fsdp": 4, "context": 1, "tensor": 2}
-    inside = rules_by_hand(RULES, sizes)
-    assert inside.by_hand == ("data", "fsdp", "context")
-    assert inside.spec("batch", "mlp") == jax.sharding.PartitionSpec(None, "tensor")
-
-
-def test_without_tensor_nothing_is_left_to_xla():
-    inside = rules_by_hand(RULES, {"data": 2, "fsdp": 1, "tensor": 1})
-    assert inside.by_hand == ("data", "fsdp", "tensor")
-    assert inside.activations == ()
-
-
-def test_nothing_is_by_hand_where_the_batch_is_whole():
-    assert rules_by_hand(RULES, {"data": 1, "fsdp": 1, "tensor": 4}) is RULES
-    assert rules_by_hand(AxisRules(), {"data": 2}).by_hand == ()

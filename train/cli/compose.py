@@ -120,13 +120,13 @@ class _Check:
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader
-            each = [parsed]
+            overrides = [parsed]
             if parsed.is_sweep_override():
                 # Only the sweeper knows the values of an interval.
                 items = parsed.is_discrete_sweep() and parsed.sweep_string_iterator()
                 name = parsed.get_key_element()
                 texts = [f"{name}={item}" for item in items or ()]
-                each = [self.parser.parse_override(single) for single in texts]
+                overrides = [self.parser.parse_override(single) for single in texts]
                 if not sweep:
                     rule = "is a sweep: add --multirun, or for a list write "
                     self._add(key, value, f"{rule}{key}=[{value}]")
@@ -141,7 +141,7 @@ class _Check:
                 rule += "" if key in names else did_you_mean(key, names)
             self._add(key, value, rule)
             return []
-        return [override for override in each if self._fits(override)]
+        return [override for override in overrides if self._fits(override)]
 
     def job(self, overrides: Sequence[Override]) -> Any:
         """Return the config of one job, wrong values replaced; record its mistakes."""
@@ -167,7 +167,7 @@ class _Check:
             return None
         config, mistakes = convert(values, self.schema)
         for key, value, rule in mistakes:
-            by_hand = any(key.startswith(own) for own in typed)
+            by_hand = any(key.startswith(prefix) for prefix in typed)
             file = None if by_hand else self.presets.file_with(key, chosen)
             self._add(key, value, f"{rule}\nin {file}" if file else rule)
         if self.rejected <= {f.name for f in fields(self.schema)}:
@@ -180,14 +180,14 @@ class _Check:
 
     def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:
         """Add mistakes between keys, but none that speaks of a mistaken key's value."""
-        wrong = {word for mistake in self.mistakes for word in _keys_in(mistake)}
+        faulty_keys = {word for mistake in self.mistakes for word in _keys_in(mistake)}
         for key, value, rule in mistakes:
             section, table = key.partition(".")[0], key.rpartition(".")[0]
             entry = key in typed and type_of(self.schema, table)[1]
             unknown = section in self.rejected and not entry
-            inside = any(f"{other}.".startswith(f"{key}.") for other in wrong)
-            about = any(f"{other}=" in rule for other in wrong)
-            if not (unknown or inside or about):
+            inside = any(f"{faulty}.".startswith(f"{key}.") for faulty in faulty_keys)
+            concerned = any(f"{faulty}=" in rule for faulty in faulty_keys)
+            if not (unknown or inside or concerned):
                 self._add(key, value, rule)
 
     def _options(self, override: Override) -> list[str]:
@@ -199,8 +199,8 @@ class _Check:
         """Record what is wrong with an override whatever else is set."""
         key, options, rule = override.key_or_group, self._options(override), ""
         if options and key not in self.presets.choices:
-            own = ", ".join(self.presets.groups) or "it has none"
-            rule = f"is no group of this command: {own}"
+            groups = ", ".join(self.presets.groups) or "it has none"
+            rule = f"is no group of this command: {groups}"
         elif override.package is not None:
             rule = f"takes no package; leave out @{override.package}"
         elif options and not override.is_delete():
@@ -227,8 +227,8 @@ def _choice_rule(override: Override, options: list[str]) -> str:
     choices = map(str, value if isinstance(value, list) else [value])
     if isinstance(value, list) and "none" in value and value[1:]:
         return "none stands alone; leave it out, or the others"
-    wrong = next((choice for choice in choices if choice not in options), None)
-    return "" if wrong is None else rule + did_you_mean(wrong, options)
+    unknown = next((choice for choice in choices if choice not in options), None)
+    return "" if unknown is None else rule + did_you_mean(unknown, options)
 
 
 def _set(tree: DictConfig, override: Override, schema: type) -> str:
@@ -267,11 +267,11 @@ def _place(key: str, typed: Sequence[str], sections: Sequence[str]) -> tuple[int
     """Return a mistake's place: flags, arguments, and what follows from several."""
     if key.startswith("-"):
         return -1, 0
-    own = [i for i, text in enumerate(typed) if text and key.startswith(text)]
+    positions = [i for i, text in enumerate(typed) if text and key.startswith(text)]
     parts = [i for i, text in enumerate(typed) if text.startswith(f"{key}.")]
     section = key.partition(".")[0]
     order = sections.index(section) if section in sections else -1
-    return min(own or parts or [len(typed)]), order
+    return min(positions or parts or [len(typed)]), order
 
 
 def _keys_in(mistake: Mistake) -> set[str]:

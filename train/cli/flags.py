@@ -19,7 +19,7 @@ _KEY = r"[\w.+~]+"
 
 def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
     """Return the arguments without overrides that have spaces around =, and these."""
-    words, rest, mistakes = list(argv), list[str](), list[Mistake]()
+    words, joined, mistakes = list(argv), list[str](), list[Mistake]()
     while words:
         first = word = words.pop(0)
         if words and words[0].startswith("=") and re.fullmatch(_KEY, word):
@@ -33,8 +33,8 @@ def without_spaced(argv: Sequence[str]) -> tuple[list[str], list[Mistake]]:
             rule += shlex.quote(f"{key}={value}")
             mistakes.append(Mistake(key.lstrip("+~"), value, rule))
         else:
-            rest.append(first)
-    return rest, mistakes
+            joined.append(first)
+    return joined, mistakes
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
@@ -51,9 +51,9 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     parser.error = error
     for action in parser._actions:
         action.choices = None  # `flag_mistakes` lists these with all else
-    flags, rest = parser.parse_known_args(flags_first(argv))
-    flags.unknown = [text for text in rest if text.startswith("-")]
-    flags.overrides += [text for text in rest if not text.startswith("-")]
+    flags, overrides = parser.parse_known_args(flags_first(argv))
+    flags.unknown = [text for text in overrides if text.startswith("-")]
+    flags.overrides += [text for text in overrides if not text.startswith("-")]
     return flags
 
 
@@ -81,28 +81,33 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
         rule = "there is no such flag" + did_you_mean(flag, options)
         typed, keys = name.replace("-", "_"), keys_of(Config)
         key = did_you_mean(typed, keys)
-        if here := name_here(typed, keys):
-            rule += f"; keys have no dashes, and {here}"
+        if our_name := name_here(typed, keys):
+            rule += f"; keys have no dashes, and {our_name}"
         elif key and "=" in flag:
             rule += f"; keys have no dashes{key.removesuffix('?')}={value}?"
         else:
             rule += "; --hydra-help lists them"
         mistakes.append(Mistake(flag, "", rule))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
-    asked = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
-    own = "is not supported; presets of your own go into --config-dir <folder>"
+    modes_given = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
+    unsupported = "is not supported; presets of your own go into --config-dir <folder>"
     folder = flags.config_dir
     checks = [
-        (len(asked) > 1, " and ".join(asked), "", "exclude each other; give one"),
+        (
+            len(modes_given) > 1,
+            " and ".join(modes_given),
+            "",
+            "exclude each other; give one",
+        ),
         (
             flags.resolve and not (flags.cfg or flags.help),
             *("--resolve", "", "goes with --cfg only"),
         ),
-        (flags.config_path, "--config-path", "", own),
-        (flags.experimental_rerun, "--experimental-rerun", "", own),
+        (flags.config_path, "--config-path", "", unsupported),
+        (flags.experimental_rerun, "--experimental-rerun", "", unsupported),
         (
             folder and not Path(folder).is_dir(),
             *("--config-dir", folder, "is not a folder"),
         ),
     ]
-    return mistakes + [Mistake(*mistake) for wrong, *mistake in checks if wrong]
+    return mistakes + [Mistake(*mistake) for applies, *mistake in checks if applies]

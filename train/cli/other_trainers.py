@@ -1,6 +1,6 @@
 """What settings of nanoGPT, MaxText and torchtitan are called in Longhaul.
 
-`docs/switching.md` explains the same names in a table.
+`docs/guides/switching.md` explains the same names in a table.
 """
 
 from collections.abc import Collection
@@ -56,14 +56,14 @@ NAMES = {
 }
 
 
-def name_here(key: str, known: Collection[str]) -> str:
+def name_here(key: str, keys: Collection[str]) -> str:
     """Return what another trainer's key is called in Longhaul; "" if it is not known.
 
     Args:
         key: as typed; only its last part counts.
-        known: the keys of the command, without which the answer would be of no use.
+        keys: the keys of the command, without which the answer would be of no use.
     """
-    here = NAMES.get(key.rpartition(".")[2], "")
-    if here == RESUME:
-        return here
-    return f"it is called {here} here" if here.partition(",")[0] in known else ""
+    our_name = NAMES.get(key.rpartition(".")[2], "")
+    if our_name == RESUME:
+        return our_name
+    return f"it is called {our_name} here" if our_name.partition(",")[0] in keys else ""

@@ -49,10 +49,10 @@ def _count(node: yaml.Node, counts: dict[int, int]) -> int:
         node: of a parsed text; an alias is the node that it names.
         counts: of the nodes that were counted before; 0 while a node is counted.
     """
-    if (known := counts.get(id(node))) is not None:
-        if known == 0:
+    if (counted := counts.get(id(node))) is not None:
+        if counted == 0:
             raise ValueError("holds an alias to a value that contains it")
-        return known
+        return counted
     counts[id(node)] = 0
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):

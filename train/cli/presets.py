@@ -97,7 +97,7 @@ class Presets:
             OmegaConf.set_struct(tree, None)
             return tree, []
         except Exception as error:
-            whole = Mistake(self._config_name, "", why(error))
+            mistake = Mistake(self._config_name, "", why(error))
         good, mistakes = list[str](), list[Mistake]()
         for choice in choices:
             try:
@@ -108,7 +108,7 @@ class Presets:
                 rule = f"{why(error)}\nin the file of {choice}, or one that it names"
                 mistakes.append(Mistake(key, value, rule))
         if not mistakes:  # each by itself, but not together
-            return OmegaConf.create(asdict(self._schema())), [whole]
+            return OmegaConf.create(asdict(self._schema())), [mistake]
         tree, more = self.compose(good)
         return tree, mistakes + more
 

@@ -85,9 +85,9 @@ def _across(config: Config) -> Iterator[Mistake]:
     if config.tracker.mlflow.enabled and not server and "://" in (run.dir or ""):
         rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
         yield Mistake("tracker.mlflow.uri", None, rule)
-    learned, most = model.position is Position.learned, model.max_sequence_length
-    if learned and most is not None and data.sequence_length > most:
-        rule = f"must be at most model.max_sequence_length={most} with learned "
+    learned, longest = model.position is Position.learned, model.max_sequence_length
+    if learned and longest is not None and data.sequence_length > longest:
+        rule = f"must be at most model.max_sequence_length={longest} with learned "
         rule += "positions; lower it, raise that, or choose model.position=rotary"
         yield Mistake("data.sequence_length", data.sequence_length, rule)
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
@@ -102,26 +102,26 @@ def set_mistakes(
     sets: Mapping[str, EvalSet], data: DataConfig, table: str
 ) -> Iterator[Mistake]:
     """Yield validation sets that cannot be told apart, or are nowhere."""
-    for name, each in sets.items():
+    for name, eval_set in sets.items():
         if not re.fullmatch(r"[\w-]+", name) or name in _SCORES:
             rule = "must be called by letters, digits, _ and -, and not "
-            yield Mistake(f"{table}.{name}", each.path, rule + " or ".join(_SCORES))
+            yield Mistake(f"{table}.{name}", eval_set.path, rule + " or ".join(_SCORES))
         if name in data.sources:
             rule = "is called as a source of data.sources is; give it another name"
-            yield Mistake(f"{table}.{name}", each.path, rule)
-        if not each.path:
+            yield Mistake(f"{table}.{name}", eval_set.path, rule)
+        if not eval_set.path:
             rule = "must name a token store, or text where data.path is text"
-            yield Mistake(f"{table}.{name}.path", each.path, rule)
+            yield Mistake(f"{table}.{name}.path", eval_set.path, rule)
 
 
 def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
     """Yield what is wrong with sizes of the axes, or their factors across hosts."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    rest = [axis for axis, size in sizes.items() if size == -1]
+    unsized = [axis for axis, size in sizes.items() if size == -1]
     for axis, size in sizes.items():
         key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
-        if axis in rest[1:]:
-            rule = f"only one axis may be -1 (what is left), and mesh.{rest[0]} is"
+        if axis in unsized[1:]:
+            rule = f"only one axis may be -1 (what is left), and mesh.{unsized[0]} is"
             yield Mistake(key, size, f"{rule}; give this one a number")
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}, of which it is the part across hosts"
@@ -147,10 +147,12 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
                 yield Mistake(f"mesh.{table}.{name}", "", rule)
         for name, axes in entries.items():
             yield from _entry(f"mesh.{table}.{name}", name, axes)
-    for name, other in _TOGETHER:
-        axes, taken = mesh.activations.get(name), mesh.activations.get(other)
-        if both := [axis for axis in listed(axes) if axis in listed(taken)]:
-            rule = f"must not name {both[0]}, on which mesh.activations.{other} lies: "
+    for name, paired in _TOGETHER:
+        axes, paired_axes = mesh.activations.get(name), mesh.activations.get(paired)
+        if shared := [axis for axis in listed(axes) if axis in listed(paired_axes)]:
+            rule = (
+                f"must not name {shared[0]}, on which mesh.activations.{paired} lies: "
+            )
             rule += "both are dims of one array; take another mesh axis, or null"
             yield Mistake(f"mesh.activations.{name}", axes, rule)
 
@@ -186,8 +188,10 @@ def _offload(config: Config) -> Iterator[Mistake]:
     if names and remat is Remat.none:
         rule = "needs a layer that is recomputed from it: add train.remat=full, or a "
         yield Mistake("train.offload", names, rule + "list of what stays on the device")
-    if both := [name for name in names if name in remat]:
-        rule = f"names {both[0]}, which train.remat keeps on the device; leave it out "
+    if shared := [name for name in names if name in remat]:
+        rule = (
+            f"names {shared[0]}, which train.remat keeps on the device; leave it out "
+        )
         yield Mistake("train.offload", names, rule + "of one of them")
     if names and config.mesh.pipeline != 1:
         rule = "must be [] with mesh.pipeline, whose stages keep what passes through "
@@ -239,8 +243,8 @@ def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     unscaled = scaling is Scaling.none and not learned
     yield unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
-    other = model.activation is not Activation.clamped_swiglu
-    yield other, "model.swiglu_", f"model.activation is {model.activation}"
+    unused = model.activation is not Activation.clamped_swiglu
+    yield unused, "model.swiglu_", f"model.activation is {model.activation}"
     for key in (
         *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
         *("dense_layers", "experts_every", "router"),

@@ -76,13 +76,13 @@ def _rename(values: dict[str, Any]) -> None:
     """Give keys of older versions the names of today."""
     for old in OLD_NAMES:
         section, name = old.split(".")
-        given = values.get(section)
-        if isinstance(given, dict) and name in given:
-            new, value = renamed(old, given.pop(name))
+        section_values = values.get(section)
+        if isinstance(section_values, dict) and name in section_values:
+            new, value = renamed(old, section_values.pop(name))
             *tables, today = new.split(".")[1:]
             for table in tables:
-                given = given.setdefault(table, {})
-            given[today] = value
+                section_values = section_values.setdefault(table, {})
+            section_values[today] = value
 
 
 @functools.cache
@@ -103,8 +103,8 @@ def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], M
             break  # the rest tells the members of a union apart
         hint = inside(hint, name)
         path.append(name)
-        place = f"[{name}]" if isinstance(name, int) else f".{name}"
-        key = (key + place).removeprefix(".")
+        step = f"[{name}]" if isinstance(name, int) else f".{name}"
+        key = (key + step).removeprefix(".")
     value = entry["input"]
     if hint is not None:
         bounds = entry["type"] in _BOUNDS

@@ -47,17 +47,19 @@ def run_sweep(
         # The sweeper writes a multirun.yaml that nobody asked for.
         sys.argv[1:] = [*flags_first(arguments), f'hydra.sweep.dir="{folder}"']
         hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(job)()
-    same = set.intersection(*(set(overrides) for overrides, _ in jobs))
+    common = set.intersection(*(set(overrides) for overrides, _ in jobs))
     rows = []
     for number, (overrides, code) in enumerate(jobs):
-        own = " ".join(text.lstrip("+") for text in overrides if text not in same)
+        differing = " ".join(
+            text.lstrip("+") for text in overrides if text not in common
+        )
         directory, loss = "-", None
         if outcome and code != WRONG_DATA:
             words = [*_presets(flags), *overrides]
             directory, loss = outcome(check_command_line(words, config_name, schema))
         # A job that was refused has the directory of another run, and its loss.
         shown = "-" if code or loss is None else f"{loss:.4f}"
-        rows.append([str(number), own, str(code), shown, directory])
+        rows.append([str(number), differing, str(code), shown, directory])
     headers = ["job", "overrides", "exit code", "eval loss", "run.dir"]
     print_table(rows, headers, "sweep")
     return next((code for _, code in jobs if code), 0)
@@ -85,9 +87,11 @@ def _run(flags: Namespace, overrides: list[str]) -> int:
         if number == signal.SIGTERM:  # Ctrl-C reaches the job by itself
             process.send_signal(number)
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)
+    }
     code = process.wait()
-    for number, handler in before.items():
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
     code = 128 - code if code < 0 else code  # as a shell has it: 134 for an abort
     if stopped:

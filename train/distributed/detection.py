@@ -40,7 +40,7 @@ class Place(NamedTuple):
     address: str  # host:port of process 0
     processes: int
     process: int
-    local_process: int | None  # of its host's, if that has several
+    local_process: int | None  # its number on the host, if the host has several
 
 
 def find_place(config: DistributedConfig) -> Place | None:
@@ -54,11 +54,11 @@ def find_place(config: DistributedConfig) -> Place | None:
         return None
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     processes, process, local = config.num_processes, config.process_id, None
-    if place := _launcher():
-        address = place.address if address is None else address
-        processes = place.processes if processes is None else processes
-        process = place.process if process is None else process
-        local = place.local_process
+    if launched := _launcher():
+        address = launched.address if address is None else address
+        processes = launched.processes if processes is None else processes
+        process = launched.process if process is None else process
+        local = launched.local_process
     elif None in (address, processes, process) and not _not_in_a_step():
         address, processes, process, local = _ask_jax(
             address, processes, process, config.init_timeout_s
@@ -109,18 +109,18 @@ def _ask_jax(
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Kubernetes needs a package
+            warnings.simplefilter("ignore")  # one says that Kubernetes needs a package
             address, processes, process, local = (
                 ClusterEnv.auto_detect_unset_distributed_params(
                     address, processes, process, None, None, timeout_s
                 )
             )
-    except Exception as error:  # of many services, of which some may come up yet
+    except Exception as error:  # many services are asked, and some may start later
         code = ABORTED if isinstance(error, OSError) else CRASHED
-        wrong = f"the other processes were not found: {error}\nOr {_REMEDY}"
-        raise Exit(code, wrong) from None
-    several = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    number_here = local[0] if local and _several_here(*several) else None
+        message = f"the other processes were not found: {error}\nOr {_REMEDY}"
+        raise Exit(code, message) from None
+    counts = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    number_here = local[0] if local and _several_here(*counts) else None
     return address, processes, process, number_here
 
 
@@ -141,22 +141,22 @@ def _not_in_a_step() -> bool:
 
 
 def _refuse_one_of_several() -> None:
-    """Refuse to be alone where a variable says that there are others.
+    """Refuse to train alone if a variable says that there are other processes.
 
     Raises:
-        ConfigError: naming what is lacking.
+        ConfigError: naming the variable that is missing.
     """
-    env, wrong = os.environ, ""
+    env, reason = os.environ, ""
     if _number("WORLD_SIZE", 1) > 1 and "RANK" in env:
-        wrong = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
+        reason = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
-        wrong = (
+        reason = (
             "is one of an Indexed Job, and the others can only be found with the "
             "package kubernetes (pip install 'jax[k8s]') and leave to get and list "
             "pods, services and jobs"
         )
-    if wrong:
-        rule = f"{wrong}; {_REMEDY}"
+    if reason:
+        rule = f"{reason}; {_REMEDY}"
         raise ConfigError([Mistake("distributed.process_id", None, rule)])
 
 
@@ -169,8 +169,8 @@ def _several_here(*variables: str) -> bool:
 def _one_device_each() -> bool:
     """Return whether each process of a host must be given a device of its own here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    given = len(visible.split(",")) == 1 and visible  # srun --gpus-per-task and others
-    return not given and "JAX_LOCAL_DEVICE_IDS" not in os.environ
+    single = len(visible.split(",")) == 1 and visible  # srun --gpus-per-task and others
+    return not single and "JAX_LOCAL_DEVICE_IDS" not in os.environ
 
 
 def _number(variable: str, default: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What processes that must be equal differ in, in words."""
+"""Describe how processes differ that must be equal."""
 
 from train.distributed.rendezvous import numbered
 
@@ -14,7 +14,8 @@ def differences(facts: list[dict[str, str]]) -> list[str]:
             most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
             lines.append(f"  {name}:")
             lines += [
-                f"    {value} on {numbered(who)} (host {facts[who[0]]['host']})"
-                for value, who in most_first
+                f"    {value} on {numbered(processes)} "
+                f"(host {facts[processes[0]]['host']})"
+                for value, processes in most_first
             ]
     return lines

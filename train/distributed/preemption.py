@@ -1,11 +1,12 @@
 """Preemption: requests to stop, save or trace that all processes act on together.
 
 A preemption notice (SIGTERM, or a scheduler's SIGUSR1 or SIGUSR2) or Ctrl-C may reach
-any one process, at any time. While there is no step to save, all leave at once. Else
-all stop after the same step, the first that none of them has passed: each tells how far
-it is, process 0 takes the maximum, and nobody passes a step until that is known. This
-runs in threads beside the training, so it needs no device, and works also while the
-main thread compiles. A save whose time has come is agreed on in the same way.
+any one process, at any time. While there is no step to save, all leave at once.
+Otherwise all stop after the same step, the first that none of them has passed: each
+process reports its step, process 0 takes the maximum, and no process passes a step
+until the answer is known. This runs in threads of its own, so it needs no device, and
+works also while the main thread compiles. A save that is due is agreed on in the same
+way.
 """
 
 import json
@@ -35,16 +36,16 @@ _SIGNALS = {
 }
 _BEFORE, _AFTER = -1, 2**62  # the steps; where there is nothing to save
 _LEAVE = -2
-_PATIENCE_S = 10.0  # for the others, when all leave
+_PATIENCE_S = 10.0  # how long to wait for the others when all leave
 
 
 class Crash(NamedTuple):
-    """What ended a process that was not asked to stop."""
+    """The end of a process that was not asked to stop."""
 
     process: int
     code: int
-    step: int  # that was being taken: completed updates
-    error: str  # in a line
+    step: int  # the number of completed updates
+    error: str  # the error, in one line
     known: bool  # an error with a message for people
 
 
@@ -56,7 +57,7 @@ class Preemption:
         # Called with the exit code, in another thread, before this process leaves in
         # the midst of something.
         self.before_exit: Callable[[int], None] = lambda code: None
-        # On process 0: from what ended one of them to the exit code of all.
+        # On process 0: turns the crash of one process into the exit code of all.
         self.judge_crash: Callable[[Crash], int] = lambda crash: crash.code
         self._cluster = Cluster()
         self._passed, self._round = _BEFORE, 0
@@ -197,14 +198,16 @@ class Preemption:
         if request == _END:
             return False
         with self._told:
-            where = cluster.gather(f"{key}/passed", str(self._passed))
+            passed_steps = cluster.gather(f"{key}/passed", str(self._passed))
             if request.startswith("{"):  # a crash; and all are still here
                 if cluster.is_leader:
                     code = self.judge_crash(Crash(**json.loads(request)))
                     cluster.set(f"{key}/code", str(code))
                 self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
             if cluster.is_leader:
-                cluster.set(f"{key}/step", str(_due_step([int(w) for w in where])))
+                cluster.set(
+                    f"{key}/step", str(_due_step([int(w) for w in passed_steps]))
+                )
             # Process 0 waits as long for the others.
             step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
             self._note(request, int(step))

@@ -41,7 +41,7 @@ class Cluster:
 
     process: int = 0
     processes: int = 1
-    timeout_s: float = 300.0  # of what all must answer
+    timeout_s: float = 300.0  # how long to wait for an answer of all processes
     _rounds: itertools.count = field(default_factory=itertools.count)
 
     @property
@@ -104,7 +104,7 @@ class Cluster:
                 f"no answer from {numbered(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        if self.is_leader:  # whose memory thousands of values a save would fill
+        if self.is_leader:  # its memory would fill with the values of each save
             _client().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
@@ -140,10 +140,10 @@ class Cluster:
         key = f"broadcast/{next(self._rounds)}"
         if not self.is_leader:
             return self._await_answer(key, beat)
-        answers, last = itertools.count(), time.monotonic()
+        numbers, last = itertools.count(), time.monotonic()
 
         def answer(**content: Any) -> None:
-            self.set(f"{key}/{next(answers)}", json.dumps(content))
+            self.set(f"{key}/{next(numbers)}", json.dumps(content))
 
         def progress() -> None:
             nonlocal last
@@ -166,9 +166,9 @@ class Cluster:
             try:  # process 0 may have to wait for others itself
                 answer = json.loads(self.get(f"{key}/{number}", 2 * self.timeout_s))
             except TimeoutError:
-                wrong = f"process {self.process}: process 0 has said nothing for "
-                wrong += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
-                raise Exit(ABORTED, wrong) from None
+                message = f"process {self.process}: process 0 has said nothing for "
+                message += f"twice distributed.barrier_timeout_s={self.timeout_s:.0f}"
+                raise Exit(ABORTED, message) from None
             beat()
             if "code" in answer:
                 raise Exit(answer["code"], "")  # process 0 says why
@@ -189,7 +189,9 @@ class Cluster:
         """Return on all processes the first one's error; None if there is none."""
         if self.processes == 1:
             return error
-        return self._reduce(error or "", lambda all_: next(filter(None, all_), None))
+        return self._reduce(
+            error or "", lambda errors: next(filter(None, errors), None)
+        )
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Go on only if all processes can, and if their facts are the same.
@@ -211,14 +213,14 @@ class Cluster:
             failure = error
             mine = {"code": exit_code(error), "error": _message(error)}
 
-        def verdict(given: list[str]) -> None:
+        def verdict(texts: list[str]) -> None:
             if failure is not None:
-                raise failure  # the same mistake on all is said once
-            answers = [json.loads(text) for text in given]
-            if failed := {p: a for p, a in enumerate(answers) if "code" in a}:
+                raise failure  # a mistake that all processes share is reported once
+            values = [json.loads(text) for text in texts]
+            if failed := {p: a for p, a in enumerate(values) if "code" in a}:
                 lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
                 raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
-            if differing := differences([answer["facts"] for answer in answers]):
+            if differing := differences([answer["facts"] for answer in values]):
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
@@ -255,16 +257,16 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
         ConfigError: keys and variables are not enough, or contradict each other.
         Exit: not all processes arrived in time; those missing are named.
     """
-    place = find_place(config)
-    if place is None:
+    membership = find_place(config)
+    if membership is None:
         return Cluster()
-    address, processes, process, local_process = place
+    address, processes, process, local_process = membership
     if process == 0:
         await_processes(address, processes, config.init_timeout_s)
     else:
         join_processes(address, process, processes, config.init_timeout_s)
     all_here()
-    # mpirun gives process 0 a terminal of 80 columns that nobody sees: tables break.
+    # mpirun gives process 0 an invisible terminal of 80 columns, which breaks tables.
     os.environ["TTY_COMPATIBLE"] = "0"
     # Its handler of SIGTERM would take the place of ours (distributed/preemption.py).
     jax.config.update("jax_enable_preemption_service", False)
@@ -285,8 +287,8 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
 def _log_warnings_only(process: int) -> None:
     """Leave only warnings of this process, each with its number and host."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the program)
-    who = f"process {process} on {socket.gethostname()}"
-    form = f"%(asctime)s %(levelname)s [{who}] %(message)s"
+    sender = f"process {process} on {socket.gethostname()}"
+    form = f"%(asctime)s %(levelname)s [{sender}] %(message)s"
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)
         handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))

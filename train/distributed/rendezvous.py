@@ -1,9 +1,9 @@
 """The rendezvous of a run's processes, before JAX connects them.
 
-Process 0 listens where JAX's coordinator will listen right after, so no second port
-is needed. Each process says its number, and is told that it was heard. When all are
-there, when it is too late, or when one of them leaves, all are told. Who connects and
-says something else, or nothing, is none of ours and holds nobody up.
+Process 0 listens where JAX's coordinator will listen right after, so no second port is
+needed. Each process sends its number, and gets an answer. When all have arrived, when
+the time is over, or when one of them leaves, all are informed. A client that sends
+something else, or nothing, is no process of the run and delays no one.
 """
 
 import json
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 120.0  # that an earlier start may hold the port, longer than a heartbeat
-_GRACE_S = 5.0  # for process 0 to tell the others that time is up
+_TAKEN_S = 120.0  # how long an earlier start may hold the port (above a heartbeat)
+_GRACE_S = 5.0  # how long process 0 has to tell the others that the time is over
 _OTHER_FILES = 512  # that process 0 may open
 _HEARD = {"heard": True}
 _STRANGER = (
@@ -30,7 +30,7 @@ _STRANGER = (
     "each run its own port in distributed.coordinator_address"
 )
 
-Arrived = dict[int, tuple[socket.socket, str]]  # and from which host
+Arrived = dict[int, tuple[socket.socket, str]]  # connection and host, by number
 
 
 def await_processes(address: str, processes: int, timeout_s: float) -> None:
@@ -83,14 +83,14 @@ def join_processes(
                 break
         except (OSError, ValueError) as error:
             if heard:
-                wrong = "process 0 left while the others were waited for"
-                raise Exit(ABORTED, f"process {process}: {wrong}") from None
+                reason = "process 0 left while the others were waited for"
+                raise Exit(ABORTED, f"process {process}: {reason}") from None
             if waited_s > timeout_s:
-                wrong = f"process {process}: process 0 could not be reached at "
-                wrong += f"{address} within distributed.init_timeout_s={timeout_s:.0f}"
+                reason = f"process {process}: process 0 could not be reached at "
+                reason += f"{address} within distributed.init_timeout_s={timeout_s:.0f}"
                 if stranger:
-                    raise Exit(WRONG_CONFIG, f"{wrong}. {_STRANGER}") from None
-                raise Exit(ABORTED, f"{wrong} ({error})") from None
+                    raise Exit(WRONG_CONFIG, f"{reason}. {_STRANGER}") from None
+                raise Exit(ABORTED, f"{reason} ({error})") from None
             if waited_s > _REMIND_S and not reminded:
                 log.warning("process %d: no sign of %s (%s)", process, address, error)
                 reminded = True
@@ -101,9 +101,11 @@ def join_processes(
 
 def numbered(processes: Iterable[int]) -> str:
     """Format numbers: `process 3`, `processes 3, 5, 6`, the first ten of many."""
-    who = sorted(processes)
-    more = f" and {len(who) - 10} more" if len(who) > 10 else ""
-    return f"process{'es' * (len(who) > 1)} {', '.join(map(str, who[:10]))}{more}"
+    numbers = sorted(processes)
+    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
+    return (
+        f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:10]))}{more}"
+    )
 
 
 def _allow_open_files(needed: int) -> None:
@@ -122,13 +124,13 @@ def _allow_open_files(needed: int) -> None:
 
 def _listen(address: str, processes: int) -> socket.socket:
     port = int(address.rpartition(":")[2])
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
     deadline = time.monotonic() + _TAKEN_S
     while True:
         try:
             return socket.create_server(
-                ("", port), family=family, backlog=processes, dualstack_ipv6=both
+                ("", port), family=family, backlog=processes, dualstack_ipv6=dual_stack
             )
         except OSError as error:
             if time.monotonic() > deadline:
@@ -153,9 +155,9 @@ def _await_all(
             if now > min(deadline, remind):
                 missing = numbered({*range(1, processes)} - arrived.keys())
                 if now > deadline:
-                    wrong = f"no sign of {missing} of {processes} within "
-                    wrong += f"distributed.init_timeout_s={timeout_s:.0f}"
-                    raise Exit(ABORTED, wrong)
+                    message = f"no sign of {missing} of {processes} within "
+                    message += f"distributed.init_timeout_s={timeout_s:.0f}"
+                    raise Exit(ABORTED, message)
                 log.warning("waiting for %s of %d", missing, processes)
                 remind = now + _REMIND_S
             for key, _ in ready.select(min(deadline, remind) - now + 0.01):
@@ -185,34 +187,36 @@ def _hear(
     try:
         # A hello is small enough not to come in parts.
         hello = json.loads(connection.recv(1024))
-        who, total = int(hello["process"]), int(hello["processes"])
+        number, total = int(hello["process"]), int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
-        for who, (other, _) in arrived.items():
-            if other is connection:
-                wrong = f"process {who} on {host} left while the others were waited for"
-                raise Exit(ABORTED, wrong) from None
+        for number, (connection_of, _) in arrived.items():
+            if connection_of is connection:
+                message = (
+                    f"process {number} on {host} left while the others were waited for"
+                )
+                raise Exit(ABORTED, message) from None
         return False
     _tell(connection, _HEARD)
-    if total != processes or not 0 < who < processes or who in arrived:
-        there = arrived[who][1] if who in arrived else "process 0's host"
-        wrong = f"process {who} of {total} came from {host}, but "
-        wrong += (
+    if total != processes or not 0 < number < processes or number in arrived:
+        first_host = arrived[number][1] if number in arrived else "process 0's host"
+        message = f"process {number} of {total} came from {host}, but "
+        message += (
             f"there are {processes} processes"
             if total != processes
-            else f"there is one of that number already, on {there}"
+            else f"there is one of that number already, on {first_host}"
         )
-        arrived[-1] = connection, host  # to be told too
+        arrived[-1] = connection, host  # so that it is informed too
         raise Exit(
             WRONG_CONFIG,
-            f"{wrong}. Give all processes the same distributed.num_processes, each its "
-            f"own distributed.process_id, and each run its own port",
+            f"{message}. Give all processes the same distributed.num_processes, each "
+            f"process its own distributed.process_id, and each run its own port",
         )
-    arrived[who] = connection, host
+    arrived[number] = connection, host
     return True
 
 
-def _tell(connection: socket.socket, what: Mapping[str, object]) -> None:
+def _tell(connection: socket.socket, answer: Mapping[str, object]) -> None:
     try:
-        connection.sendall(json.dumps(what).encode() + b"\n")
+        connection.sendall(json.dumps(answer).encode() + b"\n")
     except OSError:
         log.warning("a process left while the others were waited for")

@@ -25,11 +25,11 @@ class Finding(NamedTuple):
     array: str
     device: int  # its id
     process: int
-    place: dict[str, int]  # on the mesh axes longer than 1
+    place: dict[str, int]  # coordinates on the mesh axes of more than one device
     certain: bool  # False: it, or those that it differs from
 
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={at}" for axis, at in self.place.items())
+        axes = " ".join(f"{axis}={index}" for axis, index in self.place.items())
         unlike = "its copies" if self.certain else "a copy; either may be wrong"
         return (
             f"{self.array} on device {self.device} of process {self.process} ({axes}) "
@@ -93,22 +93,22 @@ def compare(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
         copies = np.moveaxis(numbers, axes, last).reshape(-1, num_copies)
         for group in copies[(sums[copies] != sums[copies[:, :1]]).any(axis=1)]:
             values, counts = np.unique(sums[group], return_counts=True)
-            most = values[counts == counts.max()]
-            certain = len(most) == 1
-            wrong = group[sums[group] != most[0]] if certain else group
-            findings += [_finding(name, mesh, number, certain) for number in wrong]
+            majority = values[counts == counts.max()]
+            certain = len(majority) == 1
+            deviating = group[sums[group] != majority[0]] if certain else group
+            findings += [_finding(name, mesh, number, certain) for number in deviating]
     return findings
 
 
 def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
     indices = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
-    place = {
+    coordinates = {
         axis: i
         for (axis, size), i in zip(mesh.shape.items(), indices, strict=True)
         if size > 1
     }
     device: Any = mesh.devices[tuple(indices)]
-    return Finding(array, device.id, device.process_index, place, certain)
+    return Finding(array, device.id, device.process_index, coordinates, certain)
 
 
 def flip(state: Any, array: str, device: int) -> Any:
@@ -121,7 +121,7 @@ def flip(state: Any, array: str, device: int) -> Any:
         if shard.device.id != device:
             return shard.data
         numbers = np.array(shard.data)
-        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # of the last one
+        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # the last element
         return jax.device_put(numbers, shard.data.sharding)
 
     def flipped(path: Any, leaf: jax.Array) -> jax.Array:

@@ -1,14 +1,15 @@
-"""Ends a trainer that makes no progress, with everybody's stacks on disk.
+"""End a trainer that makes no progress, and write the stacks of all threads.
 
-A collective waits for ever for a process that is stuck in Python, and no time-out of
-JAX's fires. So each process notes its phase and each step done in memory shared with a
-small process of its own (distributed/watchdog_process.py), which nothing that hangs
-here can stop:
+A collective waits forever for a process that is stuck in Python, and no timeout of JAX
+fires. Each process therefore writes its phase and its steps to memory that it shares
+with a small watchdog process (distributed/watchdog_process.py), which a hang of the
+trainer cannot stop:
 
-- A phase, or a step, that takes longer than it may ends the process with SIGABRT.
-- First the stacks of all threads are written, and who is behind is said.
+- A phase or a step that exceeds its deadline ends the process with SIGABRT.
+- Before that, the stacks of all threads are written, and the late processes are named.
 - Time in which the machine slept does not count.
-- A trainer that aborts by itself, say for a lost peer, leaves its stacks too.
+- A trainer that aborts by itself, for example after losing a peer, leaves its stacks
+  too.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ from etils import epath
 from train.config import WatchdogConfig
 from train.distributed import watchdog_process
 
-_RECENT = 20  # paces that tell what a step takes at present
+_RECENT = 20  # the number of recent steps whose times give the current step time
 _STDERR = 2
 
 
@@ -88,13 +89,13 @@ class Watchdog:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Enter a phase for the length of the block, then the one before again."""
-        before = self._phase
+        previous_phase = self._phase
         self.phase(name)
         yield
-        self.phase(before)
+        self.phase(previous_phase)
 
     def beat(self, step: int | None = None) -> None:
-        """Note progress: the time of the phase begins anew.
+        """Record progress, which restarts the time of the phase.
 
         A write to memory, without a system call: cheap enough for each step.
         """
@@ -144,7 +145,7 @@ def _dump_stacks_to(file: BinaryIO) -> None:
         # handle, SIGKILL too; faulthandler calls this handler last. Exit code 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc._exit)
-    # With the first process of a container all others die, the watchdog's too.
+    # All others, and the watchdog, die with the first process of a container.
     all_die = 1 in (os.getpid(), os.getppid())
     faulthandler.enable(_STDERR if all_die else file)
     faulthandler.register(watchdog_process.DUMP, file)

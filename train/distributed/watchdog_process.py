@@ -1,11 +1,11 @@
-"""The process beside a trainer that ends it when it makes no progress.
+"""The watchdog process, which ends a trainer that makes no progress.
 
     python watchdog_process.py PID MEMORY PROCESS PROCESSES FOLDER
 
-It imports the standard library alone until there is something to write, and shares
-nothing with the trainer but a piece of memory: what holds the trainer up (the lock of
-the interpreter, a full pipe, dead storage) holds up this one for `_PATIENCE_S` at most.
-It goes when the trainer goes, whichever way that was.
+It imports only the standard library until there is something to write, and shares only
+a piece of memory with the trainer. Whatever blocks the trainer (the lock of the
+interpreter, a full pipe, dead storage) blocks the watchdog for at most `_PATIENCE_S`.
+It ends when the trainer ends, in whatever way.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 # The first page of the memory; the stacks that `faulthandler` writes follow it.
 LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
-# In the order of a run: at one step, a process in an earlier phase is behind.
+# Ordered as in a run: of two processes at one step, the one in an earlier phase is
+# late.
 PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
@@ -81,18 +82,25 @@ def main(trainer: Trainer) -> None:
 def watch(trainer: Trainer) -> Stall | None:
     """Wait until the trainer is gone (None), or its time is up."""
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
-    seen, silent, last = None, 0.0, time.monotonic()
+    last_beat, silent, last = None, 0.0, time.monotonic()
     while os.getppid() == trainer.pid:
         # A longer tick means that this process was stopped: with it, the machine.
         now = time.monotonic()
         silent, last = silent + min(now - last, 1.0), now
         # If half written, a sign of life all the same.
         _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
-        if beat != seen:
-            seen, silent = beat, 0.0
+        if beat != last_beat:
+            last_beat, silent = beat, 0.0
         elif silent > allowed:
             host = socket.gethostname()
-            return Stall(trainer.process, host, PHASES[phase], step, silent, allowed)
+            return Stall(
+                trainer.process,
+                host,
+                phase=PHASES[phase],
+                step=step,
+                seconds=silent,
+                allowed=allowed,
+            )
         time.sleep(_TICK_S)
     return None
 
@@ -169,9 +177,9 @@ def _keep_stacks(trainer: Trainer) -> str:
     if not stacks:
         return "none, the process did not react"
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    place = f"{trainer.folder}/{now}-process{trainer.process}.txt"
-    _open(trainer.folder).pipe_file(place, stacks)
-    return place
+    path = f"{trainer.folder}/{now}-process{trainer.process}.txt"
+    _open(trainer.folder).pipe_file(path, stacks)
+    return path
 
 
 def _open(folder: str) -> Any:
@@ -190,9 +198,9 @@ def _stacks(trainer: Trainer) -> bytes:
 
 
 def _few(names: Sequence[object]) -> str:
-    rest = len(names) - _NAMED
+    num_omitted = len(names) - _NAMED
     text = ", ".join(map(str, names[:_NAMED]))
-    return f"{text} and {rest} more" if rest > 0 else text
+    return f"{text} and {num_omitted} more" if num_omitted > 0 else text
 
 
 if __name__ == "__main__":

@@ -63,24 +63,24 @@ def validate(config: EvaluateConfig) -> list[Mistake]:
     return mistakes
 
 
-def main(asked: EvaluateConfig) -> int:
+def main(config: EvaluateConfig) -> int:
     """Score a checkpoint on validation sets, or by tasks: print it, and keep it."""
     from train.distributed.processes import join
 
-    cluster = join(asked.distributed, lambda: None)
-    found = _by_tasks(asked, cluster) if asked.tasks else _on_sets(asked)
+    cluster = join(config.distributed, lambda: None)
+    evaluation = _by_tasks(config, cluster) if config.tasks else _on_sets(config)
     if cluster.is_leader:
-        _keep(asked, found)
-    print(json.dumps({"step": found.step, **found.printed}))
+        _keep(config, evaluation)
+    print(json.dumps({"step": evaluation.step, **evaluation.printed}))
     return 0
 
 
 class Found(NamedTuple):
-    """What came of it.
+    """An evaluation.
 
-    asked: what makes it another question.
-    metrics: by the names of metrics.jsonl.
-    printed: the same as JSON, for programs: the last line.
+    asked: the settings that distinguish it from other evaluations.
+    metrics: values by the names of metrics.jsonl.
+    printed: the values as JSON, which the last line of the output holds.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Found(NamedTuple):
     printed: dict[str, Any]
 
 
-def _by_tasks(asked: EvaluateConfig, cluster: "Cluster") -> Found:
+def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
     """Judge by tasks, the same on all processes; print a table."""
     import jax
 
@@ -98,11 +98,11 @@ def _by_tasks(asked: EvaluateConfig, cluster: "Cluster") -> Found:
     from train.load_run import load_run
     from train.run.evaluations import scored
 
-    wanted = Asked(asked.tasks, asked.task_path, asked.limit, asked.num_fewshot)
+    wanted = Asked(config.tasks, config.task_path, config.limit, config.num_fewshot)
     loaded = dict[str, Any]()
     cluster.agree(lambda: loaded.update(load_tasks(wanted)) or {})
-    place = asked.run, asked.runtime, asked.step
-    program, sources, step, params = load_run(*place, asked.batch_size)
+    location = config.run, config.runtime, config.step
+    program, sources, step, params = load_run(*location, config.batch_size)
     tasks = Tasks(loaded, wanted, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     with jax.set_mesh(program.mesh):
@@ -110,7 +110,7 @@ def _by_tasks(asked: EvaluateConfig, cluster: "Cluster") -> Found:
     rows = [row[:3] for row in scored(metrics)]
     title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
     print_table(rows, ["task", "metric", "value"], title)
-    question = {key: getattr(asked, key) for key in ("tasks", *_OF_TASKS)}
+    question = {key: getattr(config, key) for key in ("tasks", *_OF_TASKS)}
     return Found(step, question, metrics, metrics)
 
 
@@ -123,12 +123,14 @@ def _on_sets(asked: EvaluateConfig) -> Found:
     from train.evaluate.validation import as_metrics, evaluate_all
     from train.load_run import load_run
 
-    place = asked.run, asked.runtime, asked.step
-    program, sources, step, params = load_run(*place, asked.batch_size)
+    location = asked.run, asked.runtime, asked.step
+    program, sources, step, params = load_run(*location, asked.batch_size)
     config = program.config
     if mistakes := [*set_mistakes(asked.sets, config.data, "sets")]:
         raise ConfigError(mistakes)
-    paths = config.eval.paths | {name: each.path for name, each in asked.sets.items()}
+    paths = config.eval.paths | {
+        name: eval_set.path for name, eval_set in asked.sets.items()
+    }
     sources = open_sets(sources, config.data, paths, table="sets")
     with jax.set_mesh(program.mesh):
         scores = evaluate_all(program, params, sources, asked.num_batches)
@@ -143,19 +145,21 @@ def _on_sets(asked: EvaluateConfig) -> Found:
     return Found(step, question, metrics, printed)
 
 
-def _keep(asked: EvaluateConfig, found: Found) -> None:
+def _keep(asked: EvaluateConfig, evaluation: Found) -> None:
     """Write what was found into the run's directory, and into its report."""
     from train.run.evaluations import write_evaluation
+    from train.run.folder import run_folder
     from train.run.lease import read_owner
     from train.run.report import write_report
-    from train.run.storage import run_folder
 
     folder = run_folder(run_dir(Config(run=asked.run)))
     try:
-        file = write_evaluation(folder, found.step, found.asked, found.metrics)
+        file = write_evaluation(
+            folder, evaluation.step, evaluation.asked, evaluation.metrics
+        )
         log.info("kept in %s", file)
         owner = read_owner(os.fspath(folder))
-        if owner is None or owner.alive() is False:  # else it draws its report itself
+        if owner is None or owner.alive() is False:  # an owner writes its own report
             write_report(folder)
     except OSError as error:  # another's run, say, that is only to be read
         log.warning("%s: not written: %s", folder, error)

@@ -1,10 +1,10 @@
-"""A model as lm-evaluation-harness sees it: it scores texts, and goes on from them.
+"""The interface of lm-evaluation-harness to a model: it scores and continues texts.
 
-What the harness calls is `TemplateLM`; how a task becomes requests, and answers become
-metrics, is the harness' own. Each process is given the same requests and calls the
-devices in the same order.
+The harness calls a `TemplateLM`. It decides itself how a task becomes requests, and how
+answers become metrics. Each process gets the same requests and calls the devices in the
+same order.
 
-Not done here: chat templates, images, and more than one request in a row of a batch.
+Chat templates, images and several requests in one row of a batch are not supported.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from tiktoken import Encoding
 from data.batches import Batch
 from data.encoding import END_OF_TEXT, encode
 from train.feed import local_rows, place
-from train.program import Program, shards_of
+from train.program import Program
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.step import make_score_step
@@ -61,7 +61,9 @@ class HarnessModel(TemplateLM):
         self._rows = config.data.batch_size // config.train.accumulation_steps
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
-            make_score_step(program.model, program.how, config.train, encoding.n_vocab),
+            make_score_step(
+                program.model, program.execution, config.train, encoding.n_vocab
+            ),
             in_shardings=(program.shardings.params, program.batch_shardings),
             out_shardings=program.replicated,
         )
@@ -100,10 +102,10 @@ class HarnessModel(TemplateLM):
         ]
         windows.sort(key=lambda window: -window.length)
         for first in range(0, len(windows), self._rows):
-            some = windows[first : first + self._rows]
-            numbers = [window.request for window in some]
-            for sums, of_rows in zip((nats, misses), self._score(some), strict=True):
-                np.add.at(sums, numbers, of_rows[: len(some)])
+            chunk = windows[first : first + self._rows]
+            numbers = [window.request for window in chunk]
+            for sums, of_rows in zip((nats, misses), self._score(chunk), strict=True):
+                np.add.at(sums, numbers, of_rows[: len(chunk)])
             self.beat()
         scores = zip(nats.tolist(), misses.tolist(), strict=True)
         return [(-of_tokens, missed == 0) for of_tokens, missed in scores]
@@ -115,18 +117,20 @@ class HarnessModel(TemplateLM):
         shape = self._rows, length
         inputs, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         targets = np.full(shape, -1, np.int32)
-        for row, (_, before, tokens) in enumerate(windows):
-            stop = len(before) + len(tokens) - 1
-            inputs[row, :stop] = [*before, *tokens][:-1]
+        for row, (_, prefix, tokens) in enumerate(windows):
+            stop = len(prefix) + len(tokens) - 1
+            inputs[row, :stop] = [*prefix, *tokens][:-1]
             targets[row, stop - len(tokens) : stop] = tokens
             segment_ids[row, :stop] = 1
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
         like = jax.tree.map(
             lambda field: field.update(shape=shape), self._program.batch
         )
-        own = np.concatenate([np.arange(self._rows)[rows] for rows in local_rows(like)])
+        local_rows_index = np.concatenate(
+            [np.arange(self._rows)[rows] for rows in local_rows(like)]
+        )
         batch = Batch(inputs, targets, segment_ids, positions)
-        batch = place(jax.tree.map(lambda field: field[own], batch), like)
+        batch = place(jax.tree.map(lambda field: field[local_rows_index], batch), like)
         nats, misses = jax.device_get(self._step(self.params, batch))
         return nats, misses
 
@@ -135,81 +139,83 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return the log-probability of each whole text, each of its tokens once."""
         texts = (self.tok_encode(*request.args) for request in requests)
-        whole = [(None, [self.prefix_token_id], tokens) for tokens in texts]
-        return [score for score, _ in self._loglikelihood_tokens(whole)]
+        requests_of_texts = [(None, [self.prefix_token_id], tokens) for tokens in texts]
+        return [score for score, _ in self._loglikelihood_tokens(requests_of_texts)]
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """Return how each text goes on, up to one of its stops or an end of text."""
-        asked: list[Any] = [request.args for request in requests]
-        alike: dict[str, list[int]] = {}
-        for number, (_, arguments) in enumerate(asked):
-            alike.setdefault(repr(arguments), []).append(number)
+        """Return the continuation of each text, up to a stop or the end of the text."""
+        request_arguments: list[Any] = [request.args for request in requests]
+        same_settings: dict[str, list[int]] = {}
+        for number, (_, arguments) in enumerate(request_arguments):
+            same_settings.setdefault(repr(arguments), []).append(number)
         texts = dict[int, str]()
-        for numbers in alike.values():
-            contexts = {number: asked[number][0] for number in numbers}
-            texts |= self._generate(contexts, generation(asked[numbers[0]][1]))
+        for numbers in same_settings.values():
+            contexts = {number: request_arguments[number][0] for number in numbers}
+            texts |= self._generate(
+                contexts, generation(request_arguments[numbers[0]][1])
+            )
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
-        self, contexts: dict[int, str], asked: "Generation"
+        self, contexts: dict[int, str], generation: "Generation"
     ) -> Iterator[tuple[int, str]]:
-        """Yield how each context goes on, with its number."""
-        room = self.max_length - asked.num_tokens
+        """Yield the number of each context and its continuation."""
+        room = self.max_length - generation.num_tokens
         prompts = {
             number: self.tok_encode(context)[-room:] or [self.prefix_token_id]
             for number, context in contexts.items()
         }
         numbers = sorted(prompts, key=lambda number: -len(prompts[number]))
         for first in range(0, len(numbers), self._rows):
-            some = numbers[first : first + self._rows]
-            rows = [prompts[number] for number in some]
-            rows += [rows[-1]] * (self._rows - len(rows))  # of one shape
+            chunk = numbers[first : first + self._rows]
+            rows = [prompts[number] for number in chunk]
+            rows += [rows[-1]] * (self._rows - len(rows))  # one shape for all batches
             texts = continue_rows(
                 self._program,
                 self.params,
-                self._encoding,
-                rows,
-                asked.num_tokens,
-                asked.sampling,
+                encoding=self._encoding,
+                rows=rows,
+                num_tokens=generation.num_tokens,
+                sampling=generation.sampling,
                 seed=first,
-                stop=[*asked.stop, END_OF_TEXT],
+                stop=[*generation.stop, END_OF_TEXT],
             )
-            yield from zip(some, texts, strict=False)
+            yield from zip(chunk, texts, strict=False)
             self.beat()
 
 
 class Generation(NamedTuple):
-    """What a task asks of its texts."""
+    """The settings with which a task generates texts."""
 
     num_tokens: int
     stop: list[str]
     sampling: Sampling
-    unknown: list[str]  # that it asks for, too
+    unknown: list[str]  # further settings, which are not supported
 
 
 def generation(arguments: dict[str, Any]) -> Generation:
     """Read a task's `generation_kwargs`."""
-    known: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
-    num_tokens, stop = known.pop("max_gen_toks"), known.pop("until", None) or []
-    usual = 1.0 if known.pop("do_sample") else 0.0
-    temperature = known.pop("temperature", usual)
-    among = known.pop("top_k", None), known.pop("top_p", None)
+    settings: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
+    num_tokens, stop = settings.pop("max_gen_toks"), settings.pop("until", None) or []
+    usual = 1.0 if settings.pop("do_sample") else 0.0
+    temperature = settings.pop("temperature", usual)
+    among = settings.pop("top_k", None), settings.pop("top_p", None)
     stop = [stop] if isinstance(stop, str) else stop
     stop = [text for text in stop if text]
-    return Generation(num_tokens, stop, Sampling(temperature, *among), sorted(known))
+    return Generation(num_tokens, stop, Sampling(temperature, *among), sorted(settings))
 
 
 def windows_of(
     number: int, context: list[int], tokens: list[int], longest: int
 ) -> Iterator[Window]:
     """Cut a request's tokens into windows; each has as much before it as fits."""
-    whole = [*context, *tokens]
-    for start in range(len(context), len(whole), longest):
-        stop = min(start + longest, len(whole))
-        before = whole[max(0, stop - longest - 1) : start]
-        yield Window(number, before, whole[start:stop])
+    all_tokens = [*context, *tokens]
+    for start in range(len(context), len(all_tokens), longest):
+        stop = min(start + longest, len(all_tokens))
+        prefix = all_tokens[max(0, stop - longest - 1) : start]
+        yield Window(number, prefix, all_tokens[start:stop])
 
 
 def row_lengths(longest: int, program: Program) -> list[int]:
@@ -217,9 +223,9 @@ def row_lengths(longest: int, program: Program) -> list[int]:
 
     As long as all devices that share a row hold whole blocks of it.
     """
-    _, shards = shards_of(program.how.rules, program.mesh.shape)
-    least = _BLOCK * (2 * shards if shards > 1 else 1)
+    shards = program.batch_shards.sequence
+    multiple = _BLOCK * (2 * shards if shards > 1 else 1)
     lengths = [longest]
-    while lengths[-1] % (2 * least) == 0:
+    while lengths[-1] % (2 * multiple) == 0:
         lengths.append(lengths[-1] // 2)
     return lengths

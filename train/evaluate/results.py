@@ -1,4 +1,4 @@
-"""What a finished run has to show: its score beside common compressors, a sample."""
+"""The results of a finished run: its score next to compressors, and a sample."""
 
 import shlex
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from train.run.metrics import (
 from train.sample.prompts import continue_prompts
 from train.units import format_bytes
 
-_COMPRESSED_BYTES = 2**24  # of text at most; xz would take hours over a large one
+_COMPRESSED_BYTES = 2**24  # the most text to compress; xz would take hours for more
 _PRINTED = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
 
@@ -38,10 +38,10 @@ def results(
     step: int,
     scores: Mapping[str, Score],
 ) -> dict[str, Any]:
-    """Gather what the end of a run leaves behind, as JSON; scores as metrics.jsonl has.
+    """Return the results of a run as JSON values, with scores as in metrics.jsonl.
 
-    `validation_bytes` is the text that was scored, `compressed_bytes` as much of it,
-    from its beginning on, as was compressed for comparison.
+    `validation_bytes` is the size of the scored text, and `compressed_bytes` that of
+    its beginning, which was compressed for comparison.
     """
     model, score = program.config.model, scores[""]
     learned = model.position is Position.learned
@@ -125,10 +125,10 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
     """Return losses for people: of the validation split, then of each set."""
     lines = []
     for key, loss in metrics.items():
-        of, _, metric = key.rpartition("/")
-        if of.startswith("eval") and metric == "loss":
-            name = of.removeprefix("eval").strip("/")
-            bits = metrics.get(f"{of}/bits_per_byte")
+        task, _, metric = key.rpartition("/")
+        if task.startswith("eval") and metric == "loss":
+            name = task.removeprefix("eval").strip("/")
+            bits = metrics.get(f"{task}/bits_per_byte")
             title = f"  {name:<10}" if name else "validation  "
             shown = "not finite" if loss is None else f"{loss:.4f} nats a token"
             shown += "" if bits is None else f", {bits:.3f} bits per byte"
@@ -137,8 +137,8 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _compared(values: dict[str, Any]) -> str:
-    """Set beside the score what compressors make of the same text, or say of which."""
-    others = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
+    """Return the scores of compressors on the same text, or on its beginning."""
+    compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
     scored, total = values.get("scored_tokens"), values.get("validation_tokens")
     size = values["validation_bytes"]
     text = f"the same {format_bytes(size)}"
@@ -146,11 +146,13 @@ def _compared(values: dict[str, Any]) -> str:
         text = f"of its first {scored:,} of {total:,} tokens; {text}"
     if values.get("compressed_bytes", size) < size:
         text = f"the first {format_bytes(values['compressed_bytes'])} of it"
-    return f"{text} in bits per byte: {others}"
+    return f"{text} in bits per byte: {compressors}"
 
 
 def _changed(command: str, overrides: list[str]) -> str:
     """Return a command line with other values of some keys."""
     keys = {override.partition("=")[0] for override in overrides}
-    kept = [w for w in shlex.split(command) if w.partition("=")[0] not in keys]
-    return shlex.join([*kept, *overrides])
+    remaining_words = [
+        w for w in shlex.split(command) if w.partition("=")[0] not in keys
+    ]
+    return shlex.join([*remaining_words, *overrides])

@@ -1,9 +1,8 @@
 """Benchmarks: a model judged by tasks of lm-evaluation-harness.
 
-A task is one of the harness' own or a YAML file of one's own (`task_path`). All that
-can be wrong with the tasks is said when they are loaded: before a run, not in it. What
-comes out are numbers by name: `tasks/<task>/<metric>`, and `..._stderr`, the standard
-error, beside it.
+A task is one of the harness, or a YAML file in `task_path`. All mistakes in tasks are
+reported when they are loaded, before the run begins. The results are numbers by name:
+`tasks/<task>/<metric>`, and its standard error `..._stderr`.
 """
 
 import contextlib
@@ -26,8 +25,8 @@ from tiktoken import Encoding
 from train.errors import ConfigError, Mistake, as_typed
 from train.program import Program
 
-_SEED = 1234  # of the examples that are shown first, and of the harness' own commands
-_HUB_S = 3.0  # for the hub of data sets to answer
+_SEED = 1234  # the seed of the few-shot examples, as in the harness' own commands
+_HUB_S = 3.0  # how long to wait for the hub of data sets
 _DRAWS = 1000  # of examples, for the standard error of what is not a mean
 
 
@@ -48,7 +47,7 @@ class Asked(NamedTuple):
 
     @property
     def path_key(self) -> str:
-        """The key of the folder of task files, beside `key`."""
+        """The key of the folder of task files, in the same section as `key`."""
         return f"{self.key.removesuffix('tasks')}task_path"
 
 
@@ -79,7 +78,7 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         unknown = [name for name in asked.names if name not in manager.all_tasks]
         if not unknown:
             loaded = manager.load([*asked.names])
-    except Exception as error:  # of many libraries
+    except Exception as error:  # many libraries are called
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
         rule += "that are on this machine: load the task once where there is one, or "
@@ -90,9 +89,11 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
         rule += f"folder {asked.path_key}={as_typed(asked.path)}"
         raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
     for task in loaded["tasks"].values():
-        # As the harness' own command: a task that says 0 keeps it.
-        own = task.config.num_fewshot
-        if own is None or (asked.num_fewshot is not None and own != 0):
+        # A task that says 0 keeps it, as with the harness' own command.
+        task_fewshot = task.config.num_fewshot
+        if task_fewshot is None or (
+            asked.num_fewshot is not None and task_fewshot != 0
+        ):
             task.set_config("num_fewshot", asked.num_fewshot or 0)
     return dict(loaded)
 
@@ -152,8 +153,8 @@ class Tasks:
     def _count(self, task: Any) -> int:
         from lm_eval.evaluator_utils import get_sample_size
 
-        there = len(task.eval_docs)
-        return min(there, get_sample_size(task, self._limit) or there)
+        available = len(task.eval_docs)
+        return min(available, get_sample_size(task, self._limit) or available)
 
     def scores(
         self, params: Any, beat: Callable[[], None] = lambda: None
@@ -169,7 +170,7 @@ class Tasks:
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(_SEED)  # drawn from: the same each time
         self._model.params, self._model.beat = params, beat
-        with contextlib.redirect_stdout(io.StringIO()):  # of its progress
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
             results = evaluate(
                 self._model,
                 self._loaded,
@@ -193,14 +194,16 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
             mistakes.append(Mistake(key, name, rule))
         if task.OUTPUT_TYPE != "generate_until":
             continue
-        asked = generation(task.config.generation_kwargs or {})
-        if asked.num_tokens >= length:
-            rule = f"asks for texts of {asked.num_tokens} tokens, but must leave room "
+        settings = generation(task.config.generation_kwargs or {})
+        if settings.num_tokens >= length:
+            rule = (
+                f"asks for texts of {settings.num_tokens} tokens, but must leave room "
+            )
             rule += f"for a prompt within data.sequence_length={length}; lower its "
             rule += "generation_kwargs.max_gen_toks"
             mistakes.append(Mistake(key, name, rule))
-        if asked.unknown:
-            rule = f"asks for {', '.join(asked.unknown)} of its texts, which only "
+        if settings.unknown:
+            rule = f"asks for {', '.join(settings.unknown)} of its texts, which only "
             rule += "know until, max_gen_toks, do_sample, temperature, top_k and top_p"
             mistakes.append(Mistake(key, name, rule))
     return mistakes
@@ -209,8 +212,8 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
 def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
     """Return the harness' results as numbers by name, without the parts of a group.
 
-    Of `exact_match,strict-match` the part behind the comma, unless it is none, comes
-    last: `tasks/gsm8k/exact_match/strict-match`.
+    `exact_match,strict-match` of gsm8k becomes `tasks/gsm8k/exact_match/strict-match`;
+    a filter `none` is left out.
     """
     groups = results.get("groups", {})
     parts = {
@@ -226,6 +229,6 @@ def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
             if task in parts or not chosen or not isinstance(value, int | float):
                 continue
             name = f"tasks/{task}/{metric}" + f"/{chosen}" * (chosen != "none")
-            # What every tracker takes.
+            # Every tracker accepts these characters.
             metrics[re.sub(r"[^\w./ -]", "_", name)] = float(value)
     return metrics

@@ -71,8 +71,8 @@ def evaluate_all(
     """
     by_name = sources.validation_sets(program.config.eval.by_source)
     return {
-        name: evaluate(program, params, of, num_batches, beat)
-        for name, of in {"": sources, **by_name}.items()
+        name: evaluate(program, params, set_sources, num_batches, beat)
+        for name, set_sources in {"": sources, **by_name}.items()
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from model.execution import AxisSteps
+from model.gather import AxisSteps
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import (
     extents,

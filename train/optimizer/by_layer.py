@@ -40,12 +40,23 @@ def layer_by_layer(
     home = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
-        own, kept, rest = (_only(stack, tree) for tree in (grads, moments, params))
+        layer_grads, layer_moments, layer_params = (
+            _only(stack, tree) for tree in (grads, moments, params)
+        )
         if stack is None:
-            rest, kept, fine = update(own, _to_device(kept, 2), rest, 0)
-            parts.append((rest, _moved(kept, 2, home)))
-        elif jax.tree.leaves(own):
-            *part, fine = _in_loop(update, own, kept, rest, home, in_place)
+            layer_params, layer_moments, fine = update(
+                layer_grads, _to_device(layer_moments, 2), layer_params, 0
+            )
+            parts.append((layer_params, _moved(layer_moments, 2, home)))
+        elif jax.tree.leaves(layer_grads):
+            *part, fine = _in_loop(
+                update,
+                layer_grads,
+                moments=layer_moments,
+                params=layer_params,
+                home=home,
+                in_place=in_place,
+            )
             parts.append((*part,))
         else:
             continue

@@ -57,11 +57,11 @@ class EightBits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How weights and moments are kept behind an update in float32.
+    """How weights and moments are stored between updates, which compute in float32.
 
-    dtype: of moments.
+    dtype: the dtype of the moments.
     infos: tree of `ParamInfo`.
-    seed: of what is drawn.
+    seed: the seed of stochastic rounding.
     """
 
     dtype: MomentDtype
@@ -69,9 +69,9 @@ class Storage:
     seed: int
 
     def packed(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
-        """Return optax's state with its moments as they are kept behind a step.
+        """Return optax's state with its moments as they are stored after a step.
 
-        Of stacked layers there may be only some, from `layer` on.
+        Stacked layers may be only a part of all layers, beginning at `layer`.
         """
         if self.dtype is MomentDtype.float32:
             return state
@@ -99,7 +99,7 @@ class Storage:
         return jax.tree_util.tree_map_with_path(pack, state)
 
     def repacked(self, state: Any, step: jax.Array) -> Any:
-        """Return a state whose moments were kept otherwise as they are kept here."""
+        """Convert a state whose moments were stored in another way."""
         state = jax.device_put(state, jax.memory.Space.Device)  # from the host's, too
         return self.packed(unpacked(state), step)
 
@@ -152,8 +152,8 @@ def as_kept_before(wanted: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _beside(leaf: Any, part: Any) -> Any:
-    """Describe codes or maxima of an array, which lie as it does."""
-    if part is None:  # of vectors
+    """Describe codes or maxima of an array, which are sharded as it is."""
+    if part is None:  # vectors have none
         return None
     spec = (*leaf.sharding.spec, *(None for _ in leaf.shape))
     dims = zip(part.shape, leaf.shape, spec, strict=False)
@@ -170,13 +170,13 @@ def is_eight_bits(node: object) -> bool:
 def to_eight_bits(
     x: jax.Array, info: ParamInfo, signed: bool, bits: jax.Array
 ) -> EightBits:
-    """Round an array at random.
+    """Round an array stochastically to eight bits.
 
     Args:
-        x: float32, of the parameter's shape.
-        info: what is known of the parameter.
-        signed: whether it is a mean; else a mean square, not negative.
-        bits: uint32 of that shape.
+        x: float32, with the parameter's shape.
+        info: the parameter's `ParamInfo`.
+        signed: whether it is a mean. Otherwise it is a mean square, and not negative.
+        bits: uint32 random bits, with the same shape.
     """
     size, first, split = jnp.abs(x), info.stack, info.split
     is_vector = split == x.ndim

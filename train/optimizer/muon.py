@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from model.linear import product
 from model.params import Kind, ParamInfo, is_info
-from model.parts import part
+from model.scopes import part_scope
 from train.config import OptimizerConfig
 from train.optimizer.whole import on_whole_matrices
 
@@ -54,11 +54,13 @@ def muon(
         flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         pairs = zip(leaves, flat, strict=True)
         places = [spec for info, spec in pairs if info.kind is Kind.matrix]
-        return on_whole_matrices(orthogonal, arrays, matrices, places, mesh, compute)
+        return on_whole_matrices(
+            orthogonal, arrays, infos=matrices, places=places, mesh=mesh, dtype=compute
+        )
 
     def directions(updates: Any, params: Any) -> Any:
         arrays, tree = jax.tree.flatten(updates)
-        with part("muon"):
+        with part_scope("muon"):
             results = (together if mesh and mesh.size > 1 else alone)(arrays)
             return tree.unflatten(map(_scaled, results, matrices))
 

@@ -70,27 +70,27 @@ def pack(
     order = sorted(
         range(len(parameters)), key=lambda i: parameters[i].work(ways), reverse=True
     )
-    left = {i: Run(i, 0, parameters[i].count) for i in order}
+    remaining = {i: Run(i, 0, parameters[i].count) for i in order}
     rounds = []
-    while left:
-        largest = parameters[next(iter(left))]
+    while remaining:
+        largest = parameters[next(iter(remaining))]
         rows, columns = largest.rows, largest.columns
         equal = sum(
             run.stop - run.start
-            for i, run in left.items()
+            for i, run in remaining.items()
             if parameters[i][1:] == largest[1:]
         )
         number = max(1, equal // devices)
         runs, free = list[Run](), number * devices
-        for i, run in list(left.items()):
+        for i, run in list(remaining.items()):
             if parameters[i].rows > rows or parameters[i].columns > columns:
                 continue
             stop = min(run.stop, run.start + free)
             free -= stop - run.start
             runs += [Run(i, run.start, stop)] if stop > run.start else []
-            left[i] = Run(i, stop, run.stop)
+            remaining[i] = Run(i, stop, run.stop)
             if stop == run.stop:
-                del left[i]
+                del remaining[i]
         entries = rows * columns * math.prod(ways)
         batch = max(
             n

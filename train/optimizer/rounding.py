@@ -35,8 +35,8 @@ def random_bits(
         shape: of the array, or of a part of it.
         first: where along the first dim that part begins.
     """
-    own = mixed(key ^ jnp.uint32(zlib.crc32(name.encode())))
-    return mixed(mixed(places(shape, first) ^ own) + own)
+    name_key = mixed(key ^ jnp.uint32(zlib.crc32(name.encode())))
+    return mixed(mixed(places(shape, first) ^ name_key) + name_key)
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -57,14 +57,14 @@ def places(shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
         shape: of an array, or of a part of it.
         first: where along the first dim that part begins.
     """
-    place, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
+    index, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
     rows = math.prod(shape[1:]) * stride % 2**32
     if isinstance(first, jax.Array):
-        place += jnp.uint32(rows) * first.astype(jnp.uint32)
+        index += jnp.uint32(rows) * first.astype(jnp.uint32)
     for dim, size in reversed(list(enumerate(shape))):
-        place += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        index += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         stride = stride * size % 2**32
-    return place
+    return index
 
 
 def mixed(x: jax.Array) -> jax.Array:

@@ -38,8 +38,8 @@ class Optimizer:
 
     config: OptimizerConfig
     transform: optax.GradientTransformation
-    factor: Callable[[jax.Array], jax.Array]  # of the step
-    storage: Storage  # of weights and moments
+    factor: Callable[[jax.Array], jax.Array]  # the schedule, a function of the step
+    storage: Storage  # how weights and moments are stored
     by_layer: bool = False  # whether layers are updated one by one
     in_place: bool = True  # as `layer_by_layer` has it
 
@@ -50,7 +50,8 @@ class Optimizer:
             average = averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
-            # Else XLA works out what becomes of zeros as it compiles: seconds.
+            # Without a barrier XLA computes the result of zeros while compiling, for
+            # seconds.
             state = jax.lax.optimization_barrier(state)
         return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
 
@@ -77,35 +78,37 @@ class Optimizer:
         factor = self.factor(step)
 
         def update(
-            grads: Any, before: Any, params: Any, layer: Any
+            grads: Any, moments_before: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            given = grads, before, params
-            moved, moments = self._moved(*given, norm, factor)
+            arguments = grads, moments_before, params
+            moved, moments = self._moved(*arguments, norm, factor)
 
-            def num_spoiled(grads: Any, before: Any, params: Any) -> jax.Array:
+            def num_spoiled(grads: Any, moments_before: Any, params: Any) -> jax.Array:
                 new = moved, moments
                 if self.config.name is not OptimizerName.muon:
-                    new = self._moved(grads, before, params, norm, factor)
+                    new = self._moved(grads, moments_before, params, norm, factor)
                 count = _num_spoiled(new[0], _float32_tree(params), jnp.square)
-                return count + _num_spoiled(new[1], unpacked(before), _rounded_up)
+                return count + _num_spoiled(
+                    new[1], unpacked(moments_before), _rounded_up
+                )
 
             spoiled = jnp.float32(0)
             if may_overflow(self.config):
-                # A branch, so that what is written compiles to the bits that it has
-                # without the check. It computes the update again, which reads the state
-                # once more; not of Muon, whose products are many.
+                # The check is a branch, so that the update compiles to the same bits as
+                # without it. The branch computes the update again, which reads the
+                # state again. Muon is excluded, because its products are expensive.
                 spoiled = jax.lax.cond(
-                    accepted, num_spoiled, lambda *_: jnp.float32(0), *given
+                    accepted, num_spoiled, lambda *_: jnp.float32(0), *arguments
                 )
             fine = accepted & (spoiled == 0)
             new = self.storage.rounded(moved, params, step, layer)
             moments = self.storage.packed(moments, step, layer)
-            return *_chosen(fine, (new, moments), (params, before)), fine
+            return *_chosen(fine, (new, moments), (params, moments_before)), fine
 
         if self.by_layer:
-            how = self.config.offload, self.in_place
+            in_loop = self.config.offload, self.in_place
             trees = grads, state.transform, params
-            params, moments, accepted = layer_by_layer(update, *trees, *how)
+            params, moments, accepted = layer_by_layer(update, *trees, *in_loop)
         else:
             params, moments, accepted = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
@@ -117,14 +120,19 @@ class Optimizer:
         return params, OptimizerState(moments, average), accepted
 
     def _moved(
-        self, grads: Any, before: Any, params: Any, norm: jax.Array, factor: jax.Array
+        self,
+        grads: Any,
+        moments_before: Any,
+        params: Any,
+        norm: jax.Array,
+        factor: jax.Array,
     ) -> tuple[Any, Any]:
         """Return float32 weights and moments after an update."""
         if self.config.clip_norm is not None:
             scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
         grads, weights = _float32_tree(grads), _float32_tree(params)
-        moments = unpacked(before)
+        moments = unpacked(moments_before)
         directions, moments = self.transform.update(grads, moments, weights)
         moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
         return moved, moments
@@ -165,7 +173,7 @@ def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
 def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether an update by finite gradients may exceed the range of float32.
 
-    The check of an update reads the whole state once more. It is left out if no entry
+    The check of an update reads the whole state again. It is left out if no entry
     moves by more than 1e12, and decay shrinks weights: then 10 million steps stay below
     1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
     that Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean
@@ -232,7 +240,7 @@ def make_optimizer(
             direction = scale_by_adafactor(infos)
         case OptimizerName.lion:
             direction = optax.scale_by_lion(config.b1, config.b2)
-        case OptimizerName.adamw | OptimizerName.muon:  # what is no matrix to Muon
+        case OptimizerName.adamw | OptimizerName.muon:  # Muon's vectors use AdamW
             direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
         case _:
             assert_never(config.name)
@@ -250,10 +258,10 @@ def make_optimizer(
         matrices = muon(config, infos, compute, mesh, specs)
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
     storage = Storage(config.moment_dtype, infos, seed)
-    made = transform, factor(schedule, num_steps), storage
+    parts = transform, factor(schedule, num_steps), storage
     # Ahead of time XLA:GPU is not told which arguments lie in host memory.
     in_place = not (config.offload and platform == "gpu")
-    return Optimizer(config, *made, _by_layer(config, platform, mesh), in_place)
+    return Optimizer(config, *parts, _by_layer(config, platform, mesh), in_place)
 
 
 def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
@@ -265,5 +273,7 @@ def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool
     """
     staged = mesh is not None and mesh.shape["pipeline"] > 1
     in_eight = config.moment_dtype is MomentDtype.int8
-    alike = config.name in (OptimizerName.adamw, OptimizerName.lion) and not staged
-    return config.offload or (platform == "gpu" and in_eight and alike)
+    elementwise = (
+        config.name in (OptimizerName.adamw, OptimizerName.lion) and not staged
+    )
+    return config.offload or (platform == "gpu" and in_eight and elementwise)

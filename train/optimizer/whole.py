@@ -45,16 +45,18 @@ def on_whole_matrices(
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     stacks = [
-        Stack.of(array.shape, info, place, sizes)
-        for array, info, place in zip(arrays, infos, places, strict=True)
+        Stack.of(array.shape, info, spec, sizes)
+        for array, info, spec in zip(arrays, infos, places, strict=True)
     ]
 
     def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
         parts = [s.flat(array) for s, array in zip(stacks, arrays, strict=True)]
         for cut in dict.fromkeys(stack.cut for stack in stacks):
-            alike = [i for i, stack in enumerate(stacks) if stack.cut == cut]
-            results = _in_rounds(function, [parts[i] for i in alike], cut, sizes, dtype)
-            for i, result in zip(alike, results, strict=True):
+            same_cut = [i for i, stack in enumerate(stacks) if stack.cut == cut]
+            results = _in_rounds(
+                function, [parts[i] for i in same_cut], cut, sizes, dtype
+            )
+            for i, result in zip(same_cut, results, strict=True):
                 parts[i] = result
         return [
             stack.unflat(part).astype(array.dtype).reshape(array.shape)
@@ -75,11 +77,11 @@ class Cut(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A parameter seen as a stack of matrices.
+    """A parameter as a stack of matrices.
 
-    first, split: its dims where a matrix' inputs begin, and where its outputs do.
-    turned: whether outputs are the rows, so that matrices cut alike look alike.
-    cut: what a device's part is.
+    first, split: the dims at which a matrix' inputs and its outputs begin.
+    turned: whether outputs are the rows, so that matrices with one sharding look equal.
+    cut: how it is sharded.
     """
 
     first: int
@@ -136,9 +138,11 @@ def _in_rounds(
     copies, dealt = deal([Matrices(*part.shape) for part in parts], ways, free)
     results = [list[jax.Array]() for _ in parts]
     for rounds in dealt:
-        own = [parts[run.parameter][run.start : run.stop] for run in rounds.runs]
-        x = jnp.concatenate([_padded(part.astype(dtype), rounds) for part in own])
-        y = _exchanged(function, x, rounds, cut, copies, sizes)
+        local_runs = [parts[run.parameter][run.start : run.stop] for run in rounds.runs]
+        x = jnp.concatenate(
+            [_padded(part.astype(dtype), rounds) for part in local_runs]
+        )
+        y = _exchanged(function, x, rounds=rounds, cut=cut, copies=copies, sizes=sizes)
         for run in rounds.runs:
             part, y = y[: run.stop - run.start], y[run.stop - run.start :]
             rows, columns = parts[run.parameter].shape[1:]
@@ -170,8 +174,8 @@ def _exchanged(
     count = len(x)
     x = jnp.pad(x, [(0, math.prod(shape[:4]) - count), (0, 0), (0, 0)]).reshape(shape)
     if copies:
-        own = jax.lax.axis_index(copies)
-        x = jax.lax.dynamic_index_in_dim(x, own, axis=1, keepdims=False)
+        replica = jax.lax.axis_index(copies)
+        x = jax.lax.dynamic_index_in_dim(x, replica, axis=1, keepdims=False)
     else:
         x = x[:, 0]
 
@@ -179,10 +183,12 @@ def _exchanged(
         if owners:
             # Parts of each device's matrices become all parts of the own ones.
             x = jax.lax.all_to_all(x, owners, 0, 0)
-        whole = x.reshape(*ways[1:], *x.shape[1:]).transpose(2, 0, 3, 1, 4)
-        matrices = whole.reshape(rounds.batch, shape[4] * ways[1], shape[5] * ways[2])
+        gathered = x.reshape(*ways[1:], *x.shape[1:]).transpose(2, 0, 3, 1, 4)
+        matrices = gathered.reshape(
+            rounds.batch, shape[4] * ways[1], shape[5] * ways[2]
+        )
         y = function(matrices.astype(jnp.float32)).astype(x.dtype)
-        y = y.reshape(whole.shape).transpose(1, 3, 0, 2, 4).reshape(x.shape)
+        y = y.reshape(gathered.shape).transpose(1, 3, 0, 2, 4).reshape(x.shape)
         return jax.lax.all_to_all(y, owners, 0, 0) if owners else y
 
     y = jax.lax.map(one_round, x) if rounds.number > 1 else one_round(x[0])[None]

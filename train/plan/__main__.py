@@ -215,15 +215,16 @@ def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
 
 def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
     """Write plan.json and plan.html, and with `show=true` the texts of the step."""
+    from data.storage import write_atomically
     from train.identity import of_training, run_name
     from train.plan.page import TEMPLATE
     from train.plan.show import write_texts
+    from train.run.folder import run_folder
     from train.run.page import write_page
-    from train.run.storage import run_folder, write_whole
 
     name = run_name(of_training(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
-    write_whole(folder / "plan.json", json.dumps(values, indent=1) + "\n")
+    write_atomically(folder / "plan.json", json.dumps(values, indent=1) + "\n")
     write_page(folder / "plan.html", TEMPLATE, values)
     print(f"picture     {folder}/plan.html", file=sys.stderr)
     if config.show and plan.text:

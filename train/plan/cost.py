@@ -61,18 +61,18 @@ class Flops:
 
 
 def expected_part(scope: str) -> float:
-    """Return the part of an array's rows that is in use, by model/parts.py's scope."""
-    found = re.findall(r"expected\.(\d+)\.(\d+)", scope)
-    return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
+    """Return the part of an array's rows that is in use, by model/scopes.py's scope."""
+    numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
+    return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 
 
 def computed_blocks(scope: str) -> tuple[int, int] | None:
     """Return how many blocks of scores a kernel computes, and of how many.
 
-    By model/parts.py's scope; None: none says so.
+    By model/scopes.py's scope; None: none says so.
     """
-    found = re.findall(r"computed\.(\d+)\.(\d+)", scope)
-    return (int(found[-1][0]), int(found[-1][1])) if found else None
+    numbers = re.findall(r"computed\.(\d+)\.(\d+)", scope)
+    return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
 
 
 def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
@@ -83,8 +83,12 @@ def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
         outside: of the conditional, which may be in a branch itself.
     """
     around = len(_TAKEN.findall(outside))
-    found = [own[around] for own in map(_TAKEN.findall, scopes) if len(own) > around]
-    return Fraction(int(found[0][0]), int(found[0][1])) if found else None
+    matches = [
+        scopes_found[around]
+        for scopes_found in map(_TAKEN.findall, scopes)
+        if len(scopes_found) > around
+    ]
+    return Fraction(int(matches[0][0]), int(matches[0][1])) if matches else None
 
 
 def causal_blocks(grid: Sequence[int]) -> tuple[int, int]:
@@ -162,13 +166,19 @@ class StepCost:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values, under the keys of plan.json."""
-        flops, moved = self.flops, self.hbm_bytes
-        own = dataclasses.asdict(self)
-        del own["flops"], own["hbm_bytes"]
+        flops, hbm_bytes = self.flops, self.hbm_bytes
+        values = dataclasses.asdict(self)
+        del values["flops"], values["hbm_bytes"]
         counted = dataclasses.asdict(flops)
-        moved = {"memory_bytes": moved.total, "product_bytes": moved.products}
+        hbm_bytes = {
+            "memory_bytes": hbm_bytes.total,
+            "product_bytes": hbm_bytes.products,
+        }
         ratio = flops.total / self.model_flops
-        return own | {"work": counted | moved, "executed_over_model_flops": ratio}
+        return values | {
+            "work": counted | hbm_bytes,
+            "executed_over_model_flops": ratio,
+        }
 
 
 def sent_bytes(kind: str, payload: float, size: int) -> float:

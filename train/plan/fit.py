@@ -113,7 +113,7 @@ def _recompute(program: Program) -> list[_Candidate]:
         _Candidate(
             "recompute more of each layer",
             f"train.remat={format_policy(policy)}",
-            program.trained(replace(train, remat=policy)),
+            program.with_train_config(replace(train, remat=policy)),
         )
         for policy in policies_keeping_less(train.remat, train.offload)
     ]
@@ -128,7 +128,7 @@ def _cut_batch(program: Program) -> list[_Candidate]:
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
     steps, candidates = train.accumulation_steps, list[_Candidate]()
     while rows % (program.pipeline.own * (steps := 2 * steps)) == 0:
-        changed = program.trained(replace(train, accumulation_steps=steps))
+        changed = program.with_train_config(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         description = "split the batch into smaller microbatches"
         candidates.append(_Candidate(description, override, changed))

@@ -77,8 +77,8 @@ class DeviceMemory:
         """Return each figure as {"bytes", "how"}."""
         figures = dataclasses.asdict(self)
         del figures["devices_per_host"]
-        held = {"host_held_bytes": self.host_held}
-        return {"per_device": figures.pop("parts"), **figures, **held}
+        host = {"host_held_bytes": self.host_held}
+        return {"per_device": figures.pop("parts"), **figures, **host}
 
 
 def device_memory(
@@ -89,15 +89,20 @@ def device_memory(
     `compiled` is the step, or what became of it; None: of state and batch alone.
     """
     state, batch = program.state, program.batch
-    rest, moved = state._replace(params=None), _per_device(program.host_state)
+    without_params, host_moved = (
+        state._replace(params=None),
+        _per_device(program.host_state),
+    )
     parts = {
         "parameters": _per_device(state.params),
-        "optimizer state": Figure(_per_device(rest).bytes - moved.bytes, COMPUTED),
+        "optimizer state": Figure(
+            _per_device(without_params).bytes - host_moved.bytes, COMPUTED
+        ),
         "batch": _per_device(batch),
         "gradients": _per_device(state.params),
     }
     needed = Figure(sum(parts[name].bytes for name in HELD), COMPUTED)
-    host = {"optimizer state": moved} if moved.bytes else {}
+    host = {"optimizer state": host_moved} if host_moved.bytes else {}
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
@@ -231,6 +236,6 @@ def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
         axes = [axis for entry in sharding.spec for axis in mesh_axes(entry)]
-        shards = {tuple(place[axis] for axis in axes) for place in places}
+        shards = {tuple(coordinates[axis] for axis in axes) for coordinates in places}
         total += len(shards) * bytes_per_device(leaf)
     return total

@@ -110,8 +110,10 @@ class Plan:
         """The bottleneck of a step, memory if it does not fit, and a remedy."""
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
-            known = self.prediction is not None
-            return make_fit(self.program, self.memory, self.budget, searchable=known)
+            has_prediction = self.prediction is not None
+            return make_fit(
+                self.program, self.memory, self.budget, searchable=has_prediction
+            )
         if self.prediction is None:
             return None
         config, mesh = self.program.config, self.program.mesh
@@ -121,9 +123,9 @@ class Plan:
         speeds = dict[str, float]()
         for way in policies_keeping_more(config.train.remat, config.train.offload):
             train = replace(config.train, remat=way)
-            other = estimate(self.program.trained(train), self.budget)
-            if other.fits:
-                speeds[f"train.remat={format_policy(way)}"] = _step_s(other)
+            other_memory = estimate(self.program.with_train_config(train), self.budget)
+            if other_memory.fits:
+                speeds[f"train.remat={format_policy(way)}"] = _step_s(other_memory)
         if not speeds:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")
@@ -160,7 +162,7 @@ class Plan:
                 "iterations": program.pipeline.iterations,
                 "bubble": program.pipeline.bubble,
             },
-            "attention": program.how.attention,
+            "attention": program.execution.attention,
             "num_parameters": sum(leaf.size for leaf in params),
             "tokens_per_step": program.tokens_per_step,
             "model_flops_per_step": program.flops_per_step,

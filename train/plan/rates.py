@@ -77,7 +77,7 @@ def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
     """
     model, length = config.model, config.data.sequence_length
     rates = rates_of(mesh, chip, model.compute_dtype)
-    flops, moved = cost.flops, cost.hbm_bytes
+    flops, hbm_bytes = cost.flops, cost.hbm_bytes
     saved = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
     tensor, kernel = mesh.shape["tensor"], chip.achievable.attention
     if kernel is None:
@@ -94,8 +94,11 @@ def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
     part = chip.achievable.grouped
     slowed = max(1 / part.rate, rates.flops * fill / (part.intensity * rates.memory))
     products += (slowed - 1) * flops.grouped / fill / rates.flops
-    memory, beside = moved.total / rates.memory, moved.products / rates.memory
-    return Busy(products, memory, beside, fill)
+    memory, product_s = (
+        hbm_bytes.total / rates.memory,
+        hbm_bytes.products / rates.memory,
+    )
+    return Busy(products, memory, product_s, fill)
 
 
 def matrix_fill(
@@ -114,8 +117,8 @@ def matrix_fill(
 
     matrices = _matrices(model, tensor)
     used = sum(rows * columns for rows, columns in matrices)
-    taken = sum(padded(rows) * padded(columns) for rows, columns in matrices)
-    return used / taken, model.head_size / padded(model.head_size)
+    padded_area = sum(padded(rows) * padded(columns) for rows, columns in matrices)
+    return used / padded_area, model.head_size / padded(model.head_size)
 
 
 def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:

@@ -83,8 +83,8 @@ class Link:
     @property
     def name(self) -> str:
         """For people."""
-        where = "host memory" if self.network == PCIE else "no axis"
-        return f"{' and '.join(self.axes) or where} over {self.network}"
+        axis = "host memory" if self.network == PCIE else "no axis"
+        return f"{' and '.join(self.axes) or axis} over {self.network}"
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
         ranges = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
-        own = dataclasses.asdict(self)
-        own["lanes"] = own.pop("links")  # the key that scripts rely on
+        values = dataclasses.asdict(self)
+        values["lanes"] = values.pop("links")  # the key that scripts rely on
         return {
-            **own,
+            **values,
             **{name: dataclasses.asdict(self.range(name)) for name in ranges},
             "middle": dataclasses.asdict(self.middle),
         }
@@ -171,10 +171,10 @@ def predict(
     Raises:
         NotStated: if the vendor does not say how fast something is that the step needs.
     """
-    here = num_parts(mesh, mesh.axis_names)
-    parts = parts or here
+    num_domains = num_parts(mesh, mesh.axis_names)
+    parts = parts or num_domains
     units = busy(cost, config, mesh, chip)
-    links = _links(cost.sent, mesh, chip, parts / here)
+    links = _links(cost.sent, mesh, chip, parts / num_domains)
     if cost.host_bytes:
         links += (_host_link(cost.host_bytes, chip),)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
@@ -203,10 +203,14 @@ def _host_link(sent: int, chip: Chip) -> Link:
 
 def _step(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
     """Return the seconds of a step, as this module's docstring has it."""
-    products, memory, beside = units.products, units.memory, units.product_memory
+    products, memory, product_memory = (
+        units.products,
+        units.memory,
+        units.product_memory,
+    )
     hidden = sum(link.hidden for link in links)
     exposed = sum(link.exposed for link in links)
-    high = max(products, beside, hidden) + memory - beside + exposed
+    high = max(products, product_memory, hidden) + memory - product_memory + exposed
     if not on_tpu:
         return Range((1 - GPU_SPREAD) * high, (1 + GPU_SPREAD) * high)
     free = [link.seconds - link.waited_for for link in links]
@@ -229,7 +233,7 @@ def _links(
             _timed(total, rate, parts, mesh, chip)
             for total, rate in zip(totals, rates, strict=True)
         ]
-        seconds, hidden = (sum(of) for of in zip(*timed, strict=True))
+        seconds, hidden = (sum(column) for column in zip(*timed, strict=True))
         total_sent = sum(t.sent for t in totals)
         sending = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
         waits = ACTIVATION_AXES & {*axes} or network == "DCN"

@@ -67,29 +67,29 @@ def weak_scaling(
 
     def at(slices: int) -> tuple[float, Prediction]:
         sent = [_scaled(total, mesh, slices) for total in cost.sent]
-        found = predict(replace(cost, sent=sent), config, mesh, chip, slices)
+        prediction = predict(replace(cost, sent=sent), config, mesh, chip, slices)
         more = slices / compiled
         far = sum(total.sent for total in sent if total.network in FAR)
         return far * chip.devices, replace(
-            found,
-            tokens=round(found.tokens * more),
-            devices=round(found.devices * more),
-            chips=round(found.chips * more),
+            prediction,
+            tokens=round(prediction.tokens * more),
+            devices=round(prediction.devices * more),
+            chips=round(prediction.chips * more),
         )
 
     alone = at(1)[1].step_s
     rows = []
     for slices in points:
-        sent, found = at(slices)
-        step = found.step_s
+        sent, prediction = at(slices)
+        step = prediction.step_s
         parts = sorted((alone.low / step.low, alone.high / step.high))
-        rows.append(Scaled(slices, sent, found, Range(*parts)))
+        rows.append(Scaled(slices, sent, prediction, Range(*parts)))
     return rows
 
 
 def print_weak_scaling(rows: Sequence[Scaled]) -> None:
     """Print one line a number of slices, or of nodes."""
-    unit, network, seen = _WORDS[rows[0].prediction.platform]
+    unit, network, measured = _WORDS[rows[0].prediction.platform]
     print_table(
         [
             [
@@ -105,7 +105,7 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
         ],
         [unit, "chips", f"{network} a chip", "a step", "tokens/s", "kept"],
         f"more {unit} (bytes of rings, latency of each hop, the slowest of them; "
-        f"{seen})",
+        f"{measured})",
     )
 
 
@@ -118,9 +118,9 @@ def _scaled(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
         near = num_shards(mesh.shape, total.axes) // num_parts(mesh, total.axes)
     if slices == near == 1:
         return replace(total, count=0, sent=0.0)
-    before, now = (
+    old, now = (
         sent_bytes(total.kind, 1, near * parts)
         for parts in (num_slices(mesh.devices.flat), slices)
     )
     network = "NVLink" if slices == 1 else total.network
-    return replace(total, network=network, sent=total.sent * now / before)
+    return replace(total, network=network, sent=total.sent * now / old)

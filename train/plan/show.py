@@ -5,11 +5,11 @@ from typing import Any
 
 from etils import epath
 
+from data.storage import write_atomically
 from train.console import print_table
 from train.plan.aot import lower_step
 from train.plan.compiled.inspection import Inspection
 from train.program import Program
-from train.run.storage import write_whole
 from train.units import format_bytes
 
 _NAMED = 3  # arrays that are named if they are not updated in place
@@ -27,7 +27,7 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
         "step.hlo": text,
     }
     for name, content in texts.items():
-        write_whole(folder / name, content + "\n")
+        write_atomically(folder / name, content + "\n")
     return list(texts)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
+from data.storage import write_atomically
 from train.distributed.processes import Cluster
 from train.optimizer.update import averages
 from train.pretrained.compare import check_folder, weight_files
@@ -19,8 +20,8 @@ from train.pretrained.other_run import check_run, is_run, read_run_weights, seal
 from train.pretrained.read import read_folder
 from train.program import Program
 from train.run.digests import digests
+from train.run.folder import run_folder
 from train.run.records import damaged, read_record
-from train.run.storage import run_folder, write_whole
 from train.state import TrainState, make_finite_check
 from train.units import few
 
@@ -78,37 +79,43 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         DataError: naming a file that is not what the first start read.
     """
     record = run / RECORD
-    known = cluster.broadcast(lambda: _read_known(record))
+    recorded = cluster.broadcast(lambda: _read_known(record))
     share = cluster.process, cluster.processes
     try:
         names = (
-            sealed_files(path) if is_run(path) else known or weight_files(Path(path))
+            sealed_files(path) if is_run(path) else recorded or weight_files(Path(path))
         )
         hashed = digests(run_folder(path), *share, names=names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
     parts = [hashed]
     if cluster.processes > 1:
-        answers = cluster.gather("init_from", json.dumps(hashed))
-        parts = [json.loads(answer) for answer in answers]
-    found = {name: digest for part in parts for name, digest in part.items()}
-    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+        texts = cluster.gather("init_from", json.dumps(hashed))
+        parts = [json.loads(answer) for answer in texts]
+    file_digests = {name: digest for part in parts for name, digest in part.items()}
+    text = json.dumps(file_digests, indent=1, sort_keys=True) + "\n"
     cluster.on_leader(
-        lambda: _compare(path, known, found) if known else write_whole(record, text)
+        lambda: (
+            _compare(path, recorded, file_digests)
+            if recorded
+            else write_atomically(record, text)
+        )
     )
 
 
 def _read_known(record: epath.Path) -> dict[str, Any]:
     """Return size and SHA-256 of the files that the first start read, if it did."""
-    known = read_record(record, _RECORD_REMEDY) or {}
-    if not all(isinstance(digest, list) for digest in known.values()):
+    record_values = read_record(record, _RECORD_REMEDY) or {}
+    if not all(isinstance(digest, list) for digest in record_values.values()):
         raise damaged(record, "does not hold sizes and hashes", _RECORD_REMEDY)
-    return known
+    return record_values
 
 
-def _compare(path: str, known: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    for name in sorted({*known} | {*found}):
-        if known.get(name) != found.get(name):
+def _compare(
+    path: str, recorded: Mapping[str, Any], digests: Mapping[str, Any]
+) -> None:
+    for name in sorted({*recorded} | {*digests}):
+        if recorded.get(name) != digests.get(name):
             raise DataError(
                 f"{path}/{name}: is not what the first start of this run read, by its "
                 f"size and SHA-256 in {RECORD}. {_AGAIN}"

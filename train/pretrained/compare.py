@@ -34,7 +34,7 @@ from train.program import Program
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "Fetch or export the folder again"
-# Of older files: masks and angles, which are no weights.
+# Older files contain masks and angles, which are no weights.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
@@ -61,7 +61,7 @@ class Folder:
         self.settings = _settings_in(path)
         listed, files = _listed(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
-        there = set[str]()
+        stored = set[str]()
         prefix = next(iter(family.names)).split(".")[0] + "."
         for file in files:
             try:
@@ -70,15 +70,15 @@ class Folder:
                 raise DataError(
                     f"{folder / file}: cannot be read ({error}). {_AGAIN}"
                 ) from error
-            there |= {*opened.keys()}
+            stored |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, it is no mapping
                 # GPT-2's files on the hub lack the prefix.
                 long = name.startswith((prefix, "lm_head"))
-                own = name if long else prefix + name
-                if not own.endswith(_NO_WEIGHTS):
-                    self.shapes[own] = tuple(opened.get_slice(name).get_shape())
-                    self._files[own] = opened, name, file
-        if missing := {*listed} - there:
+                short_name = name if long else prefix + name
+                if not short_name.endswith(_NO_WEIGHTS):
+                    self.shapes[short_name] = tuple(opened.get_slice(name).get_shape())
+                    self._files[short_name] = opened, name, file
+        if missing := {*listed} - stored:
             lost = min(missing)
             raise DataError(
                 f"{folder / listed[lost]}: lacks {lost}, which {_INDEX} says it holds. "
@@ -87,8 +87,8 @@ class Folder:
 
     def read(self, name: str, *places: slice) -> np.ndarray:
         """Read a part of a tensor."""
-        file, own, _ = self._files[name]
-        return file.get_slice(own)[places or slice(None)]
+        file, stored_name, _ = self._files[name]
+        return file.get_slice(stored_name)[places or slice(None)]
 
     def file(self, name: str) -> str:
         """Return the file that holds a tensor."""
@@ -97,8 +97,10 @@ class Folder:
     @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
-        known = json.dumps([self.settings, sorted(self.shapes.items())], sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()[:12]
+        description = json.dumps(
+            [self.settings, sorted(self.shapes.items())], sort_keys=True
+        )
+        return hashlib.sha256(description.encode()).hexdigest()[:12]
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -162,12 +164,14 @@ def _family_in(path: str, model: ModelConfig) -> Family:
         ConfigError: if not, with what to type to take its settings.
     """
     theirs = _settings_in(path)
-    kind, kept = theirs.get("model_type"), theirs.get("quantization_config")
+    kind, quantization = theirs.get("model_type"), theirs.get("quantization_config")
     named = [f for f in FAMILIES if kind in (f.name, *f.also)]
-    if kept:
-        rule = f"holds quantized weights ({kept.get('quant_method')}), which are not "
-        rule += "read; let transformers load it with dequantize=True in its "
-        rule += "quantization_config, and start from what save_pretrained writes then"
+    if quantization:
+        rule = f"holds quantized weights ({quantization.get('quant_method')}), which "
+        rule += "cannot be read; load it in transformers with dequantize=True in its "
+        rule += (
+            "quantization_config, and start from the folder that save_pretrained writes"
+        )
     elif not named:
         rule = f"holds a model of type {kind}, which is none of "
         rule += ", ".join(family.name for family in FAMILIES)
@@ -182,9 +186,9 @@ def _family_in(path: str, model: ModelConfig) -> Family:
             differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
         if not differing:
             return family
-        own = family.settings(model)
-        for name, key in _keys(family).items():  # what follows from keys that change
-            there = theirs.get(name) if name in own else None
+        our_settings = family.settings(model)
+        for name, key in _keys(family).items():  # settings that depend on keys
+            there = theirs.get(name) if name in our_settings else None
             if there is not None and getattr(model, key) is None:
                 there = pattern_of(there) if name == "layer_types" else there
                 differing.setdefault(f"model.{key}", (None, there))
@@ -213,25 +217,29 @@ def _other_settings(
     theirs = with_layer_types(theirs, model.num_layers)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
-    kept = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}
-    pairs = [(kept, theirs, _keys(family))]
+    other_settings = {
+        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES
+    }
+    pairs = [(other_settings, theirs, _keys(family))]
     if family.needs["position"] is Position.rotary:
         there, here = rope_of(theirs), rope_of(ours)
         for layers, keys in ROPE_KEYS.items():
-            own, their = here.get(layers, {}), there.get(layers, {})
-            if own.get("rope_type") != their.get("rope_type"):
-                own = dict.fromkeys(keys.keys() & their.keys()) | own
-            pairs.append((own, their, keys))
-    found = dict[str, tuple[Any, Any]]()
-    for own, their, keys in pairs:
-        for name, value in own.items():
+            our_values, their = here.get(layers, {}), there.get(layers, {})
+            if our_values.get("rope_type") != their.get("rope_type"):
+                our_values = dict.fromkeys(keys.keys() & their.keys()) | our_values
+            pairs.append((our_values, their, keys))
+    differing = dict[str, tuple[Any, Any]]()
+    for our_values, their, keys in pairs:
+        for name, value in our_values.items():
             there = their.get(name)
-            said = there is not None or (name in their and name in NULL_IS_NONE)
-            if said and there != value:
+            is_set = there is not None or (name in their and name in NULL_IS_NONE)
+            if is_set and there != value:
                 key = f"model.{keys[name]}" if name in keys else name
                 words = {"rope_type": _kind, "layer_types": pattern_of}.get(name)
-                found[key] = (words(value), words(there)) if words else (value, there)
-    return found
+                differing[key] = (
+                    (words(value), words(there)) if words else (value, there)
+                )
+    return differing
 
 
 def _kind(rope_type: str) -> str:

@@ -47,9 +47,9 @@ _USUAL: dict[str, Any] = {
 }
 
 
-def _usual(*free: str, **needs: Any) -> dict[str, Any]:
+def _usual(*free: str, **required: Any) -> dict[str, Any]:
     """Return the usual switches but for some; those that are free may be anything."""
-    return {k: v for k, v in (_USUAL | needs).items() if k not in free}
+    return {k: v for k, v in (_USUAL | required).items() if k not in free}
 
 
 _GEMMA = {
@@ -77,15 +77,15 @@ class Family(NamedTuple):
     """A family of models.
 
     name: `model_type` of transformers.
-    architecture: its class there.
-    needs: fields of `ModelConfig`, and what they must be: a value, SOME, or a function
-        of the model.
-    names: of tensors, and the parameters that lie in each side by side (names.py).
-    settings: of config.json.
-    also: other types whose folders differ in nothing that config.json does not say.
-    turned: matrices lie as [outputs, inputs].
-    zeros: biases that our model lacks are written, as zeros.
-    length: what it calls the longest row.
+    architecture: its class in transformers.
+    needs: required values of `ModelConfig` fields: a value, SOME, or a function of the
+        model.
+    names: the names of tensors, and the parameters that each concatenates (names.py).
+    settings: a function that returns the settings in config.json.
+    also: other model types whose folders differ only in config.json.
+    turned: whether matrices have the dims [outputs, inputs].
+    zeros: whether biases that our model lacks are written as zeros.
+    length: the name of the setting for the longest row.
     """
 
     name: str
@@ -100,14 +100,14 @@ class Family(NamedTuple):
 
     def unmet(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Return what a model has, and what this family needs, where these differ."""
-        found = dict[str, tuple[Any, Any]]()
+        unmet_switches = dict[str, tuple[Any, Any]]()
         sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
         for field, need in self.needs.items():
             have = sizes.get(field, attrgetter(field)(model))
             need = need(model) if callable(need) else need
             if have != need and (need is not SOME or have is None):
-                found[field] = have, need
-        return found
+                unmet_switches[field] = have, need
+        return unmet_switches
 
     def mistakes(self, model: ModelConfig) -> list[Mistake]:
         """List what a model of this family cannot be."""
@@ -123,8 +123,8 @@ class Family(NamedTuple):
         names = dict[str, list[str]]()
         for name, params in self.names.items():
             for end in ("weight", "bias") if name.endswith("*") else ("",):
-                own = [param.replace("*", end) for param in params]
-                names[name.replace("*", end)] = own
+                tensor_names = [param.replace("*", end) for param in params]
+                names[name.replace("*", end)] = tensor_names
         return names
 
 
@@ -255,8 +255,8 @@ def family_of(model: ModelConfig) -> Family:
     """
     mistakes = [family.mistakes(model) for family in FAMILIES]
 
-    def distance(found: list[Mistake]) -> tuple[int, bool]:
-        return len(found), any(mistake.key == "model.mlp" for mistake in found)
+    def distance(listed: list[Mistake]) -> tuple[int, bool]:
+        return len(listed), any(mistake.key == "model.mlp" for mistake in listed)
 
     nearest = min(mistakes, key=distance)
     if nearest:

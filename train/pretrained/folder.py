@@ -1,7 +1,7 @@
 """Write a run's model as a folder that transformers loads.
 
-Weights, settings, tokenizer and a card. Each file is there whole or not at all, and
-config.json, without which nobody takes the folder for a model, comes last.
+The folder holds weights, settings, tokenizer and a card. Each file appears whole or not
+at all. config.json, without which the folder is not taken for a model, comes last.
 """
 
 import json
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import tiktoken
 from etils import epath
 
-from data.machine import is_remote
 from data.sources import Sources
+from data.storage import is_remote, write_atomically
 from data.tokenizer_json import (
     SAMPLE,
     check_same_ids,
@@ -30,11 +30,11 @@ from train.pretrained.families import Family, family_of
 from train.pretrained.tensors import Parts
 from train.pretrained.weights import write_json, write_weights
 from train.program import Program
+from train.run.folder import run_folder
 from train.run.starts import read_results
-from train.run.storage import run_folder, write_whole
 from train.units import format_count
 
-_CHECKED_BYTES = 10_000_000  # of the run's own text, encoded both ways
+_CHECKED_BYTES = 10_000_000  # how much of the run's own text is encoded both ways
 
 
 def empty_folder(output: str) -> epath.Path:
@@ -83,13 +83,15 @@ def write_folder(
         content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, content, [SAMPLE, text])
-        write_whole(folder / "tokenizer.json", content)
+        write_atomically(folder / "tokenizer.json", content)
         write_json(folder / "tokenizer_config.json", tokenizer_config(length))
     parts = Parts(family, model, program.infos, encoding.n_vocab)
     count = write_weights(folder, parts, dict(named(params)), jnp.dtype(dtype))
     if writes:
         results = read_results(run_folder(config.run.dir or ""))
-        write_whole(folder / "README.md", card(config, encoding, count, step, results))
+        write_atomically(
+            folder / "README.md", card(config, encoding, count, step, results)
+        )
         settings = settings_of(family, model, encoding, length, dtype)
         end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
         write_json(folder / "generation_config.json", end)

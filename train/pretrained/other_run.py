@@ -13,9 +13,9 @@ from train.errors import ConfigError, Mistake, as_typed
 from train.identity import covered, differences
 from train.program import Program, make_program
 from train.run.digests import SEAL
+from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import known_run_id, read_run
-from train.run.storage import run_folder
 from train.state import TrainState
 
 # Keys of the model that may be others than the other run's: how it is run or drawn.
@@ -33,15 +33,15 @@ def is_run(path: str) -> bool:
 
 
 def check_run(path: str, program: Program) -> dict[str, str]:
-    """Compare a run's model with this one; return what all processes must see alike.
+    """Compare a run's model with this one; return what all processes must agree on.
 
     Raises:
         ConfigError: with all that differs, or if there is no checkpoint.
     """
-    other = read_run(path)
-    if rules := [*_other_model(other, program.config)]:
+    other_config = read_run(path)
+    if rules := [*_other_model(other_config, program.config)]:
         raise ConfigError([Mistake("init_from", path, rule) for rule in rules])
-    _program_of(other, program)
+    _program_of(other_config, program)
     (_, seal) = sealed_files(path)
     content = (run_folder(path) / seal).read_bytes()
     return {"weights to start from": f"{seal} {hashlib.sha256(content).hexdigest()}"}
@@ -53,23 +53,23 @@ def read_run_weights(path: str, program: Program) -> TrainState:
     Raises:
         DataError: if the checkpoint is not what was written.
     """
-    other, state = read_run(path), program.init()
-    there = _program_of(other, program)
+    other_config, state = read_run(path), program.init()
+    other_program = _program_of(other_config, program)
     folder = run_folder(path)
     saved = SavedSteps(folder / "checkpoints", run_id=known_run_id(folder))
-    _, params = saved.restore_params(there.state, _newest(path))
-    rows = other.model.vocab_size or 0
+    _, params = saved.restore_params(other_program.state, _newest(path))
+    rows = other_config.model.vocab_size or 0
 
-    def fit(info: ParamInfo, own: jax.Array, theirs: jax.Array) -> jax.Array:
-        theirs = theirs.astype(own.dtype)
+    def fit(info: ParamInfo, ours: jax.Array, theirs: jax.Array) -> jax.Array:
+        theirs = theirs.astype(ours.dtype)
         if "vocab" not in info.axes:
             return theirs
         dim = info.axes.index("vocab")
-        known = jax.lax.slice_in_dim(theirs, 0, rows, axis=dim)
-        return jax.lax.dynamic_update_slice_in_dim(own, known, 0, dim)
+        shared_rows = jax.lax.slice_in_dim(theirs, 0, rows, axis=dim)
+        return jax.lax.dynamic_update_slice_in_dim(ours, shared_rows, 0, dim)
 
-    def fit_all(own: Any, theirs: Any) -> Any:
-        return jax.tree.map(fit, program.infos, own, theirs, is_leaf=is_info)
+    def fit_all(ours: Any, theirs: Any) -> Any:
+        return jax.tree.map(fit, program.infos, ours, theirs, is_leaf=is_info)
 
     fitted = jax.jit(fit_all, out_shardings=program.shardings.params, donate_argnums=0)
     return state._replace(params=fitted(state.params, params))
@@ -95,21 +95,30 @@ def _newest(path: str) -> int:
     return max(sealed)
 
 
-def _program_of(other: Config, program: Program) -> Program:
+def _program_of(other_config: Config, program: Program) -> Program:
     """Return the other run's program on this one's devices."""
-    model, own = other.model, program.config
-    how = {"attention": own.model.attention, "compute_dtype": own.model.compute_dtype}
-    config = replace(own, model=replace(model, **how, dropout=own.model.dropout))
-    config = replace(config, optimizer=other.optimizer)
+    model, own_config = other_config.model, program.config
+    execution_keys = {
+        "attention": own_config.model.attention,
+        "compute_dtype": own_config.model.compute_dtype,
+    }
+    config = replace(
+        own_config,
+        model=replace(model, **execution_keys, dropout=own_config.model.dropout),
+    )
+    config = replace(config, optimizer=other_config.optimizer)
     return make_program(config, [*program.mesh.devices.flat])
 
 
-def _other_model(other: Config, own: Config) -> Iterator[str]:
+def _other_model(other_config: Config, own_config: Config) -> Iterator[str]:
     """Yield in what the other run's model is another one."""
-    for change in differences(Config(model=other.model), Config(model=own.model)):
+    for change in differences(
+        Config(model=other_config.model), Config(model=own_config.model)
+    ):
         if not covered(change.key, _FREE):
             old, new = as_typed(change.old), as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
-    there, here = other.model.vocab_size or 0, own.model.vocab_size or 0
-    if there > here:
-        yield f"has {there} tokens, model.vocab_size is {here}; set it to {there}"
+    theirs = other_config.model.vocab_size or 0
+    ours = own_config.model.vocab_size or 0
+    if theirs > ours:
+        yield f"has {theirs} tokens, model.vocab_size is {ours}; set it to {theirs}"

@@ -18,7 +18,7 @@ from train.pretrained.tensors import Parts
 from train.program import Program
 from train.state import TrainState
 
-_Span = tuple[int, int]  # first, and behind the last
+_Span = tuple[int, int]  # [first, end)
 
 
 def read_folder(path: str, program: Program) -> TrainState:
@@ -77,20 +77,20 @@ class _Reader:
 
         Of rows that the folder lacks the drawn ones stay.
         """
-        like, known = self.likes[name], dict[tuple[_Span, ...], jax.Array]()
+        like, read_spans = self.likes[name], dict[tuple[_Span, ...], jax.Array]()
         shards = drawn.addressable_shards if drawn is not None else ()
-        own = {_span(shard.index, like.shape): shard.data for shard in shards}
+        local_shards = {_span(shard.index, like.shape): shard.data for shard in shards}
         assert like.sharding is not None
         places, arrays = like.sharding.addressable_devices_indices_map(like.shape), []
         for device, index in places.items():
             spans = _span(index or (), like.shape)
-            if spans not in known:
+            if spans not in read_spans:
                 part = np.empty([last - first for first, last in spans], like.dtype)
-                if own:
-                    part[...] = own[spans]
+                if local_shards:
+                    part[...] = local_shards[spans]
                 self._fill(part, name, spans)
-                known[spans] = jax.device_put(part, device)
-            arrays.append(jax.device_put(known[spans], device))
+                read_spans[spans] = jax.device_put(part, device)
+            arrays.append(jax.device_put(read_spans[spans], device))
         return jax.make_array_from_single_device_arrays(
             like.shape, like.sharding, arrays
         )
@@ -98,7 +98,7 @@ class _Reader:
     def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
         """Read what spans cut out of a parameter; rows that are not there stay."""
         info = self.infos[name]
-        lead, inside = info.stack, [*spans[info.stack :]]  # behind layers and experts
+        lead, inside = info.stack, [*spans[info.stack :]]  # after layers and experts
         if "vocab" in info.axes:
             dim = info.axes.index("vocab")
             first, last = inside[dim]
@@ -106,30 +106,32 @@ class _Reader:
             if last <= first:
                 return
             inside[dim] = first, last
-        place = tuple(slice(0, last - first) for first, last in inside)
+        target = tuple(slice(0, last - first) for first, last in inside)
         for local in np.ndindex(part.shape[:lead]):
-            at = tuple(i + first for i, (first, _) in zip(local, spans, strict=False))
-            part[local][place] = self._read(name, at, inside)
+            index = tuple(
+                i + first for i, (first, _) in zip(local, spans, strict=False)
+            )
+            part[local][target] = self._read(name, index, inside)
 
     def _read(
-        self, name: str, at: tuple[int, ...], spans: Sequence[_Span]
+        self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
         """Read the part of a parameter of one layer, or expert, that spans cut out."""
-        lead, together = len(at), (name, at) not in self.tensors
-        experts = [slice(e, e + 1) for e in at[1:]] if together else []
-        tensor, beside = self.tensors[name, at[: lead - len(experts)]]
+        lead, together = len(index), (name, index) not in self.tensors
+        experts = [slice(e, e + 1) for e in index[1:]] if together else []
+        tensor, siblings = self.tensors[name, index[: lead - len(experts)]]
         dims = self.likes[name].shape[lead:]
         inputs = self.parts.inputs(name)
         rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
         columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
-        before = beside[: beside.index(name)]
+        earlier = siblings[: siblings.index(name)]
         if together:
-            turns, own = len(beside), len(before)
+            turns, position = len(siblings), len(earlier)
             columns = slice(turns * columns.start, turns * columns.stop)
             x = self.folder.read(tensor, *experts, *[rows] * bool(inputs), columns)
-            x = x[..., own::turns]
+            x = x[..., position::turns]
             return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
-        split = [math.prod(self.likes[b].shape[lead:][inputs:]) for b in before]
+        split = [math.prod(self.likes[b].shape[lead:][inputs:]) for b in earlier]
         columns = slice(columns.start + sum(split), columns.stop + sum(split))
         if not inputs:
             x = self.folder.read(tensor, columns)
@@ -149,10 +151,10 @@ def _flat(
     spans: Sequence[_Span], dims: Sequence[int]
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
     """Return what to read of dims laid out as one, its shape, and what to keep."""
-    rest = math.prod(dims[1:])
+    columns = math.prod(dims[1:])
     if all(span == (0, dim) for span, dim in zip(spans[1:], dims[1:], strict=True)):
         first, last = spans[0] if spans else (0, 1)
         shape = (last - first, *dims[1:]) if spans else ()
-        return slice(first * rest, last * rest), shape, (slice(None),) * len(dims)
+        return slice(first * columns, last * columns), shape, (slice(None),) * len(dims)
     cut = tuple(slice(*span) for span in spans)
     return slice(0, math.prod(dims)), tuple(dims), cut

@@ -1,4 +1,4 @@
-"""What config.json says of a model of each family."""
+"""The settings in config.json for a model of each family."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from model.config import ModelConfig
 # Keys of dropout: others' rates do not bind a training of ours.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
-# Of these null says that there is none; of others, that it follows from the rest.
+# For these null means that there is none; for others, that other settings decide it.
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
 )
@@ -42,8 +42,8 @@ _SCALING = {
     **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
     "attention_factor": "rope_scaling.attention_factor",
 }
-# What is meant where config.json leaves rope_theta unsaid, if it is not 10,000. Source:
-# transformers 5.23, configuration_*.py of these families.
+# Defaults of rope_theta other than 10,000. Source: transformers 5.23,
+# configuration_*.py of these families.
 _USUAL_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
 # The same of rotary positions, by kind of layer.
 ROPE_KEYS = {
@@ -54,23 +54,26 @@ ROPE_KEYS = {
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
     """Return how positions are rotated, for versions 5 and 4 of transformers."""
-    scaling, own = model.rope_scaling, dict[str, Any]()
+    scaling, scaling_settings = model.rope_scaling, dict[str, Any]()
     if scaling.kind is not Scaling.none:
-        own = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+        scaling_settings = {"rope_type": str(scaling.kind), "factor": scaling.factor}
     if scaling.kind in (Scaling.llama3, Scaling.yarn):
-        own["original_max_position_embeddings"] = scaling.original_length
+        scaling_settings["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind is Scaling.llama3:
-        own["low_freq_factor"] = scaling.slow_turns
-        own["high_freq_factor"] = scaling.most_turns
+        scaling_settings["low_freq_factor"] = scaling.slow_turns
+        scaling_settings["high_freq_factor"] = scaling.most_turns
     if scaling.kind is Scaling.yarn:
-        own |= {"beta_slow": scaling.slow_turns, "beta_fast": scaling.most_turns}
-        own["truncate"] = scaling.truncate
-        own["attention_factor"] = scaling.yarn_factor
-    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | own
+        scaling_settings |= {
+            "beta_slow": scaling.slow_turns,
+            "beta_fast": scaling.most_turns,
+        }
+        scaling_settings["truncate"] = scaling.truncate
+        scaling_settings["attention_factor"] = scaling.yarn_factor
+    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | scaling_settings
     return {
         "rope_parameters": usual,
         "rope_theta": model.rope_theta,
-        "rope_scaling": own or None,
+        "rope_scaling": scaling_settings or None,
     }
 
 
@@ -125,7 +128,7 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Qwen 3 with experts, for versions 5 and 4."""
     settings = qwen(model)
-    del settings["intermediate_size"]  # of layers without experts
+    del settings["intermediate_size"]  # the dim of layers without experts
     return settings | {
         "moe_intermediate_size": model.expert_size,
         "num_local_experts": model.num_experts,
@@ -153,10 +156,10 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return what config.json says, with the kinds of layers that it leaves unsaid.
+    """Return the settings in config.json, with the default kinds of layers if missing.
 
-    `num_layers` is for where it leaves that unsaid too. Source: transformers 5.23,
-    configuration_*.py of these families: of every so many layers the last is full.
+    `num_layers` is used if the settings lack it. Source: transformers 5.23,
+    configuration_*.py of these families: the last layer of each group is full.
     """
     usual = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(settings["model_type"])
     if usual is None or settings.get("layer_types") is not None:
@@ -194,11 +197,11 @@ def gemma3(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma 3, its text model."""
     settings, theta = gemma2(model), model.rope_theta_local
     local = {"rope_type": "default", "rope_theta": theta}
-    both = {
+    by_layer_type = {
         "full_attention": settings["rope_parameters"],
         "sliding_attention": local,
     }
-    return settings | {"rope_parameters": both, "rope_local_base_freq": theta}
+    return settings | {"rope_parameters": by_layer_type, "rope_local_base_freq": theta}
 
 
 def gpt2(model: ModelConfig) -> dict[str, Any]:
@@ -223,13 +226,13 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     Source: transformers 5.23, modeling_rope_utils.py, for what older versions wrote.
     """
-    given = settings.get("rope_parameters") or {}
-    if "full_attention" in given:
-        return given
+    parameters = settings.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        return parameters
     kind = str(settings.get("model_type"))
     theta = settings.get("rope_theta") or _USUAL_THETA.get(kind, 10e3)
     usual = {"rope_type": "default", "rope_theta": theta}
-    usual = usual | (settings.get("rope_scaling") or {}) | given
+    usual = usual | (settings.get("rope_scaling") or {}) | parameters
     usual["rope_type"] = usual.pop("type", usual["rope_type"])
     if kind != "gemma3_text":
         return {"full_attention": usual}

@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
 
 
 class Parts:
-    """What the tensors of a model of some family are made of."""
+    """The parameters that make up the tensors of a family's model."""
 
     def __init__(self, family: Family, model: ModelConfig, infos: Any, vocab_size: int):
         """List them.
@@ -43,10 +43,10 @@ class Parts:
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
         leading = range(model.num_layers), range(model.num_experts)
         self.tensors = {
-            name.format(*at): Tensor(at, params)
+            name.format(*index): Tensor(index, params)
             for name, params in family.tensors().items()
             if all(self._present(param) for param in params)
-            for at in itertools.product(*leading[: name.count("{}")])
+            for index in itertools.product(*leading[: name.count("{}")])
         }
         self._gathered = jax.jit(self._gather, static_argnums=2)  # once a kind
         written = {param for tensor in self.tensors.values() for param in tensor.params}
@@ -59,49 +59,53 @@ class Parts:
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
         """Bring a tensor to this machine's memory; all processes must."""
-        at, names = self.tensors[name]
-        return np.asarray(self._gathered(params, at, tuple(names)))
+        index, names = self.tensors[name]
+        return np.asarray(self._gathered(params, index, tuple(names)))
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name; nothing is read."""
-        first = {tuple(own.params): name for name, own in self.tensors.items()}
+        first = {tuple(tensor.params): name for name, tensor in self.tensors.items()}
         shapes = jax.eval_shape(
-            lambda p: {own: self.make(p, name) for own, name in first.items()}, params
+            lambda p: {tensor: self.make(p, name) for tensor, name in first.items()},
+            params,
         )
         tensors = self.tensors.items()
-        return {name: shapes[tuple(own.params)].shape for name, own in tensors}
+        return {name: shapes[tuple(tensor.params)].shape for name, tensor in tensors}
 
     def make(self, params: dict[str, jax.Array], name: str) -> jax.Array:
         """Make a tensor of parameters."""
-        at, names = self.tensors[name]
-        return self._made(params, at, tuple(names))
+        index, names = self.tensors[name]
+        return self._made(params, index, tuple(names))
 
-    def _gather(self, *what: Any) -> jax.Array:
-        whole = self._made(*what)
+    def _gather(self, *arguments: Any) -> jax.Array:
+        array = self._made(*arguments)
         if jax.process_count() == 1:
-            return whole
-        return jax.lax.with_sharding_constraint(whole, PartitionSpec())
+            return array
+        return jax.lax.with_sharding_constraint(array, PartitionSpec())
 
     def _made(
-        self, params: dict[str, jax.Array], at: tuple[int, ...], names: tuple[str, ...]
+        self,
+        params: dict[str, jax.Array],
+        index: tuple[int, ...],
+        names: tuple[str, ...],
     ) -> jax.Array:
-        arrays = [self._flat(params, param, at) for param in names]
-        if self.together(names[0], at):
+        arrays = [self._flat(params, param, index) for param in names]
+        if self.together(names[0], index):
             return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
-        whole = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
-        return whole.T if self.turned(names[0]) else whole
+        joined = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        return joined.T if self.turned(names[0]) else joined
 
     def rows(self, params: Mapping[str, Any], name: str) -> int:
         """Return how many tokens a parameter has a row, or a column, of; mostly 0."""
         axes = self.infos[name].axes
         return params[name].shape[axes.index("vocab")] if "vocab" in axes else 0
 
-    def together(self, name: str, at: tuple[int, ...]) -> bool:
+    def together(self, name: str, index: tuple[int, ...]) -> bool:
         """Return whether a parameter's tensor at that place holds those of all experts.
 
         What lies in it side by side takes turns, and its outputs are the last dim.
         """
-        return name in self.infos and len(at) < self.infos[name].stack
+        return name in self.infos and len(index) < self.infos[name].stack
 
     def turned(self, name: str) -> bool:
         """Return whether a parameter's outputs are the rows of its tensor."""
@@ -114,7 +118,7 @@ class Parts:
         return {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
 
     def _flat(
-        self, params: dict[str, jax.Array], name: str, at: tuple[int, ...]
+        self, params: dict[str, jax.Array], name: str, index: tuple[int, ...]
     ) -> jax.Array:
         """Return a parameter as [inputs, outputs], [rows, D] or [size].
 
@@ -123,12 +127,12 @@ class Parts:
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"
-            return jnp.zeros(self._flat(params, like, at).shape[-1:])
-        x, info = params[name][at], self.infos[name]
-        axes = info.axes[len(at) :]
+            return jnp.zeros(self._flat(params, like, index).shape[-1:])
+        x, info = params[name][index], self.infos[name]
+        axes = info.axes[len(index) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
-        lead, inputs = max(0, info.stack - len(at)), self.inputs(name)
+        lead, inputs = max(0, info.stack - len(index)), self.inputs(name)
         rows = [math.prod(x.shape[lead:][:inputs])] if inputs else []
         outputs = math.prod(x.shape[lead + inputs :])
         return x.reshape(*x.shape[:lead], *rows, outputs)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from data.storage import write_atomically
 from train.pretrained.tensors import Parts
-from train.run.storage import write_whole
 
 FILE_BYTES = 2 * 10**9
 
@@ -37,21 +37,21 @@ def write_weights(
     """
     shapes = parts.shapes(params)
     files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
-    where = dict[str, str]()
+    file_of = dict[str, str]()
     for number, names in enumerate(files, 1):
         file = "model.safetensors"
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         content = _content(parts, params, {n: shapes[n] for n in names}, dtype)
         if jax.process_index() == 0:
-            write_whole(folder / file, content)
+            write_atomically(folder / file, content)
         collections.deque(content, maxlen=0)  # the others take part
-        where |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(files) > 1 and jax.process_index() == 0:
         index = {"metadata": {"total_size": count * dtype.itemsize}}
         write_json(
-            folder / "model.safetensors.index.json", index | {"weight_map": where}
+            folder / "model.safetensors.index.json", index | {"weight_map": file_of}
         )
     return count
 
@@ -67,11 +67,11 @@ def _content(
     Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
     file whose metadata do not say "pt".
     """
-    known = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
+    dtype_name = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
         first, end = end, end + math.prod(shape) * dtype.itemsize
-        about = {"dtype": known, "shape": shape, "data_offsets": [first, end]}
+        about = {"dtype": dtype_name, "shape": shape, "data_offsets": [first, end]}
         header[name] = about
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -95,4 +95,4 @@ def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 def write_json(file: epath.Path, content: Any) -> None:
     """Write a file of JSON."""
-    write_whole(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -19,14 +19,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from data.machine import is_remote
+from data.storage import is_remote
 from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
-from train.run.digests import digests, is_sealed, write_seal
+from train.run.digests import digests, is_sealed, remove_uncommitted, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.run.restore import ALONE, SavedSteps, unsealed_mark
-from train.run.storage import remove_uncommitted
 from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)

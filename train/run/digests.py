@@ -20,10 +20,10 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
-from data.machine import is_remote
-from train.run.storage import is_committed, names_in, write_whole
+from data.storage import is_remote, list_files, write_atomically
 
 SEAL = "digests.json"
+_COMMITTED = "commit_success.txt"  # Orbax writes it last, under gs:// and s3://
 _DESCRIPTION = "_CHECKPOINT_METADATA"  # what Orbax was given to save beside the arrays
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
@@ -57,7 +57,7 @@ def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
             raise FileNotFoundError(step)
         return
     # Beside the step: in it a file that is left behind would count as damage.
-    write_whole(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
+    write_atomically(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 
 def saved_steps(checkpoints: epath.Path) -> list[int]:
@@ -71,6 +71,22 @@ def saved_steps(checkpoints: epath.Path) -> list[int]:
 def is_sealed(step: epath.Path) -> bool:
     """Return whether a step was hashed; not whether it is still what it was."""
     return (step / SEAL).exists()
+
+
+def is_committed(step: epath.Path) -> bool:
+    """Return whether Orbax has written all files of a remote step."""
+    return (step / _COMMITTED).exists()
+
+
+def remove_uncommitted(checkpoints: epath.Path) -> None:
+    """Remove the remote steps that interrupted saves left incomplete.
+
+    Orbax can do this, but would also remove the folders of quarantined steps.
+    """
+    if checkpoints.exists():
+        for folder in checkpoints.iterdir():
+            if folder.name.isdigit() and not is_committed(folder):
+                folder.rmtree(missing_ok=True)
 
 
 def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
@@ -193,7 +209,7 @@ def _unreadable(step: epath.Path) -> tuple[type[Exception], ...]:
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
     if is_remote(folder):
-        yield from (name for name in names_in(folder) if name != SEAL)
+        yield from (name for name in list_files(folder) if name != SEAL)
         return
     for path in folder.iterdir():
         name = f"{prefix}{path.name}"

@@ -15,6 +15,7 @@ from typing import Any
 from etils import epath
 
 from data.sources import Sources
+from data.storage import write_atomically
 from train.config import Config
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
@@ -22,6 +23,7 @@ from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.masking import masked
 from train.run.continuation import Continuation, compare_with_run
+from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
 from train.run.lease import Lease, take_lease
 from train.run.live_report import LiveReport
@@ -34,9 +36,8 @@ from train.run.metrics import (
     read_validations,
     validation_in,
 )
-from train.run.records import check_layout
+from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
-from train.run.storage import as_json, run_folder, write_whole
 from train.run.tracker import Tracker, open_tracker
 from train.run.versions import code_version
 
@@ -147,8 +148,8 @@ class RunDir:
     def write_results(self, values: Mapping[str, Any]) -> None:
         """Write the results; their presence says that the run is finished."""
         if self.write:
-            text = json.dumps(as_json(values), indent=2, allow_nan=False) + "\n"
-            write_whole(self.path / "results.json", text)
+            text = json.dumps(json_compatible(values), indent=2, allow_nan=False) + "\n"
+            write_atomically(self.path / "results.json", text)
 
     def judge_crash(self, crash: Crash) -> int:
         """Record a crash on process 0, and return the exit code.

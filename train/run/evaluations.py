@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from train.run.records import damaged, record_or_warn
-from train.run.storage import as_json, write_whole
+from data.storage import write_atomically
+from train.run.records import damaged, json_compatible, record_or_warn
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def write_evaluation(
     """
     name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
     file = run_dir / "evaluations" / f"{step}-{name}.json"
-    found = as_json({"step": step, "asked": asked, **metrics})
-    write_whole(file, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    found = json_compatible({"step": step, "asked": asked, **metrics})
+    write_atomically(file, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return file
 
 

@@ -13,7 +13,6 @@ of order. Only `flush` raises: after it all lines outlive this machine.
 
 import abc
 import contextlib
-import errno
 import itertools
 import json
 import logging
@@ -28,7 +27,7 @@ from typing import Any
 
 from etils import epath
 
-from data.machine import is_remote
+from data.storage import AppendedFile, is_remote, write_atomically
 from train.run.jsonl_reader import (
     IsRow,
     Row,
@@ -39,7 +38,7 @@ from train.run.jsonl_reader import (
     part_paths,
     scan,
 )
-from train.run.storage import as_json, write_whole
+from train.run.records import json_compatible
 
 _MAX_LINES = 10_000  # in memory
 _PART_BYTES = 2**20
@@ -164,12 +163,12 @@ def _drop_the_rest(
         return
     rest = kept_lines(path, keep, is_row)
     if not found.damaged:
-        write_whole(path, rest)
+        write_atomically(path, rest)
         return
     copy = None
     try:
         copy = _keep_copy(path)
-        write_whole(path, rest)
+        write_atomically(path, rest)
     except OSError as error:
         if copy is not None:  # a second name of the file, which will be appended to
             copy.unlink(missing_ok=True)
@@ -203,23 +202,15 @@ def _keep_copy(path: epath.Path) -> epath.Path:
 
 
 class _FileAppender(Appender):
-    """A local file. `_lines` are those since the last fsync, at `_synced` bytes."""
+    """Appends to a local file. `_lines` are those since the last `sync`."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o666)
-        self._synced = os.fstat(self._fd).st_size
+        self._file = AppendedFile(path)
 
     def _write(self) -> None:
         for line in self._lines[self._written :]:
-            end = os.fstat(self._fd).st_size
-            try:
-                if os.write(self._fd, line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                os.ftruncate(self._fd, end)
-                raise
+            self._file.append(line)
             self._written += 1
         if self._written >= _MAX_LINES:
             self._sync()
@@ -228,17 +219,14 @@ class _FileAppender(Appender):
         if self._written < len(self._lines):
             self._write()
         try:
-            os.fsync(self._fd)
-        except OSError:
-            # What was written may be gone although a second fsync would succeed.
+            self._file.sync()
+        except OSError:  # it has removed these lines from the file
             self._written = 0
-            os.ftruncate(self._fd, self._synced)
             raise
-        self._synced = os.fstat(self._fd).st_size
         self._lines, self._written = [], 0
 
     def _close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 class _ObjectAppender(Appender):
@@ -295,4 +283,4 @@ class _ObjectAppender(Appender):
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(as_json(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(json_compatible(row), allow_nan=False).encode() + b"\n"

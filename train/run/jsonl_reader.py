@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from data.machine import is_remote
+from data.storage import is_remote
 
 Row = dict[str, Any]
 IsRow = Callable[[Row], bool]  # whether an object is a line of its log

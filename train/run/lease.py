@@ -19,18 +19,15 @@ from collections.abc import Callable
 
 import tensorstore as ts
 
-from data.errors import DataError
-from data.token_store.storage import Storage
-from train.errors import OWNED, ConfigError, Exit, Mistake
+from data.key_value_store import KeyValueStore
+from data.storage import ANSWER_S, StorageError
+from train.errors import OWNED, Exit
+from train.run.folder import access_error
 from train.run.liveness import Owner
 
 log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
-_CRASHED = 1  # the exit code that is worth another start
-_ANSWER_S = 5.0  # a store that has not answered by then is asked again
-# What TensorStore says first of what another start would meet again.
-_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION")
 # No beat waits behind a checkpoint's many requests, and none need outlive a power cut.
 _OWN = {"limit": 4}
 _CONTEXT = ts.Context(
@@ -48,7 +45,7 @@ class Lease:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: KeyValueStore,
         owner: Owner,
         version: bytes,
         interval_s: float,
@@ -84,7 +81,7 @@ class Lease:
             self._ended.set()
             try:
                 self._replace(None)
-            except (DataError, Exit) as error:
+            except (StorageError, Exit) as error:
                 log.warning("the lease could not be removed: %s", error)
 
     def _keep(self) -> None:
@@ -100,7 +97,7 @@ class Lease:
             owner = dataclasses.replace(self._owner, beat=self._owner.beat + 1)
             try:
                 self._replace(owner)
-            except DataError as error:
+            except StorageError as error:
                 if not self._failing:
                     log.warning("%s; the lease is tried again, training goes on", error)
                 self._failing = True
@@ -120,11 +117,11 @@ class Lease:
 
         Raises:
             Exit: OWNED, if it is not.
-            DataError: if the store does not say.
+            StorageError: if the store does not say.
         """
         content = None if owner is None else owner.to_json()
         while True:
-            new = self._storage.replace(_KEY, content, self._version, _ANSWER_S)
+            new = self._storage.replace(_KEY, content, self._version, ANSWER_S)
             if new is not None:
                 self._version = new
                 return
@@ -158,13 +155,11 @@ def take_lease(
         Exit: OWNED, if a live process owns it; 1, if the store does not answer.
         ConfigError: the folder cannot be read or written, and no other start could.
     """
-    storage, me = Storage(folder, _CONTEXT), Owner.current()
+    storage, me = KeyValueStore(folder, _CONTEXT), Owner.current()
     try:
         version = _take(storage, me, interval_s, timeout_s)
-    except DataError as error:
-        if str(error.__cause__).startswith(_REFUSALS):
-            raise ConfigError([Mistake("run.dir", folder, f"{error}")]) from error
-        raise Exit(_CRASHED, f"the run cannot be owned: {error}") from error
+    except StorageError as error:
+        raise access_error(folder, error) from error
     return Lease(storage, me, version, interval_s, timeout_s, on_lost)
 
 
@@ -172,12 +167,14 @@ def read_owner(folder: str) -> Owner | None:
     """Return the owner of a run directory, dead or alive; None if there is none.
 
     Raises:
-        DataError: if the store cannot be read.
+        StorageError: if the store cannot be read.
     """
-    return _read(Storage(folder, _CONTEXT))[0]
+    return _read(KeyValueStore(folder, _CONTEXT))[0]
 
 
-def _take(storage: Storage, me: Owner, interval_s: float, timeout_s: float) -> bytes:
+def _take(
+    storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
+) -> bytes:
     """Write the lease once nobody alive has it; give its version."""
     watched, since, silent = None, 0.0, f"gave no sign of life for {timeout_s:g} s"
     while True:
@@ -204,13 +201,13 @@ def _take(storage: Storage, me: Owner, interval_s: float, timeout_s: float) -> b
                     f"{storage}: the run is owned by {owner}, which is alive. Wait for "
                     f"its end, stop it, or start another run.name",
                 )
-        taken = storage.replace(_KEY, me.to_json(), version, _ANSWER_S)
+        taken = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
         if taken is not None:
             if owner is not None:
                 log.warning("%s: taken over from %s, which %s", storage, owner, why)
             return taken
 
 
-def _read(storage: Storage) -> tuple[Owner | None, bytes]:
-    content, version = storage.read_version(_KEY, _ANSWER_S)
+def _read(storage: KeyValueStore) -> tuple[Owner | None, bytes]:
+    content, version = storage.read_version(_KEY, ANSWER_S)
     return None if content is None else Owner.from_json(content), version

@@ -20,8 +20,8 @@ from typing import Any, cast
 
 from etils import epath
 
-from data.machine import is_remote
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
+from data.storage import is_remote
 from train.config import CheckpointConfig
 from train.run.digests import check_descriptions
 
@@ -111,7 +111,7 @@ def _with_s3(build: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, An
             return build(directory, *args, **kwargs)
         spec = build(directory.replace("s3://", "gs://", 1), *args, **kwargs)
         base = spec["base"] if spec["driver"] == "ocdbt" else spec
-        base |= Storage(f"s3://{base['bucket']}").spec() | {"path": base["path"]}
+        base |= KeyValueStore(f"s3://{base['bucket']}").spec() | {"path": base["path"]}
         return spec
 
     return build_kvstore_tspec

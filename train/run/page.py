@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from train.run.storage import write_whole
+from data.storage import write_atomically
 
 _SHARED = Path(__file__).with_name("page.html")
 
@@ -31,4 +31,4 @@ def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     page = _SHARED.read_text().replace("{{template}}", template.read_text())
     before, after = page.split("{{data}}")
-    write_whole(path, before + text.replace("<", "\\u003c") + after)
+    write_atomically(path, before + text.replace("<", "\\u003c") + after)

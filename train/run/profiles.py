@@ -31,11 +31,11 @@ import jax
 from etils import epath
 
 from data.errors import DataError
+from data.storage import write_atomically
 from train.distributed.preemption import TRACE, Preemption
 from train.distributed.processes import Cluster
 from train.run.directory import RunDir
 from train.run.records import read_record
-from train.run.storage import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ def ask(run_dir: epath.Path, num_steps: int) -> str:
         OSError: the request cannot be written.
     """
     token = uuid4().hex
-    write_whole(_request(run_dir), json.dumps({"id": token, "num_steps": num_steps}))
+    write_atomically(
+        _request(run_dir), json.dumps({"id": token, "num_steps": num_steps})
+    )
     return token
 
 
@@ -181,8 +183,8 @@ class Profiler:
                 done = {"first": self._first, "last": self._last, "seconds": seconds}
                 done |= {"id": self._token, "processes": self._cluster.processes}
                 text = gzip.compress(self._text().encode())
-                write_whole(folder / "step.hlo.gz", text)
-                write_whole(folder / "profile.json", json.dumps(done))
+                write_atomically(folder / "step.hlo.gz", text)
+                write_atomically(folder / "profile.json", json.dumps(done))
                 log.info("steps %d to %d: %s", self._first, self._last, folder)
         except Exception as error:  # each store has errors of its own
             log.warning("%s was not written: %s", folder, error)
@@ -195,4 +197,4 @@ class Profiler:
         kept = folder / "plugins" / "profile" / str(self._first)
         for kind in _KINDS:
             for trace in local.rglob(f"*{kind}"):
-                write_whole(kept / f"{who}{kind}", trace.read_bytes())
+                write_atomically(kept / f"{who}{kind}", trace.read_bytes())

@@ -7,26 +7,18 @@ folder.
 
 import json
 import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from data.errors import DataError
-from data.machine import is_remote
+from data.storage import is_remote
 from train.cli.plain_yaml import check_whole, parse_yaml
-from train.errors import ConfigError, Mistake
 
 log = logging.getLogger(__name__)
-
-_FILES = (
-    *("config.yaml", "lease.json", "metrics.jsonl", "events.jsonl", "results.json"),
-    *("init_from.json", "profile_request.json"),
-)
-_FOLDERS = (
-    *("starts", "checkpoints", "metrics", "events", "evaluations", "profiles"),
-    *("stacks", "launch"),
-)
 
 
 def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
@@ -80,26 +72,18 @@ def damaged(file: epath.Path, damage: str, remedy: str) -> DataError:
     return DataError(f"{file}: {damage}. {remedy}")
 
 
-def check_layout(run_dir: epath.Path) -> None:
-    """Check that the files of a run are files, and its folders folders.
+def json_compatible(value: Any) -> Any:
+    """Return a value as strict JSON can hold it.
 
-    Raises:
-        DataError: naming the first one that is not.
-        ConfigError: if the directory cannot be searched.
+    Scalars of NumPy and JAX become Python's. NaN and the infinities become None.
     """
-    if is_remote(run_dir):  # An object store has no folders.
-        return
-    for name in (*_FILES, *_FOLDERS):
-        path, kind = Path(run_dir / name), "folder" if name in _FOLDERS else "file"
-        try:
-            is_wrong = path.exists()
-            is_wrong &= not (path.is_dir() if kind == "folder" else path.is_file())
-        except PermissionError as error:
-            rule = f"cannot be read: {error.strerror}. Name a folder that you may read"
-            raise ConfigError([Mistake("run.dir", str(run_dir), rule)]) from None
-        if is_wrong:
-            remedy = "Move it away, or put back what a copy of the run has there."
-            raise damaged(epath.Path(path), f"must be a {kind}, and is not", remedy)
+    if isinstance(value, Mapping):
+        return {key: json_compatible(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_compatible(member) for member in value]
+    value = value.item() if hasattr(value, "item") else value
+    is_not_finite = isinstance(value, float) and not math.isfinite(value)
+    return None if is_not_finite else value
 
 
 def _content(file: epath.Path) -> bytes:

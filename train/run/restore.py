@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.errors import DataError
+from data.storage import move_folder
 from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
@@ -23,7 +24,6 @@ from train.optimizer.update import OptimizerState, averages
 from train.run.contents import best_to_load, to_load
 from train.run.digests import digests, is_sealed, misplaced, objection, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
-from train.run.storage import move
 from train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ class SavedSteps:
 
         def set_aside() -> None:
             target = self._directory / "quarantine" / f"{step}-{int(time.time())}"
-            move(self._directory / str(step), target)
+            move_folder(self._directory / str(step), target)
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
             log.error("set aside as %s", target)
 

@@ -24,14 +24,15 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
+from data.storage import write_atomically
 from train.cli.schema import read_yaml, renamed, to_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import differences
 from train.run.digests import newest_description
+from train.run.folder import check_layout, run_folder
 from train.run.metrics import read_events
-from train.run.records import check_layout, damaged, read_record, record_or_warn
-from train.run.storage import run_folder, write_whole
+from train.run.records import damaged, read_record, record_or_warn
 from train.run.versions import versions
 
 log = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ def record_start(
 
     first = first_config(path) or config
     if not (path / "config.yaml").exists():
-        write_whole(path / "config.yaml", to_yaml(first))
+        write_atomically(path / "config.yaml", to_yaml(first))
     changes = differences(first, config)
     record = {
         "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
@@ -239,7 +240,7 @@ def record_start(
         "versions": versions(),
         "mesh": json.loads(json.dumps(asdict(config.mesh))),  # choices are words
     }
-    write_whole(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
+    write_atomically(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
 
 
 def checkpoint_metadata(

@@ -28,9 +28,8 @@ from typing import Any
 
 from etils import epath
 
-from data.machine import is_remote
+from data.storage import is_remote, upload_folder, write_atomically
 from train.run.metrics import newest_metrics
-from train.run.storage import upload, write_whole
 from train.run.trackers.mlflow import MlflowWriter
 from train.run.trackers.tensorboard import TensorBoardWriter
 from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
@@ -165,11 +164,11 @@ class _Thread:
                     self._writer.write(lines)
                     step = lines[-1][0]
                     # Of this step another line may follow.
-                    write_whole(epath.Path(folder / "last_step"), str(step - 1))
+                    write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
-            write_whole(epath.Path(folder / "last_step"), str(step))
+            write_atomically(epath.Path(folder / "last_step"), str(step))
             if remote:
-                upload(folder, run_dir / name)
+                upload_folder(folder, run_dir / name)
                 shutil.rmtree(root, ignore_errors=True)
         except ModuleNotFoundError as error:
             self._off(f"{error}; pip install -e '.[{name}]'")

@@ -12,7 +12,7 @@ from annotated_types import Gt, Le
 from etils import epath
 
 from data.config import Seed
-from data.machine import is_remote
+from data.storage import is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
@@ -61,8 +61,8 @@ def validate(config: SampleConfig) -> list[Mistake]:
     """List the mistakes: no run, or two kinds of prompts."""
     mistakes = must_name_run(config)
     if config.prompts and (config.prompt or config.interactive):
-        other = "interactive=true" if config.interactive else "prompt"
-        rule = f"cannot be with {other}; leave one of them out"
+        alternative = "interactive=true" if config.interactive else "prompt"
+        rule = f"cannot be with {alternative}; leave one of them out"
         mistakes.append(Mistake("prompts", config.prompts, rule))
     for key in ("num_samples", "output"):
         if config.interactive and getattr(config, key) != getattr(SampleConfig(), key):
@@ -74,15 +74,19 @@ def validate(config: SampleConfig) -> list[Mistake]:
     return mistakes
 
 
-def main(asked: SampleConfig) -> int:
+def main(sample_config: SampleConfig) -> int:
     """Print prompt and continuation, samples separated by a line of dashes.
 
     Raises:
         ConfigError: if the prompts cannot be read, or are too long, or if nothing can
             be written to the output.
     """
-    prompts = read_prompts(asked.prompts) if asked.prompts else [asked.prompt]
-    output = output_file(asked.output) if asked.output else None
+    prompts = (
+        read_prompts(sample_config.prompts)
+        if sample_config.prompts
+        else [sample_config.prompt]
+    )
+    output = output_file(sample_config.output) if sample_config.output else None
     import jax
 
     from data.encoding import encode
@@ -91,36 +95,40 @@ def main(asked: SampleConfig) -> int:
     from train.sample.generate import Sampling
     from train.sample.prompts import continue_prompts
 
-    program, sources, _, params = load_run(asked.run, asked.runtime, asked.step)
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    program, sources, _, params = load_run(
+        sample_config.run, sample_config.runtime, sample_config.step
+    )
+    sampling = Sampling(
+        sample_config.temperature, sample_config.top_k, sample_config.top_p
+    )
 
     def go_on(prompts: Sequence[str], seed: int) -> list[str]:
         with jax.set_mesh(program.mesh):
             return continue_prompts(
                 program,
                 params,
-                sources,
-                prompts,
-                asked.num_tokens,
-                sampling,
+                sources=sources,
+                prompts=prompts,
+                num_tokens=sample_config.num_tokens,
+                sampling=sampling,
                 seed=seed,
-                stop=asked.ends,
+                stop=sample_config.ends,
             )
 
-    if asked.interactive:
-        for text in chat(go_on, asked.prompt, asked.seed):
+    if sample_config.interactive:
+        for text in chat(go_on, sample_config.prompt, sample_config.seed):
             print(printable(text), flush=True)
         return 0
-    rows = [prompt for prompt in prompts for _ in range(asked.num_samples)]
+    rows = [prompt for prompt in prompts for _ in range(sample_config.num_samples)]
     with _Clock() as clock:
-        texts = continue_all(go_on, rows, asked.batch_size, asked.seed)
+        texts = continue_all(go_on, rows, sample_config.batch_size, sample_config.seed)
     pairs = zip(rows, texts, strict=True)
     if output:
         lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
         output.write_text("".join(f"{line}\n" for line in lines))
     else:
-        whole = (printable(row + text) for row, text in pairs)
-        print(f"\n{'-' * 72}\n".join(whole))
+        complete_texts = (printable(row + text) for row, text in pairs)
+        print(f"\n{'-' * 72}\n".join(complete_texts))
     count = sum(len(encode(sources.encoding, text.encode())) for text in texts)
     print(f"{count:,} tokens in {clock.speed(count)}", file=sys.stderr)
     return 0
@@ -131,7 +139,7 @@ def continue_all(
 ) -> list[str]:
     """Continue any number of prompts, in batches of one size."""
     texts = dict[int, str]()
-    # Of one length in a batch, if that can be: less is read in vain.
+    # Prompts of similar length are batched together, which avoids padding.
     by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
     for first in range(0, len(rows), batch_size):
         numbers = by_length[first : first + batch_size]
@@ -162,7 +170,7 @@ class _Clock:
         self._seconds = time.monotonic() - self._began
 
     def speed(self, count: int) -> str:
-        """Return the time, and how many of so many there were in a second."""
+        """Return the time, and the number of tokens a second."""
         rate = count / (self._seconds - self._compiled_s)
         of_it = f", {self._compiled_s:.1f} of it compiling"
         return f"{self._seconds:.1f} s{of_it}: {rate:,.0f} tokens/s"
@@ -174,7 +182,7 @@ def output_file(path: str) -> epath.Path:
     Raises:
         ConfigError: if it cannot be.
     """
-    from train.run.storage import run_folder
+    from train.run.folder import run_folder
 
     file = run_folder(path, "output")
     try:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.axes import ANYWHERE
-from model.execution import Execution
+from model.execution import CallContext, Execution
 from model.gpt import GPT, Cache, bind
+from model.placement import ONE_DEVICE
 
 _TOKENS_PER_CALL = 32  # C
 
@@ -46,6 +46,7 @@ def generate(
     vocab_size: int,
     sampling: Sampling,
     execution: Execution,
+    trained_length: int | None = None,
     cache_sharding: NamedSharding | None = None,
 ) -> Iterator[np.ndarray]:
     """Continue prompts of any lengths until the caller stops taking tokens.
@@ -61,15 +62,26 @@ def generate(
         vocab_size: the size of the tokenizer. Ids from it on only pad the vocabulary
             and are never drawn.
         sampling: how to draw.
-        execution: its sharding rules are ignored, because a batch may be one row.
+        execution: its placement is ignored, because a batch may be one row.
+        trained_length: the number of newest keys that a query sees. None means all.
         cache_sharding: of keys and values [L, B, S, K, H]. None leaves it to XLA.
 
     Yields:
         int32 [B, C], the next tokens of each row. The last ones may be fewer.
     """
-    execution = execution._replace(rules=ANYWHERE)
+    execution = execution._replace(placement=ONE_DEVICE)
+    call = CallContext(trained_length=trained_length)
     room = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
-    cache = _read(model, params, prompt_BP, lengths_B, room, execution, cache_sharding)
+    cache = _read(
+        model,
+        params,
+        prompt_BP=prompt_BP,
+        lengths_B=lengths_B,
+        room=room,
+        execution=execution,
+        call=call,
+        cache_sharding=cache_sharding,
+    )
     token_B = prompt_BP[:, -1]
     for step in range(0, room, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
@@ -77,21 +89,22 @@ def generate(
         cache, drawn_BC = _draw(
             model,
             params,
-            cache,
-            token_B,
-            key,
-            np.int32(step),
-            vocab_size,
-            sampling,
-            execution,
-            cache_sharding,
+            cache=cache,
+            token_B=token_B,
+            key=key,
+            step=np.int32(step),
+            vocab_size=vocab_size,
+            sampling=sampling,
+            execution=execution,
+            call=call,
+            cache_sharding=cache_sharding,
         )
         drawn_BC = jax.device_get(drawn_BC)
         token_B = drawn_BC[:, -1]
         yield drawn_BC[:, : num_tokens - step]
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5, 6))
+@partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
 def _read(
     model: GPT,
     params: Any,
@@ -99,6 +112,7 @@ def _read(
     lengths_B: jax.Array,
     room: int,
     execution: Execution,
+    call: CallContext,
     cache_sharding: NamedSharding | None,
 ) -> Cache:
     """Return a cache that holds all columns but the last one and has room for more."""
@@ -109,12 +123,17 @@ def _read(
     if P > 1:
         positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
         _, cache, _ = model.features(
-            prompt_BP[:, :-1], positions_BP, None, execution, cache
+            prompt_BP[:, :-1],
+            positions_BP,
+            segment_ids_BT=None,
+            execution=execution,
+            cache=cache,
+            call=call,
         )
     return _constrain(cache, cache_sharding)
 
 
-@partial(jax.jit, static_argnums=(0, 6, 7, 8, 9), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 6, 7, 8, 9, 10), donate_argnums=2)
 def _draw(
     model: GPT,
     params: Any,
@@ -125,6 +144,7 @@ def _draw(
     vocab_size: int,
     sampling: Sampling,
     execution: Execution,
+    call: CallContext,
     cache_sharding: NamedSharding | None,
 ) -> tuple[Cache, jax.Array]:
     """Return the longer cache and the next C tokens of each row."""
@@ -134,7 +154,12 @@ def _draw(
         cache, token_B = carry
         positions_B1 = (cache[0].length[0] - cache[0].first_B[0])[:, None]
         x_B1D, cache, _ = model.features(
-            token_B[:, None], positions_B1, None, execution, cache
+            token_B[:, None],
+            positions_B1,
+            segment_ids_BT=None,
+            execution=execution,
+            cache=cache,
+            call=call,
         )
         logits_BV = model.logits(x_B1D, execution)[:, 0]
         logits_BV = jnp.where(

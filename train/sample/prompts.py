@@ -14,7 +14,7 @@ from data.sources import Sources
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
-from train.program import Program, shards_of
+from train.program import Program
 from train.sample.generate import Sampling, generate
 
 # A batch of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
@@ -55,7 +55,14 @@ def continue_prompts(
     rows = [encode(encoding, prompt.encode()) for prompt in prompts]
     rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
     return continue_rows(
-        program, params, encoding, rows, num_tokens, sampling, seed=seed, stop=stop
+        program,
+        params,
+        encoding=encoding,
+        rows=rows,
+        num_tokens=num_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
     )
 
 
@@ -87,9 +94,11 @@ def continue_rows(
     lengths = np.array([len(row) for row in rows], np.int32)
     learned = config.model.position is Position.learned
     if learned and (room := config.model.max_sequence_length) is not None:
-        most = room - int(lengths.max())
-        if num_tokens > most:
-            rule = f"must be at most {most}: the model has {room} learned positions"
+        max_columns = room - int(lengths.max())
+        if num_tokens > max_columns:
+            rule = (
+                f"must be at most {max_columns}: the model has {room} learned positions"
+            )
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
@@ -98,14 +107,15 @@ def continue_rows(
     for drawn_BC in generate(
         program.model,
         params,
-        prompt_BP,
-        lengths,
-        jax.random.key(seed),
-        num_tokens,
-        encoding.n_vocab,
-        sampling,
-        program.how._replace(trained_length=config.data.sequence_length),
-        _cache_sharding(program, len(rows)),
+        prompt_BP=prompt_BP,
+        lengths_B=lengths,
+        key=jax.random.key(seed),
+        num_tokens=num_tokens,
+        vocab_size=encoding.n_vocab,
+        sampling=sampling,
+        execution=program.execution,
+        trained_length=config.data.sequence_length,
+        cache_sharding=_cache_sharding(program, len(rows)),
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
         decoded = [decode(encoding, row) for row in drawn_BT]
@@ -128,9 +138,10 @@ def _columns(longest: int) -> int:
 
 def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
     """Return the sharding of keys and values, over rows and heads if they divide."""
-    config, rules, mesh = program.config, program.how.rules, program.mesh
+    config, mesh = program.config, program.mesh
+    rules = program.execution.placement.rules
     rows, heads = rules.spec("batch"), rules.spec("kv_heads")
-    divides = num_rows % shards_of(rules, mesh.shape)[0] == 0
+    divides = num_rows % program.batch_shards.rows == 0
     # XLA cannot partition the kernels of experts.
     if not divides or config.model.mlp is not Mlp.dense:
         rows = [None]

@@ -106,7 +106,7 @@ def test_a_folder_of_other_files_is_refused_and_untouched(config, tmp_path):
 def test_an_output_that_cannot_be_written_is_named(config, records, tmp_path):
     inside_a_file = str(records / "a.jsonl" / "store")
     refuse(config, r"a\.jsonl: nothing can be kept there", output=inside_a_file)
-    refuse(config, r"ftp://x/y: is no local path", output="ftp://x/y")
+    refuse(config, r"ftp://x/y: must be a local path", output="ftp://x/y")
 
 
 def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkeypatch):
@@ -118,13 +118,13 @@ def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkey
     assert len(parts) > 20
     parts.remove(lost := min(parts))
     lost.unlink()
-    write, written = data.token_store.encode.written_whole, []
+    write, written = data.token_store.encode.created_atomically, []
 
     def recorded(path: Path) -> contextlib.AbstractContextManager[Path]:
         written.append(path)
         return write(path)
 
-    monkeypatch.setattr(data.token_store.encode, "written_whole", recorded)
+    monkeypatch.setattr(data.token_store.encode, "created_atomically", recorded)
     store = prepare_store(dataclasses.replace(config, on_error=OnError.skip))
     assert store.manifest["skipped_records"] == 1
     assert lost in written

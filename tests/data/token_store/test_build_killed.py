@@ -21,8 +21,8 @@ import data.token_store.build
 import data.token_store.writer
 from data.config import PrepareConfig
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.token_store.build import prepare_store
-from data.token_store.storage import Storage
 from data.token_store.store import open_store
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import tokenizer_json
@@ -164,7 +164,7 @@ def test_a_killed_preparation_is_continued_to_the_same_bytes(tmp_path, kills):
 def test_what_was_killed_makes_way_for_other_settings(config, tmp_path, monkeypatch):
     """And while it lives it is alone."""
 
-    def die(storage: Storage, *_: object) -> None:
+    def die(storage: KeyValueStore, *_: object) -> None:
         refuse(config, r"store\.work: another process is preparing this store")
         for name in ("train/tokens/c/9", "tokenizer.tiktoken"):
             storage.write(name, b"left behind")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import data.token_store.reader
 import data.token_store.writer
 from data.errors import DataError
+from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS
 from data.token_store.parts import Segment, SegmentSplit
 from data.token_store.reader import TokenArray
-from data.token_store.storage import Storage
 
 lengths = st.lists(
     st.one_of(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)), max_size=80
@@ -56,7 +56,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         mock.patch.multiple(data.token_store.writer, **small),
         mock.patch.multiple(data.token_store.reader, **small),
     ):
-        storage = Storage(folder)
+        storage = KeyValueStore(folder)
         segments = segments_of(ends, cuts)
         data.token_store.writer.write_store(storage, segments, np.dtype(np.uint16), {})
         arrays = []
@@ -104,9 +104,9 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
 def test_an_empty_split_is_a_split(tmp_path):
     segments = segments_of(np.array([5]), [])
     data.token_store.writer.write_store(
-        Storage(tmp_path), segments, np.dtype(np.uint16), {}
+        KeyValueStore(tmp_path), segments, np.dtype(np.uint16), {}
     )
-    array = TokenArray(Storage(tmp_path), "validation", 0, 0)
+    array = TokenArray(KeyValueStore(tmp_path), "validation", 0, 0)
     assert len(array) == 0
     assert array.offsets.tolist() == [0]
     assert [len(array.array(name)) for name in data.token_store.writer.ARRAYS] == [
@@ -122,9 +122,9 @@ def test_an_empty_split_is_a_split(tmp_path):
 def test_an_array_of_another_length_is_damage(tmp_path, counts):
     segments = segments_of(np.array([5]), [])
     data.token_store.writer.write_store(
-        Storage(tmp_path), segments, np.dtype(np.uint16), {}
+        KeyValueStore(tmp_path), segments, np.dtype(np.uint16), {}
     )
     with pytest.raises(
         DataError, match=r"train/\w+: is missing or damaged \(its len.*Delete"
     ):
-        TokenArray(Storage(tmp_path), "train", *counts)
+        TokenArray(KeyValueStore(tmp_path), "train", *counts)

@@ -11,7 +11,7 @@ from flax import nnx
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
-from model.execution import Execution
+from model.execution import CallContext, Execution, Numerics
 from model.stacks import make_stack, run_stacks
 from model.taps import Taps
 
@@ -24,7 +24,8 @@ CONFIG = ModelConfig(
     compute_dtype=ComputeDtype.float8,
     high_precision_layers=("first",),
 )
-EIGHT = Execution(quantization=Quantization(ComputeDtype.float8, emulated=True))
+FLOAT8 = Quantization(ComputeDtype.float8, emulated=True)
+EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,29 @@ def x_BTD():
     return jax.random.normal(jax.random.key(1), (2, 8, 16))
 
 
-def run(graph, params, x_BTD, how, precise):
+def run(graph, params, x_BTD, execution, precise, taps=None):
     block = nnx.merge(graph, params)
     local = [False] * len(precise)
-    return run_stacks([block], x_BTD, None, None, how, None, local, precise, 1)[0]
+    x_BTD, *_ = run_stacks(
+        [block],
+        x_BTD,
+        None,
+        None,
+        execution=execution,
+        call=CallContext(taps=taps),
+        caches=None,
+        local=local,
+        precise=precise,
+        unroll=1,
+    )
+    return x_BTD
 
 
 def one_by_one(graph, params, x_BTD):
     for i, precise in enumerate(CONFIG.precise):
         own = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
-        how = EIGHT.precise if precise else EIGHT
-        x_BTD = run(graph, own, x_BTD, how, [False])
+        execution = Execution() if precise else EIGHT
+        x_BTD = run(graph, own, x_BTD, execution, [False])
     return x_BTD
 
 
@@ -55,12 +68,14 @@ def one_by_one(graph, params, x_BTD):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
     graph, params = stack
-    how = EIGHT._replace(remat=remat)
+    execution = EIGHT._replace(remat=remat)
 
     def loss(function):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(function(p) ** 2)))
 
-    found, grads = loss(lambda p: run(graph, p, x_BTD, how, CONFIG.precise))(params)
+    found, grads = loss(lambda p: run(graph, p, x_BTD, execution, CONFIG.precise))(
+        params
+    )
     wanted, others = loss(lambda p: one_by_one(graph, p, x_BTD))(params)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     jax.tree.map(
@@ -74,8 +89,8 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
     graph, params = stack
 
     def kept(precise):
-        how = EIGHT._replace(remat=remat)
-        step = jax.grad(lambda p: jnp.sum(run(graph, p, x_BTD, how, precise)))
+        execution = EIGHT._replace(remat=remat)
+        step = jax.grad(lambda p: jnp.sum(run(graph, p, x_BTD, execution, precise)))
         loops = [
             e for e in jax.make_jaxpr(step)(params).eqns if e.primitive.name == "scan"
         ]
@@ -91,8 +106,8 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
 def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     """Of int8 the largest value of each row is its largest."""
     int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
-    how = EIGHT._replace(quantization=int8, taps=taps)
-    run(*stack, x_BTD, how, CONFIG.precise)
+    execution = Execution(numerics=Numerics(quantization=int8))
+    run(*stack, x_BTD, execution, CONFIG.precise, taps)
     saturated = np.asarray(taps.of_stacks().shares["saturated"])
     assert (saturated > 0).tolist() == [not precise for precise in CONFIG.precise]
 

@@ -12,8 +12,8 @@ from model.choices import ComputeDtype
 from model.eight_bits.float8 import float8_scale, to_float8
 from model.eight_bits.int8 import to_int8
 from model.eight_bits.quantization import Quantization
-from model.gather import WHOLE, Parts
-from model.linear import gathered, product
+from model.gather import UNSHARDED, WeightPlacement
+from model.linear import gather_weight, product
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -36,13 +36,13 @@ def keys(rows: int, step: int = 0, length: int = 5):
     return jax.vmap(jax.vmap(jax.random.key))(seeds.reshape(rows, length))
 
 
-def run(spec, a, b, dy, dtype, keys_BT=None, parts=WHOLE):
+def run(spec, a, b, dy, dtype, keys_BT=None, placement=UNSHARDED):
     """Return (y, da, db)."""
     wide = dtype in ("float32", "bfloat16")
 
     def multiply(a, b):
         compute, quantization = (dtype, None) if wide else (jnp.float32, eight(dtype))
-        return product(spec, a, b, compute, parts, quantization, keys_BT)
+        return product(spec, a, b, compute, placement, quantization, keys_BT)
 
     y, back = jax.vjp(multiply, a, b)
     return y, *back(dy)
@@ -193,12 +193,14 @@ def test_parts_of_a_weight_give_what_the_whole_gives(dtype, gather_again):
     )
     b[5] *= 100  # on one device
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    parts = Parts(((0, ("fsdp",)),), gather_again=gather_again)
+    placement = WeightPlacement(((0, ("fsdp",)),), gather_again=gather_again)
     cut, rows = PartitionSpec("fsdp"), PartitionSpec("fsdp")
     with jax.set_mesh(mesh):
         apart = jax.jit(
             jax.shard_map(
-                lambda a, b, dy, keys_BT: run(spec, a, b, dy, dtype, keys_BT, parts),
+                lambda a, b, dy, keys_BT: run(
+                    spec, a, b, dy, dtype, keys_BT, placement
+                ),
                 in_specs=(rows, cut, rows, rows),
                 out_specs=(rows, rows, cut),
                 check_vma=False,
@@ -220,11 +222,13 @@ def test_parts_of_a_weight_give_what_the_whole_gives(dtype, gather_again):
 def test_a_weight_gathered_in_float8_is_rounded_once():
     part = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.float32)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    parts = Parts(((0, ("fsdp",)),))
+    placement = WeightPlacement(((0, ("fsdp",)),))
     with jax.set_mesh(mesh):
         whole = jax.jit(
             jax.shard_map(
-                lambda part: gathered(part, parts, jnp.float32, eight("float8")),
+                lambda part: gather_weight(
+                    part, placement, jnp.float32, eight("float8")
+                ),
                 in_specs=PartitionSpec("fsdp"),
                 out_specs=PartitionSpec(),
                 check_vma=False,

@@ -221,7 +221,7 @@ def test_a_key_of_another_trainer_is_translated(run):
 
 
 def test_translations_name_keys_that_exist_and_agree_with_the_docs():
-    rows = (REPOSITORY / "docs" / "switching.md").read_text().splitlines()
+    rows = (REPOSITORY / "docs/guides/switching.md").read_text().splitlines()
     keys = keys_of(Config)
     for name, here in NAMES.items():
         if here == RESUME:

@@ -1,4 +1,4 @@
-"""docs/config.md holds every key. After a change: GOLDEN=1 pytest <this file>."""
+"""docs/reference/config.md holds every key. To renew it: GOLDEN=1 pytest FILE."""
 
 import inspect
 import os
@@ -43,7 +43,7 @@ COMMANDS = {
     "data.verify": VerifyConfig,
     "data.train_tokenizer": TrainTokenizerConfig,
 }
-PAGE = REPOSITORY / "docs" / "config.md"
+PAGE = REPOSITORY / "docs" / "reference" / "config.md"
 INTRODUCTION = """\
 # Every key
 

@@ -12,8 +12,8 @@ from flax import nnx
 
 from data.encoding import encode
 from data.tokenizer import load_tokenizer
-from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
+from model.placement import ONE_DEVICE
 from tests.train.evaluate.task_files import NAMES, write_tasks
 from train.config import RunConfig
 from train.errors import ConfigError
@@ -68,14 +68,15 @@ def together(programs, params):
 
 def by_hand(program, params, context: str, text: str) -> tuple[float, bool]:
     """Score a text behind a context token by token, each with all that fits before."""
-    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+    model = bind(program.model, params)
+    execution = program.execution._replace(placement=ONE_DEVICE)
     before, tokens = (encode(BYTES, part.encode()).tolist() for part in (context, text))
     whole, T = [*before, *tokens], program.config.data.sequence_length
 
     @jax.jit
     def log_probabilities(row):
-        x, *_ = model.features(row[None], jnp.arange(T)[None], None, how)
-        logits = model.logits(x, how)[0, :, : BYTES.n_vocab]
+        x, *_ = model.features(row[None], jnp.arange(T)[None], None, execution)
+        logits = model.logits(x, execution)[0, :, : BYTES.n_vocab]
         return jax.nn.log_softmax(logits)
 
     nats, greedy = 0.0, True

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from data.batches import validation_batches
-from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
+from model.placement import ONE_DEVICE
 from train.evaluate.validation import evaluate
 
 
@@ -44,12 +44,15 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
 ):
     """Row by row in numpy, from the logits."""
     program = programs("model.num_layers=1", devices=1)
-    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+    model = bind(program.model, params)
+    execution = program.execution._replace(placement=ONE_DEVICE)
 
     @jax.jit
     def logits(batch):
-        x, *_ = model.features(batch.inputs, batch.positions, batch.segment_ids, how)
-        return model.logits(x, how)
+        x, *_ = model.features(
+            batch.inputs, batch.positions, batch.segment_ids, execution
+        )
+        return model.logits(x, execution)
 
     nats = count = 0
     for batch in validation_batches(store, program.config.data):

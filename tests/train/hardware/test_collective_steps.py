@@ -6,8 +6,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model.execution import AxisSteps
-from model.gather import Parts
+from model.gather import AxisSteps, WeightPlacement
 from tests.train.machines import machine
 from train.config import MeshConfig
 from train.hardware.collective_steps import collective_steps
@@ -64,12 +63,12 @@ def test_one_step_serves_where_two_take_longer(composed, name, overrides):
 def compile_on():
     """Compile a gather and a scatter of a weight for a machine, and list both."""
 
-    def compile_on(mesh: Mesh, parts: Parts) -> list[Collective]:
+    def compile_on(mesh: Mesh, placement: WeightPlacement) -> list[Collective]:
         whole, cut = P(), P("fsdp")
         found = []
         for function, before, after in (
-            (parts.gather, cut, whole),
-            (parts.scatter, whole, cut),
+            (placement.gather, cut, whole),
+            (placement.reduce_scatter, whole, cut),
         ):
             mapped = jax.shard_map(
                 function, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
@@ -111,11 +110,11 @@ def test_xla_keeps_the_steps_and_links_are_those_that_it_uses(
     planning, compile_on, name, kept
 ):
     mesh = make_mesh(MeshConfig(fsdp=-1), fake_devices(parse_target(name)))
-    parts = Parts(
+    placement = WeightPlacement(
         ((0, ("fsdp",)),),
-        reduce=jnp.bfloat16,
+        reduce_dtype=jnp.bfloat16,
         platform="tpu",
-        steps=collective_steps(mesh),
+        axis_steps=collective_steps(mesh),
     )
-    found = compile_on(mesh, parts)
+    found = compile_on(mesh, placement)
     assert [(c.kind, c.group.links) for c in found] == kept

@@ -90,7 +90,7 @@ def test_a_step_for_tpus_is_that_of_training(
     compiled = compile_step(program)
     ledger = device_memory(program, compiled)
     assert program.mesh.devices.flat[0].device_kind == kind
-    assert program.how.attention == "splash"
+    assert program.execution.attention == "splash"
     assert '"tpu_custom_call"' in compiled.as_text()
     assert ("megascale" in compiled.as_text()) == (machine.slices > 1)
     parts = {name: figure.bytes for name, figure in ledger.parts.items()}

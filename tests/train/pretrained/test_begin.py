@@ -20,8 +20,8 @@ from train.errors import ConfigError
 from train.pretrained import weights
 from train.pretrained.begin import RECORD, check_weights, hold_to_first, start_from
 from train.run.checkpoint import Checkpoints
+from train.run.folder import run_folder
 from train.run.restore import ALONE
-from train.run.storage import run_folder
 
 SMALL = ("model=llama_nano", "model.num_layers=1", "model.embed_dim=16")
 VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"

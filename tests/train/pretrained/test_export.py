@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
-from model.axes import ANYWHERE
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
+from model.placement import ONE_DEVICE
 from train.cli.command import compose, to_yaml
 from train.config import RunConfig
 from train.errors import ConfigError
@@ -26,7 +26,7 @@ from train.pretrained.families import family_of
 from train.pretrained.folder import empty_folder, settings_of
 from train.pretrained.tensors import Parts
 from train.pretrained.weights import write_json, write_weights
-from train.run.storage import run_folder
+from train.run.folder import run_folder
 
 BYTES = load_tokenizer("bytes")
 LENGTH = 48
@@ -126,11 +126,18 @@ def test_transformers_computes_the_same_logits(model, tmp_path):
     tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (2, LENGTH))
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens)).logits.numpy()
-    how = program.how._replace(rules=ANYWHERE, compute_dtype=jnp.dtype("float32"))
+    execution = program.execution._replace(
+        placement=ONE_DEVICE,
+        numerics=program.execution.numerics._replace(
+            compute_dtype=jnp.dtype("float32")
+        ),
+    )
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
     bound = bind(program.model, params)
-    features, *_ = bound.features(jnp.asarray(tokens, jnp.int32), positions, None, how)
-    logits = bound.logits(features, how)[..., : BYTES.n_vocab]
+    features, *_ = bound.features(
+        jnp.asarray(tokens, jnp.int32), positions, None, execution
+    )
+    logits = bound.logits(features, execution)[..., : BYTES.n_vocab]
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 

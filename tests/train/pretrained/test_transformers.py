@@ -14,9 +14,9 @@ from data.encoding import decode, encode
 from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
-from model.axes import ANYWHERE
 from model.gpt import GPT, abstract_gpt, params_of
 from model.params import named, param_infos
+from model.placement import ONE_DEVICE
 from tests.data.test_tokenizer_folder import TEXTS
 from tests.train.pretrained.test_export import BYTES, MODELS, export
 from train.cli.command import compose
@@ -93,7 +93,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     )
     batch, expected = a_batch(theirs)
     expected.backward()
-    step = make_gradients(program.model, program.how, program.config.train)
+    step = make_gradients(program.model, program.execution, program.config.train)
     with jax.set_mesh(program.mesh):
         loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
@@ -127,7 +127,7 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
         said = theirs.generate(prompt, **more)[0, 16:].tolist()
     with jax.set_mesh(program.mesh):
         state = start_from(str(tmp_path), program)
-        how = program.how._replace(rules=ANYWHERE)
+        execution = program.execution._replace(placement=ONE_DEVICE)
         (ids,) = generate(
             program.model,
             state.params,
@@ -137,7 +137,7 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
             12,
             BYTES.n_vocab,
             Sampling(temperature=0.0),
-            how,
+            execution,
         )
         _, metrics = program.train_step(state, place(batch, program.batch))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)

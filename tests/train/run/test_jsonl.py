@@ -248,7 +248,7 @@ def test_a_full_disk_keeps_damaged_lines_where_they_are(tmp_path, monkeypatch, c
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(jsonl, "write_whole", full)
+    monkeypatch.setattr(jsonl, "write_atomically", full)
     log = open_lines(tmp_path, "log")
     log.append({"n": 3})
     log.close()

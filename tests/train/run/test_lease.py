@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
 from tests.train.run.owners import NEVER_S, files, wait_for
 from train.errors import OWNED, Exit
 from train.run.lease import read_owner
@@ -176,7 +176,7 @@ def test_a_save_is_checked_without_waiting_for_the_beat(take, run):
 def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
     dead = dataclasses.replace(Owner.current(), machine="elsewhere")
     if before != "nobody":
-        Storage(folder).write("lease.json", dead.to_json())
+        KeyValueStore(folder).write("lease.json", dead.to_json())
     names = [""] * 8 if machines == "one" else list("abcdefgh")
     processes = [start(folder, machine=name, times=(0.05, 1)) for name in names]
     for process in processes:

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import train.run.lease
-from data.errors import DataError
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
+from data.storage import StorageError
 from tests.train.run.owners import NEVER_S, files, wait_for
 from train.errors import CRASHED, ConfigError, Exit
 from train.run.lease import read_owner
@@ -43,7 +43,7 @@ def test_a_full_disk_ends_nothing(start, run):
 
 def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(train.run.lease, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(train.run.lease, "ANSWER_S", 0.5)
     mine = take("s3://bucket/away/run")
     server.leave()
     wait_for(lambda: "no answer in time" in caplog.text)
@@ -57,7 +57,7 @@ def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog)
 
 @pytest.mark.parametrize("answer", ["error", "refusal"])
 def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
-    real, calls = Storage.replace, []
+    real, calls = KeyValueStore.replace, []
 
     def replace(self, *args):
         calls.append(args)
@@ -65,10 +65,10 @@ def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
         if len(calls) % 2:
             return made
         if answer == "error":
-            raise DataError("the connection was lost")
+            raise StorageError("s3://bucket", OSError("connection lost"), "written")
         return None
 
-    monkeypatch.setattr(Storage, "replace", replace)
+    monkeypatch.setattr(KeyValueStore, "replace", replace)
     mine = take(run, times=(0.02, NEVER_S))
     wait_for(lambda: len(calls) > 8)
     mine.check()
@@ -79,8 +79,8 @@ def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
 
 
 def test_taking_may_succeed_and_seem_to_fail(take, run, monkeypatch):
-    real = Storage.replace
-    monkeypatch.setattr(Storage, "replace", lambda *args: real(*args) and None)
+    real = KeyValueStore.replace
+    monkeypatch.setattr(KeyValueStore, "replace", lambda *args: real(*args) and None)
     mine = take(run, times=(NEVER_S, NEVER_S))
     monkeypatch.undo()
     mine.check()
@@ -116,14 +116,14 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_config_in_words(
         take(run)
     said = str(caught.value)
     assert f"run.dir = {run}" in said
-    assert f"lease.json: cannot be written ({reason}). Check path" in said
+    assert f"cannot be read or written: {reason}. Name a folder" in said
 
 
 def test_a_store_that_does_not_answer_is_worth_another_start(take, run, monkeypatch):
     def silent(*_):
-        raise DataError("no answer in time") from TimeoutError()
+        raise StorageError("s3://bucket", TimeoutError(), "read")
 
-    monkeypatch.setattr(Storage, "read_version", silent)
+    monkeypatch.setattr(KeyValueStore, "read_version", silent)
     with pytest.raises(Exit, match="no answer in time") as caught:
         take(run)
     assert caught.value.code == CRASHED

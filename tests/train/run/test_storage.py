@@ -15,6 +15,7 @@ import jax
 import pytest
 from etils import epath
 
+from data.storage import list_files
 from tests.fleet import REPOSITORY
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
@@ -22,10 +23,10 @@ from train.errors import ConfigError
 from train.program import make_program
 from train.run.checkpoint import Checkpoints
 from train.run.digests import damage, digests, is_sealed, write_seal
+from train.run.folder import run_folder
 from train.run.metrics import read_metrics
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
-from train.run.storage import names_in, run_folder
 from train.state import TrainState
 
 TINY = (
@@ -90,7 +91,7 @@ def opened(folder: epath.Path) -> Iterator[Callable[..., Checkpoints]]:
 
 
 def spoil(step: epath.Path) -> None:
-    name = next(name for name in names_in(step) if "/d/" in name)
+    name = next(name for name in list_files(step) if "/d/" in name)
     (step / name).write_bytes(b"spoilt")
 
 
@@ -98,7 +99,7 @@ def test_what_was_saved_comes_back_and_what_made_way_leaves_nothing(opened, fold
     checkpoints = opened(1, 2, 3, 4, keep_latest=2)
     same(checkpoints.saved.restore(like()), make_state(4))
     same(opened().saved.restore(like(), 3), make_state(3))
-    tops = {name.partition("/")[0] for name in names_in(folder)}
+    tops = {name.partition("/")[0] for name in list_files(folder)}
     assert tops == {"3", "4"}, "steps that made way, or marks, were left"
     assert all(is_sealed(folder / top) for top in tops)
 
@@ -106,13 +107,13 @@ def test_what_was_saved_comes_back_and_what_made_way_leaves_nothing(opened, fold
 def test_a_damaged_step_is_set_aside_whole_and_stays_there(opened, folder):
     checkpoints = opened(1, 2)
     spoil(folder / "2")
-    names = names_in(folder / "2")
+    names = list_files(folder / "2")
     same(checkpoints.saved.restore(like()), make_state(1))
     (aside,) = (folder / "quarantine").iterdir()
-    assert names_in(aside) == names
+    assert list_files(aside) == names
     again = opened(2)
     same(again.saved.restore(like()), make_state(2))
-    assert names_in(aside) == names
+    assert list_files(aside) == names
 
 
 def test_leftovers_of_dead_saves_are_removed(opened, folder):
@@ -244,7 +245,7 @@ def test_a_run_killed_and_continued_is_the_run_on_disk(door, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert steps_of(far) == steps_of(near)
     same(end_of(far), end_of(near))
-    tops = {name.partition("/")[0] for name in names_in(run_folder(far))}
+    tops = {name.partition("/")[0] for name in list_files(run_folder(far))}
     files = {"config.yaml", "starts", "results.json", "report.html", "checkpoints"}
     assert files <= tops
     checkpoints = run_folder(far) / "checkpoints"
@@ -265,4 +266,6 @@ def test_a_profile_goes_where_the_run_is(door):
     run = "s3://bucket/profiled"
     ended = door(run, "train.num_steps=4", "profile.steps=[2,3]")
     assert ended.returncode == 0, ended.stderr
-    assert any(name.endswith(".pb") for name in names_in(run_folder(run) / "profiles"))
+    assert any(
+        name.endswith(".pb") for name in list_files(run_folder(run) / "profiles")
+    )

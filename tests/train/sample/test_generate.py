@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.axes import ANYWHERE
 from model.gpt import GPT, bind, params_of
+from model.placement import ONE_DEVICE
 from train.sample.generate import Sampling, generate, pick
 
 PROMPT = np.array([[5, 17, 200, 3], [99, 98, 97, 96]], np.int32)
@@ -41,7 +41,7 @@ def continued(program, params, num_tokens, sampling, seed=0, num_ids=NUM_IDS):
         num_tokens,
         num_ids,
         sampling,
-        program.how,
+        program.execution,
     )
     return np.concatenate([*parts], axis=1)
 
@@ -52,13 +52,16 @@ def greedy(program, params):
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, greedy):
-    model, how = bind(program.model, params), program.how._replace(rules=ANYWHERE)
+    model = bind(program.model, params)
+    execution = program.execution._replace(placement=ONE_DEVICE)
     tokens = np.concatenate([PROMPT, greedy], axis=1)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     @jax.jit
     def logits(tokens):
-        return model.logits(model.features(tokens, positions, None, how)[0], how)
+        return model.logits(
+            model.features(tokens, positions, None, execution)[0], execution
+        )
 
     found = np.asarray(logits(jnp.asarray(tokens)))
     first = PROMPT.shape[1] - 1

@@ -41,8 +41,8 @@ def test_a_text_ends_before_the_first_stop(given, together):
 def test_no_more_is_drawn_once_all_have_ended(given, monkeypatch):
     drawn = []
 
-    def counted(*of):
-        for each in generate(*of):
+    def counted(*positional, **named):
+        for each in generate(*positional, **named):
             drawn.append(each.shape)
             yield each
 

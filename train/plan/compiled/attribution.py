@@ -2,7 +2,7 @@
 
 The compiler keeps names of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
-part of the model (model/parts.py) inside a scope of the step. An instruction without a
+part of the model (model/scopes.py) inside a scope of the step. An instruction without a
 name is attributed through its nearest neighbours.
 """
 

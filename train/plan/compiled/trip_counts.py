@@ -4,7 +4,7 @@ The text for CPU and GPU contains trip counts. For TPU they are found by evaluat
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
 evaluated counts once and is listed in `Module.unread`.
 
-A branch of a conditional counts as often as a scope in it states (model/parts.py), at
+A branch of a conditional counts as often as a scope in it states (model/scopes.py), at
 least once unless that is never; without such a scope, always. GPUs peel the first
 iteration off a loop: all its branches count.
 """

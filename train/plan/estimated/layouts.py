@@ -132,5 +132,7 @@ class Layouts:
             dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
         payload = array.bytes * (parts if name == "all_gather" else 1)
         kind = name.replace("_", "-")
-        self._sending.add(axes, kind, payload, place, array.label, members)
+        self._sending.add(
+            axes, kind, payload=payload, place=place, label=array.label, members=members
+        )
         return tuple(dims)

@@ -45,7 +45,7 @@ class LocalStep:
     @property
     def attention(self) -> Attention:
         """The kernel of attention."""
-        return self.program.how.attention
+        return self.program.execution.attention
 
     @property
     def loops(self) -> list[Operation]:
@@ -129,7 +129,14 @@ def local_step(program: Program) -> LocalStep:
     update = _walk_update(program.optimizer, tuple(leaves), tree)
     exchanges = [*each, *update.sending.exchanges]
     return LocalStep(
-        program, platform, microbatches, gradients, update, params, batch, exchanges
+        program,
+        platform,
+        microbatches=microbatches,
+        gradients=gradients,
+        update=update,
+        params=params,
+        batch=batch,
+        exchanges=exchanges,
     )
 
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from model.execution import AxisSteps
-from model.gather import nested
+from model.gather import AxisSteps, nested
 from train.hardware.interconnect import Group, group_along, num_parts
 from train.plan.estimated.collectives import Exchange
 

@@ -119,7 +119,7 @@ def _totals(
         runner = "SparseCores" if program.config.runtime.sparse_cores else ""
     if chip and chip.links == 6:
         runner = ""
-    steps = program.how.steps
+    steps = program.execution.placement.axis_steps
     every = (p for exchange in found for p in phases(exchange, program.mesh, steps))
     ordered = groupby(sorted(every, key=key), key)
     for (axes, network, kind, use, links), group in ordered:

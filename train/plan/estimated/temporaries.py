@@ -128,7 +128,8 @@ def _layers(step: LocalStep) -> dict[str, int]:
     largest = sizes[-1 if step.platform == "tpu" else -2 :]
     return {
         "gradients": _bytes(step, [p for p in step.params if p in given]),
-        "gradients to scatter": step.program.how.reduce_dtype.itemsize * sum(largest),
+        "gradients to scatter": step.program.execution.numerics.reduce_dtype.itemsize
+        * sum(largest),
         "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
     }
 

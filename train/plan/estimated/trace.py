@@ -23,7 +23,7 @@ from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
 from train.hardware.interconnect import num_parts
 from train.optimizer.update import Optimizer
-from train.program import Program, shards_of
+from train.program import Program, batch_shards
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # the kernel that is traced works on as many positions
@@ -32,51 +32,53 @@ _ROWS = 2  # of a device, where no equation depends on their number
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
     """Trace (parameters, batch) -> (loss, gradients) of one microbatch."""
-    config, how = program.config, program.how
-    if how.attention.is_cudnn:
+    config, execution = program.config, program.execution
+    placement = execution.placement
+    if execution.attention.is_cudnn:
         # cuDNN's kernel cannot be traced without cuDNN. Splash reads, writes and keeps
         # the same arrays.
-        how = how._replace(attention=Attention.splash)
+        execution = execution._replace(attention=Attention.splash)
     # XLA's own product for what is grouped: it reads and writes what the kernels do.
-    how = how._replace(grouped=Grouped.ragged)
-    tile = _KERNEL_TILE if how.attention is Attention.splash else 1
+    execution = execution._replace(grouped=Grouped.ragged)
+    tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
     sizes, far = program.mesh.shape, _cut_across_slices(program)
     if not far:  # The steps are those of the whole mesh; phases.py counts them.
-        how = how._replace(steps=())
-    sharing = shards_of(how.rules, sizes)[1]
-    if sharing > 1 and how.context_attention is ContextAttention.ring:
+        placement = replace(placement, axis_steps=())
+    least = {axis: n if far else _least(axis, program) for axis, n in sizes.items()}
+    axis_types = (AxisType.Auto,) * len(least)
+    mesh = AbstractMesh(tuple(least.values()), tuple(least), axis_types)
+    placement = replace(placement, mesh=mesh)
+    sharing = program.batch_shards.sequence
+    if sharing > 1 and execution.context_attention is ContextAttention.ring:
         tile *= 2 * sharing
     return _gradients(
         config.model,
-        how,
-        # `how` has the policy; one microbatch is traced whatever their number.
+        execution._replace(placement=placement),
+        # The execution has the policy; one microbatch is traced whatever their number.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
         length=-(-config.data.sequence_length // tile) * tile,
         documents=program.batch.segment_ids is not None,
         rows=_rows(program),
-        mesh=tuple((a, sizes[a] if far else _least(a, program)) for a in sizes),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _gradients(
     config: ModelConfig,
-    how: Execution,
+    execution: Execution,
     train: TrainConfig,
     length: int,
     documents: bool,
     rows: int,
-    mesh: tuple[tuple[str, int], ...],
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
-    shards, _ = shards_of(how.rules, dict(mesh))
+    placement = execution.placement
+    assert placement.mesh is not None
+    shards = batch_shards(placement.rules, placement.mesh.shape).rows
     field = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
     batch = Batch(field, field, field if documents else None, field)
-    names, sizes = zip(*mesh, strict=True)
-    step = make_gradients(model, how, train)
-    axis_types = (AxisType.Auto,) * len(names)
-    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types)):
-        return jax.make_jaxpr(step)(params_of(model), batch)
+    step = make_gradients(model, execution, train)
+    return jax.make_jaxpr(step)(params_of(model), batch)
 
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
@@ -107,7 +109,7 @@ def _rows(program: Program) -> int:
     """
     if not program.config.model.expert_layers and program.mesh.shape["pipeline"] == 1:
         return _ROWS
-    shards, _ = shards_of(program.how.rules, program.mesh.shape)
+    shards = program.batch_shards.rows
     data, train = program.config.data, program.config.train
     return data.batch_size // (shards * train.accumulation_steps)
 
@@ -117,11 +119,11 @@ def _cut_across_slices(program: Program) -> bool:
 
     On all sizes then depends which of them gather and scatter it together.
     """
-    params = dict(program.how.rules.params)
+    params = dict(program.execution.placement.rules.params)
     across = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
     cut = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
-    return program.how.platform == "tpu" and any(
+    return program.execution.placement.platform == "tpu" and any(
         num_parts(program.mesh, [axis]) > 1 for axis in cut - across
     )
 
@@ -133,7 +135,7 @@ def _least(axis: str, program: Program) -> int:
     cuts the batch's rows or parameters, and these can be halved.
     """
     size = program.mesh.shape[axis]
-    rules = program.how.rules
+    rules = program.execution.placement.rules
     params = dict(rules.params)
     if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
         return size  # on it depends in how many chunks tokens go, or in which loops

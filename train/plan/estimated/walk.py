@@ -216,7 +216,15 @@ class Walk:
                 is_product = name == "dot_general"
                 array.sums += (PartialSum(axes, array.bytes, place, is_product),)
             results.append(array)
-        operation = Operation(name, operands, results, place, flops, part, square)
+        operation = Operation(
+            name,
+            operands,
+            results=results,
+            place=place,
+            flops=flops,
+            part=part,
+            square=square,
+        )
         self.operations.append(operation)
         return results
 

@@ -108,23 +108,29 @@ def layouts(
         sequence_length: of a row, which devices share only where it is long.
     """
     inside = num_devices // parts
-    found, cut = [], ("none", 1)  # in one piece
-    most = {"tensor": _MOST_TENSOR, "expert": max(experts, 1)}
-    most["context"] = max(sequence_length // _LEAST_POSITIONS, 1)
-    sizes = ([n for n in _divisors(inside) if n <= limit] for limit in most.values())
+    layouts_found, cut = [], ("none", 1)  # in one piece
+    largest = {"tensor": _MOST_TENSOR, "expert": max(experts, 1)}
+    largest["context"] = max(sequence_length // _LEAST_POSITIONS, 1)
+    sizes = ([n for n in _divisors(inside) if n <= limit] for limit in largest.values())
     for tensor, expert, context in itertools.product(*sizes):
-        rest, wrong = divmod(inside, tensor * expert * context)
-        if wrong:
+        remainder, uneven = divmod(inside, tensor * expert * context)
+        if uneven:
             continue
-        for fsdp in _divisors(rest):
-            data = rest // fsdp
-            own: dict[str, Any] = {"expert": expert, "context": context}
-            found.append(Layout(data * parts, fsdp, tensor, parts, 1, *cut, **own))
+        for fsdp in _divisors(remainder):
+            data = remainder // fsdp
+            axis_sizes: dict[str, Any] = {"expert": expert, "context": context}
+            layouts_found.append(
+                Layout(data * parts, fsdp, tensor, parts, 1, *cut, **axis_sizes)
+            )
             if parts > 1:
-                found.append(Layout(data, fsdp * parts, tensor, 1, parts, *cut, **own))
-                own |= {"pipeline": parts, "dcn_pipeline": parts}
-                found.append(Layout(data, fsdp, tensor, 1, 1, *cut, **own))
-    return found
+                layouts_found.append(
+                    Layout(data, fsdp * parts, tensor, 1, parts, *cut, **axis_sizes)
+                )
+                axis_sizes |= {"pipeline": parts, "dcn_pipeline": parts}
+                layouts_found.append(
+                    Layout(data, fsdp, tensor, 1, 1, *cut, **axis_sizes)
+                )
+    return layouts_found
 
 
 def variants(
@@ -140,13 +146,13 @@ def variants(
     microbatch every device has whole rows for each of the `passes` of a pipeline.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    beside = policies_with_offload(offload)
+    alternatives = policies_with_offload(offload)
     numbers = _powers_of_two(batch_size // (shards * passes))
     return [
         replace(layout, remat=format_policy(way), accumulation_steps=steps)
         for way in reversed(policies_for(model))
         for steps in numbers
-        if way in beside
+        if way in alternatives
     ]
 
 
@@ -170,5 +176,5 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [n for n in (2**i for i in range(most.bit_length())) if most % n == 0]
+def _powers_of_two(largest: int) -> list[int]:
+    return [n for n in (2**i for i in range(largest.bit_length())) if largest % n == 0]

@@ -86,23 +86,23 @@ class SearchResult:
     @property
     def best(self) -> Candidate | None:
         """The fastest that fits, compiled if any was; None: nothing fits."""
-        known = self.compiled or self.weighed
-        return known[0] if known and known[0].fits else None
+        candidates = self.compiled or self.weighed
+        return candidates[0] if candidates and candidates[0].fits else None
 
     @property
     def runner_up(self) -> Candidate | None:
         """The fastest, by shapes, of those that fit and cut layers otherwise."""
         cut = self.best and self.best.layout.of_layers
-        others = (one for one in self.weighed if one.layout.of_layers != cut)
-        other = next(others, None)
-        return other if other and other.fits and cut else None
+        candidates = (one for one in self.weighed if one.layout.of_layers != cut)
+        candidate = next(candidates, None)
+        return candidate if candidate and candidate.fits and cut else None
 
     @property
     def closest(self) -> Candidate:
         """What needs the least memory; what was compiled stands for its estimate."""
         done = {one.layout for one in self.compiled}
-        rest = (one for one in self.weighed if one.layout not in done)
-        return min((*self.compiled, *rest), key=lambda one: one.needed)
+        candidates = (one for one in self.weighed if one.layout not in done)
+        return min((*self.compiled, *candidates), key=lambda one: one.needed)
 
 
 def print_result(result: SearchResult, config: Config) -> None:
@@ -119,13 +119,13 @@ def print_result(result: SearchResult, config: Config) -> None:
         print(f"impossible  {meshes}; the first of them: {one.why}")
     for sentence in failures(result.failed, config):
         print(f"failed      {sentence}")
-    known = {w.layout for w in result.compiled}
+    compiled_layouts = {w.layout for w in result.compiled}
     fitting = (w for w in result.weighed if w.fits)
-    kept = [w for w in frontier(fitting) if w.layout not in known]
-    rows = [*result.compiled, *kept[:_SHOWN]]
-    own = [w for w in result.weighed if w.layout == result.given]
-    own = [] if result.given in known else own
-    for one in [*own, *([] if result.best else [result.closest])]:
+    shown = [w for w in frontier(fitting) if w.layout not in compiled_layouts]
+    rows = [*result.compiled, *shown[:_SHOWN]]
+    requested = [w for w in result.weighed if w.layout == result.given]
+    requested = [] if result.given in compiled_layouts else requested
+    for one in [*requested, *([] if result.best else [result.closest])]:
         rows += [one] if one not in rows else []
     print_table(
         [
@@ -146,26 +146,27 @@ def print_result(result: SearchResult, config: Config) -> None:
     )
     _print_changes(result.weighed, config)
     best = result.best
-    said = best.layout.overrides(config) if best else none_fits(result, config)
-    print(f"best        {said}")
+    outcome = best.layout.overrides(config) if best else none_fits(result, config)
+    print(f"best        {outcome}")
     if best and result.runner_up:
-        own = next(w for w in result.weighed if w.layout == best.layout)
-        other = result.runner_up
-        print(f"next best   {other.layout.overrides(config)}")
+        requested = next(w for w in result.weighed if w.layout == best.layout)
+        runner_up = result.runner_up
+        print(f"next best   {runner_up.layout.overrides(config)}")
         print(
             f"            the fastest that cuts layers otherwise: "
-            f"{other.step_s / own.step_s - 1:+.0%} time a step, "
-            f"{format_bytes(other.needed)} a device instead of "
-            f"{format_bytes(own.needed)}, estimated"
+            f"{runner_up.step_s / requested.step_s - 1:+.0%} time a step, "
+            f"{format_bytes(runner_up.needed)} a device instead of "
+            f"{format_bytes(requested.needed)}, estimated"
         )
 
 
 def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
     """Return a sentence for each reason why layouts could not be estimated."""
     return [
-        f"{of.layouts} layout{'s' * (of.layouts != 1)} could not be estimated, a bug "
-        f"of train.plan. The first is {of.first.overrides(config)}: {name}: {of.why}"
-        for name, of in failed.items()
+        f"{group.layouts} layout{'s' * (group.layouts != 1)} could not be estimated. "
+        f"This is a bug of train.plan. The first is {group.first.overrides(config)}: "
+        f"{name}: {group.why}"
+        for name, group in failed.items()
     ]
 
 
@@ -174,15 +175,15 @@ def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
     plain = next(one for one in weighed if not one.layout.changes)
     rows = list[list[str]]()
     for change in dict.fromkeys(c for one in weighed for c in one.layout.changes):
-        own = [one for one in weighed if one.layout.changes == (change,)]
-        same = replace(plain.layout, changes=(change,))
-        there = next((one for one in own if one.layout == same), None)
-        fastest = next((one for one in own if one.fits), None)
+        candidates = [one for one in weighed if one.layout.changes == (change,)]
+        layout = replace(plain.layout, changes=(change,))
+        candidate = next((one for one in candidates if one.layout == layout), None)
+        fastest = next((one for one in candidates if one.fits), None)
         rows.append(
             [
                 change,
-                format_bytes(there.needed - plain.needed) if there else "",
-                f"{there.step_s / plain.step_s - 1:+.0%}" if there else "",
+                format_bytes(candidate.needed - plain.needed) if candidate else "",
+                f"{candidate.step_s / plain.step_s - 1:+.0%}" if candidate else "",
                 format_count(fastest.tokens_per_second) if fastest else "none fits",
                 fastest.layout.overrides(config) if fastest else "",
             ]
@@ -198,34 +199,34 @@ def none_fits(result: SearchResult, config: Config) -> str:
 
     A smaller batch is not named: microbatches of a single row were weighed too.
     """
-    least = result.closest
-    if least.fits:
+    smallest = result.closest
+    if smallest.fits:
         return (
             "none that was compiled fits, but by the estimate others do; to compile "
             "more raise search_minutes"
         )
     helps = "take more or larger chips, shorter rows (data.sequence_length), or"
-    if least.held > least.available:
-        held = format_bytes(least.held)
-        helps = f"its state and batch alone take {held}: take more or larger chips, or"
+    if smallest.held > smallest.available:
+        host = format_bytes(smallest.held)
+        helps = f"its state and batch alone take {host}: take more or larger chips, or"
     more = ""
     if not any(one.layout.changes for one in result.weighed):
         more = "; search_precision=true weighs small moments and host memory too"
     return (
-        f"none fits; the least is needed by {least.layout.overrides(config)}: "
-        f"{format_bytes(least.needed)} a device, {least.how}, of which there are "
-        f"{format_bytes(least.available)}, so {format_bytes(-least.spare)} too much; "
-        f"{helps} a smaller model{more}"
+        f"none fits; the least is needed by {smallest.layout.overrides(config)}: "
+        f"{format_bytes(smallest.needed)} a device, {smallest.how}, of which there are "
+        f"{format_bytes(smallest.available)}, so {format_bytes(-smallest.spare)} too "
+        f"much; {helps} a smaller model{more}"
     )
 
 
-def frontier(found: Iterable[Candidate]) -> list[Candidate]:
+def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Keep the fastest, and each that needs less memory than all that are faster."""
-    kept = list[Candidate]()
-    for one in sorted(found, key=lambda one: (one.step_s, one.needed)):
-        if not kept or one.needed < kept[-1].needed:
-            kept.append(one)
-    return kept
+    frontier_so_far = list[Candidate]()
+    for one in sorted(candidates, key=lambda one: (one.step_s, one.needed)):
+        if not frontier_so_far or one.needed < frontier_so_far[-1].needed:
+            frontier_so_far.append(one)
+    return frontier_so_far
 
 
 def as_candidate(layout: Layout, plan: Plan) -> Candidate:

@@ -18,6 +18,7 @@ from etils import epath
 from pydantic import TypeAdapter
 
 from data.machine import cache_folder
+from data.storage import write_atomically
 from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware.chips import chip_of
@@ -39,7 +40,6 @@ from train.plan.search.result import (
 )
 from train.plan.search.weigh import weigh_all, weigh_changes
 from train.program import make_program
-from train.run.storage import write_whole
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)
@@ -73,19 +73,21 @@ def search(
     Raises:
         ConfigError: if nobody states how fast the devices are, or no mesh is possible.
     """
-    given = layout_of(config, len(devices))
+    requested = layout_of(config, len(devices))
     file = _cached(config, devices, budget, precision)
     if file.exists():
         result = _RESULT.validate_json(file.read_text())
         done = {one.layout for one in result.compiled}
-        if len(done) >= compiles and (given is None or not compiles or given in done):
-            return replace(result, given=given)
+        if len(done) >= compiles and (
+            requested is None or not compiles or requested in done
+        ):
+            return replace(result, given=requested)
     start = time.monotonic()
-    weighed = weigh_all(config, devices, budget, given, beat)
+    weighed = weigh_all(config, devices, budget, requested, beat)
     if precision:
         weighed = weigh_changes(config, devices, budget, weighed)
     ranked = sorted(weighed.candidates.values(), key=rank)
-    queue = _queue(ranked, given)
+    queue = _queue(ranked, requested)
     compiled = list[Candidate]()
     while queue and compiles and time.monotonic() < start + 60 * minutes:
         beat()
@@ -103,25 +105,25 @@ def search(
     result = SearchResult(
         weighed=ranked,
         compiled=sorted(compiled, key=rank),
-        given=given if given in weighed.candidates else None,
+        given=requested if requested in weighed.candidates else None,
         excluded=weighed.excluded,
         seconds=time.monotonic() - start,
         failed=weighed.failed,
     )
     if not result.failed:  # what failed may succeed another time
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(epath.Path(file), _RESULT.dump_json(result).decode())
+        write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
     return result
 
 
-def _queue(ranked: list[Candidate], given: Layout | None) -> list[Candidate]:
+def _queue(ranked: list[Candidate], requested: Layout | None) -> list[Candidate]:
     """Order what to compile: the given one, the best of each remat policy, the rest.
 
     Estimates compare meshes better than they compare what is recomputed.
     """
     fitting = [one for one in ranked if one.fits]
     best = {one.layout.remat: one for one in reversed(fitting)}.values()
-    first = [one for one in ranked if one.layout == given]
+    first = [one for one in ranked if one.layout == requested]
     return list(
         {
             one.layout: one for one in (*first, *sorted(best, key=rank), *fitting)
@@ -173,10 +175,10 @@ def _cached(
     searched = (*layout, "train.remat", "train.accumulation_steps")
     idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
-    left, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
+    ignored, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
     keys = flatten(of_training(config)).items()
-    same = {k: v for k, v in keys if k == cores or not covered(k, left)}
-    about = [same, kind, precision, versions(), code_version()]
+    key_values = {k: v for k, v in keys if k == cores or not covered(k, ignored)}
+    about = [key_values, kind, precision, versions(), code_version()]
     about = json.dumps(about, sort_keys=True)
     digits = hashlib.sha256(about.encode()).hexdigest()[:16]
     return cache_folder() / "plans" / f"{digits}.json"

@@ -58,7 +58,7 @@ def weigh_all(
     config: Config,
     devices: Sequence[Device],
     budget: MemoryBudget,
-    given: Layout | None,
+    requested: Layout | None,
     beat: Callable[[], object] = lambda: None,
 ) -> Weighed:
     """Weigh layouts by shapes. An error in the estimate of one ends that one alone.
@@ -67,23 +67,23 @@ def weigh_all(
     is much slower than another that fits, only its variant of least memory is weighed.
     `beat` is called for each mesh, twice if it is possible.
     """
-    weighed, wrong = dict[Layout, Candidate](), dict[str, list[Mistake]]()
+    weighed, impossible = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     errors = dict[Layout, Exception]()
     experts = config.model.num_experts if config.model.expert_layers else 0
     length = config.data.sequence_length
     meshes = layouts(len(devices), num_slices(devices), experts, length)
-    if given:
-        meshes.insert(0, given)
+    if requested:
+        meshes.insert(0, requested)
     possible = list[tuple[Candidate, Program, list[Layout]]]()
 
     def weigh(program: Program, layout: Layout) -> Candidate | None:
         if layout not in weighed:
-            program = program.trained(layout.applied(config).train)
-            found = _weigh(program, layout, budget)
-            if isinstance(found, Exception):
-                errors[layout] = found
+            program = program.with_train_config(layout.applied(config).train)
+            candidate = _weigh(program, layout, budget)
+            if isinstance(candidate, Exception):
+                errors[layout] = candidate
                 return None
-            weighed[layout] = found
+            weighed[layout] = candidate
         return weighed[layout]
 
     def first_weighed(program: Program, variants: list[Layout]) -> Candidate | None:
@@ -91,27 +91,29 @@ def weigh_all(
 
     for mesh in _shown(meshes, "weighing meshes", beat):
         try:
-            program, own = _lay_out(config, devices, mesh)
+            program, variant = _lay_out(config, devices, mesh)
         except ConfigError as error:
             for mistake in error.mistakes:
-                wrong.setdefault(mistake.key, []).append(mistake)
+                impossible.setdefault(mistake.key, []).append(mistake)
             continue
-        if mesh is given:
+        if mesh is requested:
             weigh(program, mesh)
-        elif first := first_weighed(program, own):
-            possible.append((first, program, own))
+        elif first := first_weighed(program, variant):
+            possible.append((first, program, variant))
     if not weighed and errors:
         raise next(iter(errors.values()))
     if not weighed:
-        raise ConfigError([mistakes[0] for mistakes in wrong.values()])
-    possible.sort(key=lambda of: of[0].step_s)
-    for first, program, own in _shown(possible, "weighing layouts", beat):
+        raise ConfigError([mistakes[0] for mistakes in impossible.values()])
+    possible.sort(key=lambda entry: entry[0].step_s)
+    for first, program, variant in _shown(possible, "weighing layouts", beat):
         fitting = (one.step_s for one in weighed.values() if one.fits)
         slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
-        for layout in own[-1:] if slow else own:
+        for layout in variant[-1:] if slow else variant:
             if layout not in errors:
                 weigh(program, layout)
-    excluded = {key: Excluded(len(of), _why(of[0])) for key, of in wrong.items()}
+    excluded = {
+        key: Excluded(len(entry), _why(entry[0])) for key, entry in impossible.items()
+    }
     return Weighed(weighed, excluded, errors)
 
 
@@ -138,10 +140,12 @@ def _lay_out(
     """
     program, offload = make_program(mesh.applied(config), devices), config.train.offload
     rows, passes = config.data.batch_size, program.pipeline.own
-    own = variants(mesh, rows, config.model, offload, passes)
-    if mistakes := [rule for one in own[:1] for rule in validate(one.applied(config))]:
+    choices = variants(mesh, rows, config.model, offload, passes)
+    if mistakes := [
+        rule for one in choices[:1] for rule in validate(one.applied(config))
+    ]:
         raise ConfigError(mistakes)
-    return program, own
+    return program, choices
 
 
 def weigh_changes(
@@ -173,21 +177,21 @@ def weigh_changes(
         if program is None:
             continue
         with suppress(ConfigError):
-            found = _weigh(program.trained(wanted.train), layout, budget)
-            if isinstance(found, Exception):
-                errors[layout] = found
+            candidate = _weigh(program.with_train_config(wanted.train), layout, budget)
+            if isinstance(candidate, Exception):
+                errors[layout] = candidate
             else:
-                weighed[layout] = found
+                weighed[layout] = candidate
     return plain._replace(candidates=weighed, errors=errors)
 
 
 def _shown(
-    items: list[Any], what: str, beat: Callable[[], object] = lambda: None
+    items: list[Any], title: str, beat: Callable[[], object] = lambda: None
 ) -> Iterator[Any]:
     """Yield the items with a bar of progress in a terminal, and a beat before each."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    for item in track(items, what, console=console, transient=True, disable=hidden):
+    for item in track(items, title, console=console, transient=True, disable=hidden):
         beat()
         yield item
 

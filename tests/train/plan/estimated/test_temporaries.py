@@ -31,7 +31,7 @@ def test_full_recomputation_keeps_the_inputs_of_the_layers(programs):
     program = programs("train.remat=full")
     model, (rows, length) = program.config.model, program.batch.inputs.shape
     inputs = model.num_layers * rows * length * model.embed_dim
-    width = program.how.activation_dtype.itemsize
+    width = program.execution.numerics.activation_dtype.itemsize
     assert saved_bytes(local_step(program)) * program.mesh.size == inputs * width
 
 
@@ -45,6 +45,6 @@ def test_matrices_that_travel_are_there_twice_beside_the_gradients(
     program = programs(*small, *muon, devices=2)
     layers = jax.tree.leaves(program.state.params["layers"])
     packed = sum(leaf.size for leaf in layers if leaf.ndim > 2) // 2
-    width = program.how.compute_dtype.itemsize
+    width = program.execution.numerics.compute_dtype.itemsize
     found = temporaries(local_step(program))
     assert found["matrices on the way"] == 2 * packed * width

@@ -38,7 +38,7 @@ def estimated_once(monkeypatch):
 
     def once(program, budget=None):
         mesh = program.mesh
-        key = repr(program.config), program.how, mesh.devices.flat[0].device_kind
+        key = repr(program.config), program.execution, mesh.devices.flat[0].device_kind
         if (key, mesh.size) not in PLANS:
             PLANS[key, mesh.size] = estimate(program)
         plan = PLANS[key, mesh.size]

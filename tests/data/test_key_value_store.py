@@ -4,13 +4,13 @@ import pytest
 import tensorstore as ts
 
 from data.errors import DataError
-from data.token_store.storage import Storage
+from data.key_value_store import KeyValueStore
 
 
 @pytest.fixture(params=["local", "memory"])
-def storage(request, tmp_path) -> Storage:
+def storage(request, tmp_path) -> KeyValueStore:
     where = {"local": str(tmp_path), "memory": "memory://folder"}[request.param]
-    return Storage(where, ts.Context())
+    return KeyValueStore(where, ts.Context())
 
 
 def test_a_key_is_replaced_only_while_it_is_what_was_read(storage):
@@ -27,7 +27,7 @@ def test_a_key_is_replaced_only_while_it_is_what_was_read(storage):
 
 
 def test_a_store_that_does_not_answer_is_named(tmp_path):
-    storage = Storage(tmp_path)
+    storage = KeyValueStore(tmp_path)
     _, version = storage.read_version("key", 9)
     with (tmp_path / "key.__lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)

@@ -1,0 +1,142 @@
+"""A folder as keys and bytes, on a local disk or under a URL, with conditional writes.
+
+epath and fsspec can't replace a file only if it is unchanged, and TensorStore opens its
+arrays by specs: this module holds both. Everything else goes through data/storage.py.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import tensorstore as ts
+
+from data.errors import DataError
+from data.storage import StorageError, is_remote
+
+_SCHEMES = ("gs", "s3", "http", "https", "memory")
+
+
+class KeyValueStore:
+    """A folder as keys and bytes, with conditional writes; TensorStore does the work.
+
+    Every method raises StorageError if the folder cannot be read or written, or does
+    not answer within `timeout_s`.
+    """
+
+    def __init__(self, location: str | Path, context: ts.Context | None = None):
+        """Name the folder; nothing is read.
+
+        Raises:
+            DataError: TensorStore does not know the scheme of the URL.
+        """
+        self.path = None  # only of a local folder
+        if not is_remote(location):
+            # A relative path would change its meaning with the working directory.
+            location = self.path = Path(location).expanduser().absolute()
+        elif urlsplit(str(location)).scheme not in _SCHEMES:
+            schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+            raise DataError(
+                f"{location}: must be a local path or one under {schemes}. Name one of "
+                f"these"
+            )
+        self.location = str(location).rstrip("/")
+        self._context = context
+        self._store: ts.KvStore | None = None
+
+    def __str__(self) -> str:
+        return self.location
+
+    def spec(self, name: str = "") -> dict[str, Any]:
+        """Return TensorStore's key-value spec of this folder, or of one in it."""
+        folder = "/".join(part for part in (self.location, name) if part) + "/"
+        if self.path is not None:
+            return {"driver": "file", "path": folder}
+        url = urlsplit(folder)
+        if url.scheme in ("http", "https"):
+            return {"driver": "http", "base_url": folder}
+        if url.scheme == "memory":
+            return {"driver": "memory", "path": url.netloc + url.path}
+        spec: dict[str, Any] = {
+            "driver": "gcs" if url.scheme == "gs" else "s3",
+            "bucket": url.netloc,
+            "path": url.path[1:],
+        }
+        if spec["driver"] == "gcs":
+            return spec
+        # A URL has no place for these. Source: tensorstore 0.1.80, kvstore/s3 schema.
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+            region = os.environ.get("AWS_REGION", "us-east-1")
+            spec |= {"endpoint": endpoint, "aws_region": region}
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            # TensorStore looks there first in any case, but otherwise it also logs
+            # every other place that holds no credentials.
+            spec["aws_credentials"] = {"type": "environment"}
+        return spec
+
+    def read(self, name: str) -> bytes:
+        """Read a key.
+
+        Raises:
+            FileNotFoundError: there is no such key.
+        """
+        value, _ = self.read_version(name)
+        if value is None:
+            raise FileNotFoundError(f"{self}/{name}")
+        return value
+
+    def read_version(
+        self, name: str, timeout_s: float | None = None
+    ) -> tuple[bytes | None, bytes]:
+        """Return the value of a key, None if there is none, and its version."""
+        entry = self._call("read", name, lambda store: store.read(name), timeout_s)
+        value = bytes(entry.value) if entry.state == "value" else None
+        return value, entry.stamp.generation
+
+    def write(self, name: str, value: bytes | None) -> None:
+        """Write a key atomically; None removes it, if it exists."""
+        action = "removed" if value is None else "written"
+        self._call(action, name, lambda store: store.write(name, value))
+
+    def replace(
+        self, name: str, value: bytes | None, version: bytes, timeout_s: float
+    ) -> bytes | None:
+        """Write or remove a key if it still has the version that was read.
+
+        A repeated request may be refused because its own first attempt succeeded, and
+        a failed request may have been carried out: read again to know.
+
+        Returns:
+            The new version; None if the key has another version and was left alone.
+        """
+
+        def write(store: ts.KvStore) -> ts.Future:
+            return store.write(name, value, if_equal=version)
+
+        return self._call("written", name, write, timeout_s).generation or None
+
+    def has(self, name: str) -> bool:
+        """Return whether a key exists."""
+        return self.read_version(name)[0] is not None
+
+    def names(self) -> list[str]:
+        """List every key."""
+        keys = self._call("listed", "", lambda store: store.list())
+        return [key.decode() for key in keys]
+
+    def _call(
+        self,
+        action: str,
+        name: str,
+        request: Callable[[ts.KvStore], ts.Future],
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send a request to the store, which is opened if need be; wait for it."""
+        try:
+            if self._store is None:  # opening may ask for credentials and regions
+                opening = ts.KvStore.open(self.spec(), context=self._context)
+                self._store = opening.result(timeout_s)
+            return request(self._store).result(timeout_s)
+        except (ValueError, OSError) as error:
+            raise StorageError(f"{self}/{name}", error, action) from error

@@ -1,0 +1,268 @@
+"""Files on a local disk, under gs:// and under s3://: the one way to them.
+
+Paths are `epath.Path`: opening, reading, listing and globbing are the same everywhere.
+This module adds what epath lacks: atomic writes, appending, moves, listings of whole
+trees in few requests, and errors that say whether trying again helps. Writes on the
+condition that a file is unchanged: data/key_value_store.py.
+
+An object store has no folders, no rename and no append. An object appears whole or not
+at all. Credentials and the region come from where Amazon's and Google's own tools look
+for them; AWS_ENDPOINT_URL names another server that speaks S3.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import fsspec
+import fsspec.config
+from etils import epath
+
+from data.errors import DataError
+
+_EXTRAS = {"s3": "s3", "gs": "gcs"}  # scheme: the extra that installs its client
+ANSWER_S = 5.0  # a store that has not answered by then does not answer
+_PERMANENT = (
+    *(PermissionError, FileNotFoundError, FileExistsError),
+    *(NotADirectoryError, IsADirectoryError),
+)
+# TensorStore's messages begin with these if another attempt would fail as well.
+_PERMANENT_STATUS = (
+    *("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION"),
+)
+
+
+class StorageError(DataError):
+    """A file or folder cannot be read or written.
+
+    Attributes:
+        reason: what the system, the store or its client says.
+        is_permanent: whether another attempt would fail as well: the location is
+            missing or refuses. Otherwise the store did not answer.
+    """
+
+    def __init__(self, location: object, error: Exception, action: str):
+        self.reason, self.is_permanent = _reason(error), _is_permanent(error)
+        super().__init__(
+            f"{location}: cannot be {action} ({self.reason}). Check path, network and "
+            f"permissions"
+        )
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL, such as one under gs:// or s3://."""
+    return "://" in os.fspath(path)
+
+
+def storage_path(location: str) -> epath.Path:
+    """Return the path of a location; a local one is absolute and has no `~`.
+
+    Raises:
+        ValueError: the message is the rule that the location breaks: its scheme is
+            unknown, or the client of its store is not installed.
+    """
+    scheme, remote, _ = location.partition("://")
+    if not remote:
+        return epath.Path(Path(location).expanduser().absolute())
+    if scheme not in _EXTRAS:
+        raise ValueError("must be a local folder, or one under s3:// or gs://")
+    # Other processes and TensorStore write to the same folders past fsspec, so that
+    # its cached listings would be stale.
+    fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+    # Keep trying for about a minute; the default gives up after some seven seconds.
+    os.environ.setdefault("AWS_RETRY_MODE", "standard")
+    os.environ.setdefault("AWS_MAX_ATTEMPTS", "15")
+    try:
+        fsspec.filesystem(scheme)
+    except ImportError as error:
+        message = f"{error}: pip install -e '.[{_EXTRAS[scheme]}]'"
+        raise ValueError(message) from None
+    return epath.Path(location.rstrip("/"))
+
+
+@contextlib.contextmanager
+def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary local path; the file or folder made there becomes `path`.
+
+    It appears whole or not at all, a file also after a power failure. A file replaces
+    an older one. A folder gives way to one that another process has put there first.
+
+    Args:
+        path: the file or folder to create; its parent exists.
+        temporary: its name until it is complete. By default the name is random, so
+            that several processes may create `path` at once.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    building = temporary or path.with_name(
+        f"{path.name}.building-{secrets.token_hex(4)}"
+    )
+    try:
+        yield building
+        if building.is_file():
+            with building.open("rb") as file:
+                os.fsync(file.fileno())  # or a power failure leaves an empty file
+            building.replace(path)
+            return
+        try:
+            building.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            building.unlink(missing_ok=True)
+
+
+def write_atomically(
+    path: epath.Path,
+    content: str | bytes | Iterable[bytes],
+    temporary: epath.Path | None = None,
+) -> None:
+    """Write a file that appears whole or not at all, also after a power failure.
+
+    Args:
+        path: an object, or a local file whose folder is made if missing.
+        content: text is encoded as UTF-8; chunks of bytes are concatenated.
+        temporary: the name of a local file until it is complete. The default is a
+            hidden name in the same folder; one process writes it at a time.
+
+    Raises:
+        OSError: the file was not written.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    chunks = [content] if isinstance(content, bytes) else content
+    if is_remote(path):  # the upload of one object is atomic
+        path.write_bytes(b"".join(chunks))
+        return
+    hidden = Path(temporary or path.parent / f".{path.name}.tmp")
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        created_atomically(Path(path), hidden) as building,
+        building.open("wb") as file,
+    ):
+        file.writelines(chunks)
+
+
+class AppendedFile:
+    """A local file that grows by whole chunks, whatever the disk does."""
+
+    def __init__(self, path: Path):
+        """Open the file, which is made if missing; its folder exists."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o666)
+        self._synced_bytes = os.fstat(self._fd).st_size
+
+    def append(self, chunk: bytes) -> None:
+        """Append a chunk.
+
+        Raises:
+            OSError: it does not fit; the file is as it was before.
+        """
+        size = os.fstat(self._fd).st_size
+        try:
+            if os.write(self._fd, chunk) < len(chunk):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._fd, size)
+            raise
+
+    def sync(self) -> None:
+        """Make all chunks survive a power failure.
+
+        Raises:
+            OSError: all chunks since the last successful `sync` are removed, because
+                they may be lost although a second fsync would succeed.
+        """
+        try:
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._synced_bytes)
+            raise
+        self._synced_bytes = os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def list_files(folder: epath.Path) -> list[str]:
+    """List all files below a remote folder, by their paths in it, in few requests.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    client, root = fsspec.url_to_fs(os.fspath(folder))
+    names = [name.removeprefix(f"{root}/") for name in client.find(root)]
+    if not names:
+        raise FileNotFoundError(folder)
+    return names
+
+
+def check_answers(folder: epath.Path) -> None:
+    """Ask a remote folder for one key, because fsspec would wait for minutes.
+
+    Raises:
+        StorageError: the store refuses, or does not answer within `ANSWER_S`.
+    """
+    if is_remote(folder):
+        from data.key_value_store import KeyValueStore  # imports TensorStore
+
+        KeyValueStore(os.fspath(folder)).read_version("lease.json", ANSWER_S)
+
+
+def move_folder(folder: epath.Path, target: epath.Path) -> None:
+    """Move a folder.
+
+    A store copies and then deletes each object: if the process is killed in between,
+    all objects are still in `folder`.
+    """
+    if not is_remote(folder):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        return
+    client, root = fsspec.url_to_fs(os.fspath(folder))
+    names = list_files(folder)
+    old, new = ([f"{parent}/{name}" for name in names] for parent in (root, target))
+    client.copy(old, new)
+    client.rm(old)
+
+
+def upload_folder(folder: Path, target: epath.Path) -> None:
+    """Copy all files of a local folder to a path."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            copy = target / path.relative_to(folder).as_posix()
+            copy.write_bytes(path.read_bytes())
+
+
+def modified_at(folder: epath.Path) -> float:
+    """Return when a folder, or one file of a remote one, was written (Unix seconds)."""
+    if not is_remote(folder):
+        return folder.stat().mtime
+    client, _ = fsspec.url_to_fs(os.fspath(folder))
+    return client.modified(os.fspath(folder / list_files(folder)[0])).timestamp()
+
+
+def _is_permanent(error: Exception) -> bool:
+    return isinstance(error, _PERMANENT) or str(error).startswith(_PERMANENT_STATUS)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed: for a local file, the system's own words."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
+        return os.strerror(int(code[1]))
+    if system_message := getattr(error, "strerror", None):
+        return system_message
+    # TensorStore separates keys by zeros, some of which it has escaped.
+    message = str(error).replace("\0", "/").replace("\\x00", "/")
+    return message.partition("\n")[0]

@@ -1,0 +1,157 @@
+"""Where the arrays of a program lie on the mesh, as far as the model must know it.
+
+The mesh axes that shard the batch are manual: the program runs on each device's part of
+the batch (train/rows.py), and states each gather and each reduction over these axes.
+The other axes are automatic, which means that XLA's partitioner handles them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from model.axes import AxisRules, mesh_axes
+from model.gather import AxisSteps
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The placement of a program's arrays. Without a mesh, there is one device.
+
+    mesh: the device mesh.
+    rules: how logical axes map to mesh axes.
+    platform: the platform that XLA compiles for: cpu, gpu or tpu.
+    axis_steps: the mesh axes along which collectives take several steps.
+    reduce_in_layers: whether gradients of matrices are summed over replicas in each
+        backward pass. Otherwise the step sums them once, after all microbatches.
+    exchange_embedding_rows: whether devices that share an embedding table exchange the
+        rows that they look up, because these are smaller than the table.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    rules: AxisRules = AxisRules()  # noqa: RUF009
+    platform: str = "cpu"
+    axis_steps: tuple[AxisSteps, ...] = ()
+    reduce_in_layers: bool = False
+    exchange_embedding_rows: bool = False
+
+    @cached_property
+    def _wide_axes(self) -> tuple[str, ...]:
+        """The mesh axes that have more than one device."""
+        sizes = {} if self.mesh is None else self.mesh.shape
+        return tuple(axis for axis, size in sizes.items() if size > 1)
+
+    def _wide(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
+        """Return the mesh axes of more than one device that shard each dim."""
+        wide = self._wide_axes
+        return [tuple(a for a in mesh_axes(entry) if a in wide) for entry in spec]
+
+    @cached_property
+    def _batch_dims(self) -> list[tuple[str, ...]]:
+        if not self._wide_axes or not self.rules.activations:
+            return [(), ()]
+        return self._wide(self.rules.spec("batch", "seq"))
+
+    @cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different parts of the batch."""
+        rows, sequence = self._batch_dims
+        return tuple(a for a in self._wide_axes if a in rows or a in sequence)
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different positions of one row."""
+        return self._batch_dims[1]
+
+    @cached_property
+    def automatic_axes(self) -> tuple[str, ...]:
+        """The mesh axes of more than one device that XLA's partitioner handles."""
+        return tuple(a for a in self._wide_axes if a not in self.batch_axes)
+
+    @property
+    def manual_axes(self) -> set[str]:
+        """The axes of the per-device program: all but the automatic ones.
+
+        The set is empty if nothing shards the batch.
+        """
+        if self.mesh is None or not self.batch_axes:
+            return set()
+        return {*self.mesh.axis_names} - {*self.automatic_axes}
+
+    @property
+    def stage_axis(self) -> str | None:
+        """The mesh axis of a pipeline's stages."""
+        axes = [axis for _, axes in self.sharded_dims(("layers",)) for axis in axes]
+        assert len(axes) <= 1
+        return axes[0] if axes else None
+
+    @property
+    def layer_batch_axes(self) -> tuple[str, ...]:
+        """The batch axes along which devices have the same layers."""
+        return self.replica_axes(("layers",))
+
+    def sharded_dims(
+        self, axes: tuple[str, ...]
+    ) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return (dim, batch axes) for each dim of a parameter that they shard."""
+        if not self.batch_axes:
+            return ()
+        dims = enumerate(self._wide(self.rules.param_spec(axes)))
+        manual = ((i, tuple(a for a in dim if a in self.batch_axes)) for i, dim in dims)
+        return tuple((i, dim) for i, dim in manual if dim)
+
+    def replica_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the batch axes along which a parameter is replicated."""
+        sharded = {axis for _, dim in self.sharded_dims(axes) for axis in dim}
+        return tuple(axis for axis in self.batch_axes if axis not in sharded)
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """Return an activation's PartitionSpec over the automatic axes."""
+        if not self.automatic_axes:
+            return PartitionSpec()
+        return self._automatic(self.rules.spec(*axes))
+
+    def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Return a parameter's PartitionSpec over the automatic axes."""
+        if not self.automatic_axes:
+            return PartitionSpec(*[None] * len(axes))
+        return self._automatic(self.rules.param_spec(axes))
+
+    def _automatic(self, spec: PartitionSpec) -> PartitionSpec:
+        dims = (
+            [a for a in dim if a in self.automatic_axes] for dim in self._wide(spec)
+        )
+        return PartitionSpec(
+            *(dim[0] if len(dim) == 1 else tuple(dim) or None for dim in dims)
+        )
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Constrain an activation's sharding over the automatic axes."""
+        if not self.automatic_axes:
+            return x
+        spec = self.spec(*axes)
+        assert self.mesh is not None
+        sharding = spec if self.batch_axes else NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    def map_shards(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Return a function that runs on each shard over the automatic axes.
+
+        XLA's partitioner does not look inside of it.
+        """
+        return jax.shard_map(
+            function,
+            # Inside the per-device program, JAX only takes the mesh of that program.
+            mesh=None if self.batch_axes else self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+ONE_DEVICE = Placement()

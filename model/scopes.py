@@ -1,0 +1,36 @@
+"""Named scopes, by which a plan or a profile recognises the parts of a program.
+
+A scope such as `part.mlp.up` is in the name of each operation inside of it, and of the
+operations of its gradient. Compilers keep these names. The innermost part counts.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+
+def part_scope(name: str) -> AbstractContextManager:
+    """Return the scope of a part of the model."""
+    return jax.named_scope(f"part.{name}")
+
+
+def expected(rows: int, of: int) -> AbstractContextManager:
+    """Return a scope for arrays of which only some rows are in use on average."""
+    return jax.named_scope(f"expected.{rows}.{of}")
+
+
+def computed(blocks: int, of: int) -> AbstractContextManager:
+    """Return a scope for an attention kernel that computes only some blocks."""
+    return jax.named_scope(f"computed.{blocks}.{of}")
+
+
+def in_branch(run: Callable[..., Any], times: int, of: int) -> Callable[..., Any]:
+    """Return a branch whose scope states how often it is taken."""
+
+    def branch(*arguments: Any) -> Any:
+        with jax.named_scope(f"taken.{times}.{of}"):
+            return run(*arguments)
+
+    return branch

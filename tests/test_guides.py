@@ -1,0 +1,119 @@
+"""The commands of the tutorial, the guides and the README do what the pages say.
+
+A block of commands is run as it stands, in a folder with some text and stores, unless a
+comment above it says what it needs. Trainings are made short, and planned models
+shallow, by overrides for keys that a command does not name itself.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import zstandard
+
+from tests.fleet import REPOSITORY
+
+GUIDES = sorted((REPOSITORY / "docs/guides").glob("*.md"))
+BLOCK = re.compile(r"(?:<!-- (needs .*?) -->\s*)?^```sh\n(.*?)^```$", re.M | re.S)
+SHORT = (
+    "train.num_steps=30 data.batch_size=8 data.sequence_length=64 tracker=none "
+    "schedule.warmup_steps=2 eval.final_num_batches=1 eval.interval_steps=10"
+)
+# `python -m train` and `launch` get SHORT, `train.plan` models of two layers.
+PRELUDE = f"""
+set -e
+python() {{
+    local word words=("$@") more=""
+    case "$2" in
+    train | launch) more="{SHORT}" ;;
+    train.plan) more="model.num_layers=2 search_compiles=1 search_minutes=1" ;;
+    esac
+    for word in $more; do
+        [[ " $* " =~ " ${{word%%=*}}="|action=|--cfg ]] || words+=("$word")
+    done
+    echo "+ python ${{words[*]}}" >&2
+    command python "${{words[@]}}" </dev/null
+}}
+"""
+STORES = "code", "wiki", "more"
+TASK_ROW = {"question": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
+
+
+class Block(NamedTuple):
+    """Commands of a page, and what they need that a test does not have."""
+
+    needs: str
+    commands: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall(page.read_text())]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the guides take for granted: text, stores, a run, a task."""
+    folder = tmp_path_factory.mktemp("guides")
+    text = (REPOSITORY / "README.md").read_text()
+    for name in ("corpus", "web", "mytasks"):
+        (folder / name).mkdir()
+    for path in Path(sysconfig.get_path("stdlib")).glob("*.py"):
+        shutil.copy(path, folder / "corpus")
+    rows = [json.dumps({"text": f"{n}\n{text}"}) + "\n" for n in range(300)]
+    (folder / "web/0.jsonl.zst").write_bytes(zstandard.compress("".join(rows).encode()))
+    (folder / "prompts.txt").write_text("def main\nimport \n")
+    examples = folder / "mine.jsonl"
+    examples.write_text((json.dumps(TASK_ROW) + "\n") * 4)
+    page = (REPOSITORY / "docs/guides/evaluating.md").read_text()
+    task = "task: mine" + page.partition("task: mine")[2].partition("```")[0]
+    task = task.replace("/data/mine.jsonl", str(examples))
+    (folder / "mytasks/mine.yaml").write_text(task)
+    prepare = "python -m data.prepare input=corpus tokenizer=bytes output=stores"
+    runs = [
+        f"python -m train model=llama_nano run.name={name}"
+        for name in ("base", "other")
+    ]
+    run("\n".join([*(f"{prepare}/{s}" for s in STORES), *runs]), folder)
+    return folder
+
+
+def run(commands: str, folder: Path, prelude: str = PRELUDE) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": path}
+    shell = ["bash", "-c", prelude + commands]
+    done = subprocess.run(
+        shell, cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_the_commands_of_a_guide_work(page: Path, folder: Path):
+    for block in blocks(page):
+        if not block.needs:
+            run(block.commands, folder)
+
+
+def test_every_command_is_in_a_block_that_is_run_or_says_what_it_needs():
+    for page in (*GUIDES, REPOSITORY / "docs/tutorial.md", REPOSITORY / "README.md"):
+        text = BLOCK.sub("", page.read_text())
+        lines = [line for line in text.splitlines() if line.startswith("python -m")]
+        assert lines == [], page
+
+
+@pytest.mark.slow
+def test_the_tutorial_works(tmp_path: Path):
+    first, *others = blocks(REPOSITORY / "docs/tutorial.md")
+    assert first.commands.startswith("git clone")
+    commands = "\n".join(block.commands for block in others)
+    run(commands, tmp_path, "set -e\n")
+    scores = list((tmp_path / "runs/tutorial/evaluations").glob("*.json"))
+    assert len(scores) == 2
