@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.plan.compiled.collectives import ledger
+from train.plan.compiled.collectives import list_collectives
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.inspection import inspect
 from train.plan.compiled.trip_counts import read_module
@@ -192,7 +192,7 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
     assert module.unread == []
     matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # of both layers
     tables, head = 4 * (512 + T) * 256, 2 * 512 * 256  # the lookups', the loss's
-    collectives = ledger(module, mesh)
+    collectives = list_collectives(module, mesh)
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
         found = [c for c in collectives if c.kind == kind]
         sent = sum(c.times * c.payload for c in found)

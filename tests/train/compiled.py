@@ -26,7 +26,7 @@ import jax
 from tests.fleet import REPOSITORY
 from train.hardware import devices
 from train.hardware.targets import parse_target
-from train.plan.compiled.collectives import Collective, ledger
+from train.plan.compiled.collectives import Collective, list_collectives
 from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
 from train.program import Program, make_program
@@ -132,7 +132,9 @@ def read_step(
 ) -> Compiled:
     module = read_module(text)
     assert module.unread == []
-    return Compiled(text, program, module, ledger(module, program.mesh), memory)
+    return Compiled(
+        text, program, module, list_collectives(module, program.mesh), memory
+    )
 
 
 def compile_ahead(cases: dict[str, Any], folder: Path) -> dict[str, Any]:

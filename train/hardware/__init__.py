@@ -1,1 +1,1 @@
-"""The rates of chips and networks, also of machines that one does not have."""
+"""Rates and devices of chips and networks, also of machines that are not present."""

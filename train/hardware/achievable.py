@@ -1,12 +1,12 @@
-"""The fractions of stated rates that programs achieve, each with its source.
+"""The parts of the vendors' rates that programs achieve: constants with their sources.
 
-TPUs: means of published measurements, chosen before any prediction was compared with a
+TPUs: means of published measurements, fixed before any prediction was compared with a
 published run. The cost of more slices, the rate of experts' products and that of v6e's
 products were fitted to published runs, and other runs judge them. GPUs: published
-measurements of kernels and of NCCL. Products and memory, which are slower in whole
-steps than in single kernels, were fitted to one half of the published runs
-(benchmarks/published_gpu_rows.py), and the other half judges them. Nothing here was
-measured by this project on an accelerator.
+measurements of kernels and of NCCL. Products and memory are slower in whole steps than
+in single kernels, so they were fitted to one half of the published runs
+(benchmarks/published_gpu_rows.py); the other half judges them. This project measured
+nothing here on an accelerator.
 """
 
 import math
@@ -16,27 +16,27 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Rates of an attention kernel, forward and backward together, causal.
+    """Rates of a causal attention kernel, forward and backward together.
 
-    parts: of the chip's bfloat16 peak, for long rows, by the least head dim it is for.
-    half_length: tokens of a row at which half of that is reached.
+    parts: the part of the chip's bfloat16 peak for long rows, by the least head dim.
+    half_length: the tokens of a row at which half of this rate is reached.
     """
 
     parts: Mapping[int, float]
     half_length: float
 
     def part(self, head_dim: int, length: float) -> float:
-        """Return the part of the peak for a head dim and a length of rows."""
+        """Return the part of the peak for a head dim and a row length."""
         dims = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
         return self.parts[max(dims)] * length / (length + self.half_length)
 
 
 @dataclass(frozen=True)
 class GroupedRates:
-    """The rates of products whose rows are grouped by expert.
+    """Rates of products whose rows are grouped by expert.
 
-    rate: the fraction of the rate of one product with the same number of rows.
-    intensity: FLOPs for each byte that the kernel's tiles read from memory.
+    rate: the part of the rate of one product with as many rows.
+    intensity: the FLOPs for each byte that the kernel's tiles load from memory.
     """
 
     rate: float = 1.0
@@ -45,21 +45,22 @@ class GroupedRates:
 
 @dataclass(frozen=True)
 class Achievable:
-    """The fractions of the stated rates that programs achieve, and further costs.
+    """The achieved parts of the stated rates, and costs that no vendor states.
 
-    products: the fraction for matrix units. GPU: with long contractions, in whole
-        steps.
-    memory: the fraction for main memory.
-    links: the fraction for ICI or NVLink.
-    network: the fraction for DCN or network cards.
-    half_depth: contracted elements at which a GPU's product reaches half its rate.
-    grouped: rates of products whose rows are grouped by expert.
-    attention: rates of a GPU's kernel. None: attention has the rate of products.
-    start_s: seconds to start a collective; an all-reduce goes around twice.
-    hop_s: additional seconds for each further slice or node on the way.
-    unhidden: the fraction of an overlapped collective that still delays products. TPU:
-        between slices. GPU: of all, because NCCL occupies processors.
-    spread: the spread of step times of slices or nodes, over their mean (`slowest`).
+    products: the part of the matrix units' rate; on GPUs in a whole step, for long
+        contractions.
+    memory: the part of the main-memory bandwidth.
+    links: the part of the bandwidth of ICI or NVLink.
+    network: the part of the bandwidth of DCN or of network cards.
+    half_depth: the contracted elements at which a GPU's product reaches half its rate.
+    grouped: the rates of products whose rows are grouped by expert.
+    attention: the rates of a GPU's kernel; None if it runs at the rate of products.
+    start_s: the seconds to start a collective; twice for an all-reduce.
+    hop_s: the additional seconds for each further slice or node.
+    unhidden: the part of an overlapped collective's time that still delays products;
+        on TPUs between slices only, on GPUs because NCCL occupies processors.
+    spread: the standard deviation of step times over slices or nodes, relative to
+        their mean (`slowest`).
     """
 
     products: float
@@ -84,7 +85,7 @@ class Achievable:
 # network: the same, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
 # hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; those on 4 and 16
-#     judge them (docs/log/planner.md). unhidden applies to overlapped collectives.
+#     judge them (docs/log.md). unhidden is a part of what overlaps products.
 # grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
 #     it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3 FLOPs for
 #     2 x 512^2 values of 2 bytes.
@@ -99,15 +100,15 @@ TPU = Achievable(
     spread=0.014,
 )
 
-# The products of v6e: settled on Llama 3.1 8B on v6e-8 (AI-Hypercomputer/tpu-recipes at
-# c8cfe2f, training/trillium), since whole steps do not get there what a single product
-# does; Mixtral 8x7B on v6e-256 judges it.
+# The products of v6e: fitted to Llama 3.1 8B on v6e-8 (AI-Hypercomputer/tpu-recipes at
+# c8cfe2f, training/trillium), since whole steps are slower there than single
+# products; Mixtral 8x7B on v6e-256 judges it.
 TPU_V6E = replace(TPU, products=0.65)
 
-# Sources, GPU: half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N =
-# 8192: 386,     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each
-# twice the last. attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal,
-# 512 to 16384
+# Sources, GPU:
+# half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,
+#     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each the double.
+# attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal, 512 to 16384
 #     tokens: heads of 128 315 to 539 TFLOP/s, of 64 225 to 388; backward 305 to 516 and
 #     266 to 433; FlashAttention-2 191 to 335, 180 to 299; 214 to 322, 198 to 291.
 #     Weighed as 2 products forward and 5 backward. A100: arXiv:2307.08691: up to 73 %
@@ -121,9 +122,10 @@ TPU_V6E = replace(TPU, products=0.65)
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
 # products: fitted to public runs; the best of many shapes, briefly, is 0.87 on A100,
 #     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
-#     on H100 (huggingface/gpu-fryer, README.md). Blackwell as Hopper: no public run.
-# memory: fitted to public runs, equal for all chips; NVIDIA's figure for the A100 is
-#     95 % of the bandwidth.
+#     on H100 (huggingface/gpu-fryer, README.md). Blackwell: as Hopper; no
+#     public run.
+# memory: fitted to public runs, the same for all chips; NVIDIA's own figure for the
+#     A100 is 95 % of the bandwidth.
 # spread: as between slices of TPUs.
 HOPPER = Achievable(
     products=0.63,
@@ -146,8 +148,9 @@ BLACKWELL = HOPPER
 
 
 def slowest(parts: int, spread: float) -> float:
-    """Return the expected maximum of n normal step times, divided by their mean.
+    """Return the slowest of several normally distributed step times over their mean.
 
+    `parts` is the number of step times, `spread` their relative standard deviation.
     Source: the expected maximum of n normal variables is close to sqrt(2 ln n) standard
     deviations.
     """

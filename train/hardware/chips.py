@@ -1,4 +1,4 @@
-"""The rates of chips that their vendors state."""
+"""The rates of chips, as their vendors state them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip: per second, in FLOPs and bytes. None: its vendor does not say.
+    """One chip. Rates are in FLOP/s and bytes/s; None: the vendor does not state it.
 
     kind: a part of the `device_kind` of its JAX devices.
-    flops: dense, by dtype of the operands; a dtype that is missing is not stated.
-    devices: JAX devices of a chip.
-    link_bandwidth: one link (ICI, NVLink), one direction.
-    dcn_bandwidth: its share of its host's network cards, one direction.
-    host_bandwidth: to its host's memory, one direction.
-    program_bytes: of the HBM of one JAX device, what XLA:TPU lets a program have.
-    matrix_unit: rows and columns of a matrix unit (TPU); smaller dims leave it idle.
-    core_memory: a core's own memory, that XLA keeps values in (TPU: VMEM).
+    flops: dense FLOP/s by dtype of the operands, for the dtypes that are stated.
+    devices: the number of JAX devices of a chip.
+    link_bandwidth: the bandwidth of one link (ICI, NVLink) in one direction.
+    dcn_bandwidth: its share of its host's network cards in one direction.
+    host_bandwidth: the bandwidth to its host's memory in one direction.
+    program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
+    matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
+    core_memory: a core's own memory, in which XLA keeps values (TPU: VMEM).
     sparse_cores: whether its SparseCores are known to hide collectives (TPU).
     scatters_whole: whether XLA keeps a scatter over all chips of a slice (TPU).
-    achievable: what programs get of all that.
+    achievable: the parts of these rates that programs achieve.
     """
 
     kind: str
@@ -79,9 +79,9 @@ def _flops(
 # cards: one a GPU, of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA
 # reports it; openxla/xla, xla/backends/gpu/target_config/specs.
 # host_bandwidth: v4's 16 GB/s each way, and v6e's 15, are those of
-# jax-ml.github.io/scaling-book, "How to Think About TPUs"; of v5e and v5p nobody states
-# any: v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s both ways, as
-# NVIDIA states them.
+# jax-ml.github.io/scaling-book, "How to Think About TPUs"; for v5e and v5p none is
+# stated, so v4's is used. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
+# both ways, as NVIDIA states them.
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
     "v3": Chip("TPU v3", _flops(123), devices=2, matrix_unit=128),
@@ -152,7 +152,7 @@ CHIPS = {
         scatters_whole=True,
     ),
     "a100": Chip(
-        "A100",  # the one of 80 GB
+        "A100",  # the model with 80 GB
         _flops(312),
         hbm_bytes=85_100_068_864,
         hbm_bandwidth=2039 * GB,
@@ -201,12 +201,12 @@ CHIPS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Find the chip of a JAX device, None where unknown (any CPU)."""
-    matching = [chip for chip in CHIPS.values() if chip.kind in device_kind]
-    return max(matching, key=lambda chip: len(chip.kind), default=None)
+    """Return the chip of a JAX device, or None if it is unknown, as any CPU."""
+    matches = [chip for chip in CHIPS.values() if chip.kind in device_kind]
+    return max(matches, key=lambda chip: len(chip.kind), default=None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Look up dense bfloat16 FLOP/s of one JAX device, None where unknown."""
+    """Return the dense bfloat16 FLOP/s of one JAX device, or None if unknown."""
     chip = chip_of(device_kind)
     return chip and chip.flops["bfloat16"] / chip.devices

@@ -1,10 +1,10 @@
 """The steps in which weights are gathered and gradients scattered along a mesh axis.
 
-XLA:TPU gathers in one step over all links. It turns a scatter over all chips of a slice
-into an all-reduce of the whole array, which sends twice the bytes. A scatter over
-planes of the torus and then over the lines across them stays a scatter, but sends most
-of its bytes over the links of the planes. Which one keeps the links busy for less time
-depends on the shape of the slice (docs/log.md).
+XLA:TPU gathers in one step over all links. It replaces a scatter over all chips of a
+slice by an all-reduce of the whole array, which sends twice the bytes. A scatter over
+planes of the torus and then over the lines across them remains a scatter, but sends
+most of its bytes over the links of the planes. The shape of the slice decides which one
+takes less time (docs/log.md).
 """
 
 from collections.abc import Sequence
@@ -23,24 +23,24 @@ from train.hardware.interconnect import (
 )
 from train.mesh import Device
 
-# Chips of the largest slice over which XLA scatters at once, by the links of a chip.
+# The chips of the largest slice over which XLA scatters at once, by links of a chip.
 _FEW = {4: 8, 6: 4}
-# Devices of the largest slice without rings over which XLA gathers at once, where a
-# chip is two devices (tpu7x).
+# The devices of the largest slice without rings over which XLA gathers at once, if a
+# chip has two devices (tpu7x).
 _FEW_HALVES = 32
 
 
 def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
-    """Return the steps along those mesh axes on TPUs that need more than one."""
+    """Return the steps along the mesh axes that need more than one step (TPU)."""
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
     if device.platform != "tpu" or chip is None or chip.links not in _FEW:
         return ()
-    axis_steps = []
+    all_steps = []
     for axis in mesh.axis_names:
         members = members_along(mesh, [axis])
         slices = num_slices(members)
-        # Along other axes than fsdp neighbours are in one slice (train/mesh.py).
+        # Neighbours along axes other than fsdp are in one slice (train/mesh.py).
         if slices > 1 and num_slices(members[:2]) == 1:
             continue
         near = members[::slices]
@@ -52,8 +52,8 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
             axis, *((*sizes, slices) for sizes in (gather, small, scatter))
         )
         if any(size not in (1, len(members)) for size in (*steps.small, *scatter)):
-            axis_steps.append(steps)
-    return tuple(axis_steps)
+            all_steps.append(steps)
+    return tuple(all_steps)
 
 
 def _gather(
@@ -89,17 +89,18 @@ def _scatter(
     planes, lines = planes_and_lines
     over_planes = (1 - 1 / planes) / links(members[::lines])
     over_lines = (1 / planes - 1 / size) / links(members[:lines])
-    # Of two forms with equal times, the one that sends fewer bytes wins.
+    # If the times are equal, prefer the form that sends fewer bytes.
     limit = one_step * (1.001 if all_reduced else 0.999)
     return planes_and_lines if over_planes + over_lines < limit else (size,)
 
 
 def _planes_and_lines(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the devices of the first dims of a torus, and those along the last."""
+    """Return the sizes of a torus along its first dims together, and along its last."""
     lines = len(devices)
-    for split in range(1, len(devices)):
-        if sum(extent > 1 for extent in extents(devices[: split + 1])) > 1:
-            lines = split
+    for length in range(1, len(devices)):
+        if sum(extent > 1 for extent in extents(devices[: length + 1])) > 1:
+            lines = length
             break
-    covers_all = len(devices) % lines or lines == len(devices)
-    return (len(devices),) if covers_all else (len(devices) // lines, lines)
+    if len(devices) % lines or lines == len(devices):
+        return (len(devices),)
+    return len(devices) // lines, lines

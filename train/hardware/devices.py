@@ -1,8 +1,8 @@
-"""Devices of machines that one does not have, to compile for.
+"""Devices of machines that are not present, for ahead-of-time compilation.
 
-XLA's compilers come with libtpu and with JAX's CUDA plugin; neither needs a chip, or a
-driver. Where the compiler is missing, stand-ins have the coordinates of the devices:
-enough to lay arrays out, not to compile.
+XLA's compilers come with libtpu and with JAX's CUDA plugin; neither needs a chip or a
+driver. If the compiler is not installed, stand-ins have the coordinates of the devices:
+they suffice to shard arrays, but not to compile.
 """
 
 import importlib.util
@@ -19,17 +19,17 @@ from train.hardware.targets import Target
 from train.mesh import Device
 
 _ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what machine this is
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # drives no chip, so it need not be alone
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any, or it complains
+    "TPU_SKIP_MDS_QUERY": "1",  # do not ask a metadata server about this machine
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may load: none drives a chip
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any value avoids a warning
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # accepts that there is no driver
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # a driver is not needed
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _LIBTPU_NAMES = {"v5p": "v5"}
 _MEGACORE = ("v4", "v5p")  # both cores of a chip are one JAX device
 
-# XLA's descriptions of GPUs: names and proto fields, in addition to hardware/chips.py.
+# XLA describes GPUs by a name and proto fields, here those not in `hardware/chips.py`.
 # Source: openxla/xla, xla/backends/gpu/target_config/specs.
 _AMPERE = """
   cuda_compute_capability { major: 8 }
@@ -55,7 +55,7 @@ _GPUS = {
 
 
 def prepare() -> None:
-    """Tell the compilers that their chips are not here. Must run before they load."""
+    """Tell the compilers that their chips are absent. Must run before they load."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # XLA can write such programs to the cache, but not read them back.
@@ -63,7 +63,7 @@ def prepare() -> None:
 
 
 def missing_compiler(target: Target) -> str | None:
-    """Say what to install to compile for a target; None if it is there."""
+    """Return what to install to compile for a target, or None if it is installed."""
     if target.platform == "tpu":
         modules, extra = ["libtpu"], "plan"
     else:
@@ -77,9 +77,9 @@ def missing_compiler(target: Target) -> str | None:
 
 
 def fake_devices(target: Target) -> list[Device]:
-    """Give the devices of a machine that is not there; stand-ins without its compiler.
+    """Return the devices of an absent machine, or stand-ins if its compiler is missing.
 
-    `prepare` must have run, and this process' own platform must be the CPU.
+    `prepare` must have run, and the platform of this process must be the CPU.
     """
     if missing_compiler(target):
         return list(_stand_ins(target))

@@ -1,4 +1,4 @@
-"""How fast a device can send along axes of the mesh.
+"""Compute the bandwidth of devices along mesh axes.
 
 TPU: chips of a slice form a grid, each linked to its neighbours along every dim of it;
 a dim whose last chip is linked to its first again is a ring. A group of devices uses
@@ -31,7 +31,7 @@ from train.mesh import Device
 _RING_OF_2D = 16
 _RING_OF_3D = 4  # A slice whose dims are all multiples of it.
 
-# Networks inside and between what `_domain` gives.
+# The networks inside and between the domains that `_domain` returns.
 _NETWORKS = {
     "tpu": ("ICI", "DCN"),
     "cuda": ("NVLink", "network"),
@@ -55,45 +55,43 @@ class Group:
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
-    """Return the group of devices that differ only in their place along some axes.
+    """Return the group of devices that differ only in their position along some axes.
 
-    members: of these places those of one group; none: all.
+    `members` selects positions of a smaller group along these axes; () selects all.
     """
     dims = [mesh.axis_names.index(axis) for axis in axes]
-    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    places = np.moveaxis(places, dims, range(-len(dims), 0))
+    positions = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    positions = np.moveaxis(positions, dims, range(-len(dims), 0))
     size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
-    places = places.reshape(-1, size)
-    return group_at(places[:, members] if members else places, mesh)
+    positions = positions.reshape(-1, size)
+    return group_at(positions[:, members] if members else positions, mesh)
 
 
-def group_at(places: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
+def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the axes, the network and the links that equal groups of devices span.
 
     Args:
-        places: in `mesh.devices.flat`, [groups, size].
-        mesh: of the devices.
-        dims: as `num_links`.
+        positions: positions in `mesh.devices.flat`, as an array [groups, size].
+        mesh: the mesh of the devices.
+        dims: as in `num_links`.
     """
-    coordinates = np.unravel_index(places, mesh.devices.shape)
+    coordinates = np.unravel_index(positions, mesh.devices.shape)
     axes = tuple(
         name
         for name, coordinate in zip(mesh.axis_names, coordinates, strict=True)
         if np.any(coordinate != coordinate[:, :1])
     )
     devices = mesh.devices.flat
-    domains = [
-        [_domain(devices[coordinate]) for coordinate in group] for group in places
-    ]
+    domains = [[_domain(devices[i]) for i in group] for group in positions]
     crosses = any(len(set(group)) > 1 for group in domains)
     platform = devices[0].platform
     network = _NETWORKS[platform][crosses]
-    near = [devices[coordinate] for coordinate in places[0]]
-    return Group(axes, places.shape[1], network, _links_of(near, mesh, dims))
+    near = [devices[i] for i in positions[0]]
+    return Group(axes, positions.shape[1], network, _links_of(near, mesh, dims))
 
 
 def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
-    """Count the links of a group in a slice of TPUs, 0 where links are not known."""
+    """Count the links of a group in a slice of TPUs; 0 if links are unknown."""
     chip = chip_of(members[0].device_kind)
     if members[0].platform != "tpu" or chip is None or not chip.links:
         return 0
@@ -105,17 +103,18 @@ def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
 def bandwidth(
     mesh: Mesh, axes: Sequence[str], network: str, chip: Chip, links: int = 0
 ) -> float:
-    """Give the bytes a second that a device can send to a group along mesh axes.
+    """Return the bytes/s that a device can send to a group along mesh axes.
 
     Args:
-        mesh: of real devices, of fake ones, or of stand-ins.
-        axes: along which the members of a group differ.
-        network: the slowest that a group crosses.
-        chip: of each device.
-        links: of a TPU that the group spans; 0: those of all devices along the axes.
+        mesh: a mesh of real devices, fake ones, or stand-ins.
+        axes: the axes along which the members of a group differ.
+        network: the slowest network that a group crosses.
+        chip: the chip of each device.
+        links: the links of a TPU that the group spans; 0: those of all devices along
+            the axes.
 
     Raises:
-        NotStated: if the chip's vendor does not say how fast that network is.
+        NotStated: if the chip's vendor does not state the bandwidth of the network.
     """
     members, part = members_along(mesh, axes), chip.achievable
     home = _domain(members[0])
@@ -133,17 +132,17 @@ def bandwidth(
 
 
 def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
-    """Count the slices, or nodes, that a group along mesh axes goes through.
+    """Count the slices, or nodes, that a group along mesh axes spans.
 
-    members: as `group_along`.
+    `members` is as in `group_along`.
     """
     devices = members_along(mesh, axes)
-    group = [devices[index] for index in members] or devices
+    group = [devices[member] for member in members] or devices
     return num_slices(group)
 
 
 def num_slices(devices: Iterable[Device]) -> int:
-    """Count the parts that only the data center's network joins; GPUs: nodes."""
+    """Count the slices, or for GPUs the nodes, of devices."""
     return len(set(map(_domain, devices)))
 
 
@@ -156,11 +155,11 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
 
 
 def rings(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
-    """Return whether the links along each dim of a slice of TPUs go around.
+    """Return whether the links along each dim of a slice of TPUs form a ring.
 
     Args:
-        shape: chips along each dim of the slice.
-        chip: of the slice.
+        shape: the chips along each dim of the slice.
+        chip: the chip of the slice.
     """
     if chip.links == 4:
         return tuple(size == _RING_OF_2D for size in shape)
@@ -179,36 +178,39 @@ def num_links(
     dim with the fewest links sets the pace.
 
     Args:
-        members: of the group that are in the slice.
-        slice_: all devices of it.
-        chip: of each device.
-        dims: of the grid that the collective uses at once; None: all that members span.
+        members: the devices of the group in the slice.
+        slice_: all devices of the slice.
+        chip: the chip of each device.
+        dims: how many dims of the grid the collective uses at once; None: all that
+            the members span.
     """
-    slice_extents, sizes = extents(slice_), extents(members)
-    of_dims = zip(sizes, slice_extents, rings(slice_extents, chip), strict=True)
+    slice_sizes, sizes = extents(slice_), extents(members)
+    dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
     spanned = [
         2 if ring and size == extent else 1
-        for size, extent, ring in of_dims
+        for size, extent, ring in dims_of_group
         if size > 1
     ]
     if not spanned:
         return 1
     if dims == 1 and len(spanned) > 1:
-        return 2  # One ring goes through all chips of a box, also where no dim does.
+        return (
+            2  # One ring passes through all chips of a box, even if no dim is a ring.
+        )
     return min(dims or len(spanned), len(spanned)) * min(spanned)
 
 
 def slice_of(mesh: Mesh, device: Device) -> list[Device]:
     """Return all devices of a mesh in the slice or node of one of them."""
     home = _domain(device)
-    return [neighbor for neighbor in mesh.devices.flat if _domain(neighbor) == home]
+    return [member for member in mesh.devices.flat if _domain(member) == home]
 
 
 def stated(chip: Chip, field: str) -> float:
     """Return a figure of a chip.
 
     Raises:
-        NotStated: if its vendor does not say it.
+        NotStated: if its vendor does not state it.
     """
     value = getattr(chip, field)
     if value is None or math.isnan(value):
@@ -217,7 +219,7 @@ def stated(chip: Chip, field: str) -> float:
 
 
 def members_along(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
-    """Give the group that the mesh's first device belongs to."""
+    """Return the group along some axes that the mesh's first device belongs to."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return list(np.atleast_1d(mesh.devices[index]).flat)
 
@@ -229,9 +231,9 @@ def _rivals(members: Sequence[Device], chip: Chip) -> float:
 
 
 def extents(devices: Sequence[Device]) -> list[int]:
-    """Count the different places along each dim of the grid of chips."""
+    """Count the different coordinates along each dim of the grid of chips."""
     by_dim = zip(*map(_coords, devices), strict=True)
-    return [len(set(places)) for places in by_dim]
+    return [len(set(coordinates)) for coordinates in by_dim]
 
 
 def _coords(device: Device) -> tuple[int, ...]:
@@ -239,10 +241,11 @@ def _coords(device: Device) -> tuple[int, ...]:
 
 
 def _domain(device: Device) -> tuple[int, ...]:
-    """Name what the fast network joins: a slice of TPUs, a node of GPUs.
+    """Return an id of the part that the fast network joins: a slice, or a node of GPUs.
 
-    A node may have a process for each GPU: what started on one host is a slice to jax.
-    Coordinates begin with it too, also of GPUs that are described, to compile for.
+    A node may have a process for each GPU, so processes do not tell nodes apart: JAX
+    gives those of one host the same slice index. The coordinates of fake GPUs begin
+    with the node too.
     Source: BuildGlobalTopology in openxla/xla, xla/pjrt/distributed/topology_util.cc.
     """
     if device.platform == "tpu":

@@ -2,7 +2,7 @@
 
 A TPU's name is the cloud's: v4, v5p and tpu7x count cores, two a chip, v5e and v6e
 count chips; x4 means four slices. A GPU's name counts the GPUs of a node, then nodes.
-What a chip can do stands in `train/hardware/chips.py`.
+The rates of chips are in `train/hardware/chips.py`.
 """
 
 import math
@@ -30,11 +30,11 @@ FORMS = "cpu, v5e-256, v5p-512x4 (slices), h100-8x16 (GPUs a node x nodes), of "
 
 @dataclass(frozen=True)
 class Target:
-    """A machine by name.
+    """A machine.
 
-    family: key of CHIPS.
-    topology: chips along each dim of a slice; GPUs of a node.
-    slices: parts that only the data center's network connects; for GPUs nodes.
+    family: the key of its chip in CHIPS.
+    topology: the chips along each dim of a slice, or the GPUs of a node.
+    slices: the number of slices, or for GPUs of nodes.
     """
 
     name: str
@@ -54,37 +54,37 @@ class Target:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all slices."""
+        """The number of chips in all slices."""
         return math.prod(self.topology) * self.slices
 
     @property
     def num_devices(self) -> int:
-        """JAX devices of all slices."""
+        """The number of JAX devices in all slices."""
         return self.num_chips * self.chip.devices
 
     @property
     def host_bounds(self) -> tuple[int, ...]:
-        """Chips of a host along each dim of a slice."""
+        """The chips of a host along each dim of a slice."""
         if self.platform == "cuda" or self.topology in _ONE_HOST:
             return self.topology
         return (2, 2, 1)[: len(self.topology)]
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of a host."""
+        """The number of chips of a host."""
         return math.prod(self.host_bounds)
 
     @property
     def num_hosts(self) -> int:
-        """Hosts of all slices."""
+        """The number of hosts of all slices."""
         return self.num_chips // self.chips_per_host
 
 
 def parse_target(name: str) -> Target:
-    """Find the machine with this name.
+    """Return the machine of a name.
 
     Raises:
-        ConfigError: there is no such machine. The message lists the machines.
+        ConfigError: if there is no such machine; names those that exist.
     """
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
     family = match[1] if match else ""
@@ -101,7 +101,7 @@ def parse_target(name: str) -> Target:
 
 
 def _topologies(family: str) -> dict[int, tuple[int, ...]]:
-    """Map each number that may stand in a name to the chips along each dim."""
+    """Return the chips along each dim for each number that a name may contain."""
     if family in _GPUS:
         return {n: (n,) for n in _GPUS_PER_NODE}
     if family not in _PODS:
@@ -112,7 +112,7 @@ def _topologies(family: str) -> dict[int, tuple[int, ...]]:
 
 
 def _compact(chips: int) -> tuple[int, int, int]:
-    """Stack cubes of 4 x 4 x 4 into the box with the shortest way around."""
+    """Stack cubes of 4 x 4 x 4 into the box with the smallest perimeter."""
     cubes = chips // _CUBE
     boxes = [
         (a, b, cubes // (a * b))

@@ -1,8 +1,8 @@
-"""`python -m train.plan`: what training would do, without doing it.
+"""`python -m train.plan`: the cost of training, without training.
 
-With a target it compiles the very step of training, with the very same shardings, for a
-machine that need not be there; where that machine's compiler is not installed it
-estimates. Exit codes: 0 it fits, 4 it does not.
+With a target it compiles the step of training, with the same shardings, for a machine
+that may not be present. If that machine's compiler is not installed, it estimates. The
+exit code is 0 if the step fits and 4 if it does not.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(config: PlanConfig) -> int:
-    """Print layout and cost; with a target, what a step needs and how fast it is."""
+    """Print the layout and cost of a step; for a target also whether it fits."""
     from train.describe import describe_program, print_parameters
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
@@ -38,8 +38,8 @@ def main(config: PlanConfig) -> int:
     from train.plan.search.search import choose, search
     from train.plan.show import print_inspection
 
-    named = config.target not in (None, CPU)
-    target = parse_target(config.target) if named and config.target else None
+    is_remote = config.target and config.target != CPU
+    target = parse_target(config.target) if config.target and is_remote else None
     config, devices, num_tokens, check_vocab = _prepare(config, target)
     chip = target.chip if target else chip_of(devices[0].device_kind)
     limit = memory_limit(devices[0])
@@ -50,12 +50,12 @@ def main(config: PlanConfig) -> int:
     compiler = not missing and (config.target is not None or config.show)
     compiles = config.search_compiles if compiler else 0
     if config.search or config.mesh.planned:
-        check_vocab()  # no layout is worth looking for
+        check_vocab()  # Otherwise a search would be in vain.
     if config.search:
         result = search(
             config,
             devices,
-            budget=budget,
+            budget,
             compiles=compiles,
             minutes=config.search_minutes,
             precision=config.search_precision,
@@ -81,15 +81,15 @@ def main(config: PlanConfig) -> int:
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
     plan = (compile_and_read if compiler else estimate)(program, budget)
-    values, found = _as_json(config, target, plan), _inspect(config, plan)
+    inspection, values = _inspect(config, plan), _plan_data(config, target, plan)
     if config.target is not None or config.show:
-        values |= _for_page(plan, found)
+        values |= _page_data(plan, inspection)
     if config.json:
         print(json.dumps(values))
     else:
         _print(plan, config.target is not None)
-        if found:
-            print_inspection(found)
+        if inspection:
+            print_inspection(inspection)
     if config.target is not None or config.show:
         _write(config, values, plan)
     return DOES_NOT_FIT if config.target is not None and not plan.fits else FINISHED
@@ -98,10 +98,10 @@ def main(config: PlanConfig) -> int:
 def _prepare(
     config: PlanConfig, target: Target | None
 ) -> "tuple[PlanConfig, list[Device], int, Callable[[], Any]]":
-    """Settle the config, and find the target's devices, or those that are here.
+    """Complete the config, and return it with the target's or this machine's devices.
 
     The last two results are the number of the tokenizer's ids, and a function that
-    checks that the model's vocabulary holds them.
+    checks that the model's vocabulary contains them.
     """
     import jax
 
@@ -130,7 +130,7 @@ def _lay_out(
     num_tokens: int,
     check_vocab: Callable[[], Any],
 ) -> "Program":
-    """Lay the config out, or list all that does not fit devices, data and model."""
+    """Make the program, or list all conflicts with devices, data and model at once."""
     from model.gpt import abstract_gpt, params_of
     from train.plan.array_layout import find_array
     from train.program import make_program
@@ -139,12 +139,13 @@ def _lay_out(
     if array is not None:
         params = params_of(abstract_gpt(config.model))
         checks.append(partial(find_array, params, array))
-    lay_out = partial(make_program, config, devices, num_tokens=num_tokens)
-    return check_all(lay_out, *checks)[0]
+    make = partial(make_program, config, devices, num_tokens=num_tokens)
+    program, *_ = check_all(make, *checks)
+    return program
 
 
 def _print(plan: "Plan", verdict: bool) -> None:
-    """Print the figures; whether they fit, and what to change, for a target only."""
+    """Print the figures; for a target also whether they fit and what to change."""
     from train.plan.advice import print_prediction, print_remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory
@@ -164,8 +165,10 @@ def _print(plan: "Plan", verdict: bool) -> None:
         print_remedy(plan.advice)
 
 
-def _as_json(config: PlanConfig, target: Target | None, plan: "Plan") -> dict[str, Any]:
-    """Return what was asked, and all figures, as plain values."""
+def _plan_data(
+    config: PlanConfig, target: Target | None, plan: "Plan"
+) -> dict[str, Any]:
+    """Return the content of plan.json as plain values."""
     from train.plan.array_layout import array_slices
 
     array = config.plan.array
@@ -179,36 +182,39 @@ def _as_json(config: PlanConfig, target: Target | None, plan: "Plan") -> dict[st
 
 
 def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
-    """Look into the compiled step, if asked to."""
+    """Inspect the compiled step if `show=true`."""
     from model.params import named
     from train.plan.compiled.inspection import inspect
 
     if not config.show:
         return None
     if plan.text is None:
-        print("nothing to show: there is no compiled step", file=sys.stderr)
+        print(
+            "show=true has no effect: the step was estimated, not compiled",
+            file=sys.stderr,
+        )
         return None
     return inspect(plan.text, [name for name, _ in named(plan.program.state)])
 
 
-def _for_page(plan: "Plan", found: "Inspection | None") -> dict[str, Any]:
-    """Return the values that the page shows in addition to the figures."""
+def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
+    """Return what the page shows in addition to the figures."""
     from train.plan.advice import remedy, summary
     from train.plan.compiled.trip_counts import read_module
     from train.plan.page import page_data
-    from train.plan.show import as_json
+    from train.plan.show import inspection_data
 
     prediction, advice = plan.prediction, plan.advice
     texts = remedy(advice) if advice else []
     if plan.fits and prediction and advice:
         texts = summary(prediction, advice)
     module = read_module(plan.text) if plan.text else None
-    shown = {"inspection": found and as_json(found)}
-    return page_data(plan.program, module, texts, sys.argv[1:]) | shown
+    data = page_data(plan.program, module, texts, sys.argv[1:])
+    return data | {"inspection": inspection and inspection_data(inspection)}
 
 
 def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
-    """Leave plan.json and plan.html in a folder, and the step's texts if asked to."""
+    """Write plan.json and plan.html, and with `show=true` the texts of the step."""
     from data.storage import write_atomically
     from train.identity import of_training, run_name
     from train.plan.page import TEMPLATE
@@ -227,22 +233,23 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
 
 
 def plan_mistakes(config: PlanConfig) -> list[Mistake]:
-    """Return what is wrong, the target's name too."""
-    found = config_mistakes(config)
+    """Return the mistakes of a config, including those of planning."""
+    mistakes = config_mistakes(config)
     if config.target not in (None, CPU):
         try:
             parse_target(config.target)
         except ConfigError as error:
-            found += error.mistakes
+            mistakes += error.mistakes
     elif config.search:
-        rule = "needs a machine to search for, say target=v5e-256"
-        found.append(Mistake("search", True, rule))
+        rule = "needs a machine to search for, for example target=v5e-256"
+        mistakes.append(Mistake("search", True, rule))
     if config.search_precision and not config.search:
-        found.append(Mistake("search_precision", True, "needs search=true; add it"))
+        rule = "needs search=true; add it"
+        mistakes.append(Mistake("search_precision", True, rule))
     if config.search and config.show:
-        rule = "shows one layout: leave out search=true, or take mesh=planned"
-        found.append(Mistake("show", True, rule))
-    return found
+        rule = "shows one layout: remove search=true, or use mesh=planned"
+        mistakes.append(Mistake("show", True, rule))
+    return mistakes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Name the bottleneck of a predicted step, and the override that would change it."""
+"""Name the bottleneck of a predicted step, and the override that relieves it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,34 +10,34 @@ from train.cli.rules import config_mistakes
 from train.config import Config
 from train.console import print_table
 from train.mesh_sizes import mesh_mistakes
-from train.plan.recomputing import keeping_more, typed
+from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
-_MUCH_EXPOSED = 0.1  # of the step
+_MUCH_EXPOSED = 0.1  # part of the step
 _NARROW = 0.9  # part of the matrix units that is used
 _RANGE = {
-    "tpu": "low: all that can overlap does; high: only what is scheduled to",
-    "gpu": "20 % to either side of kernels one after the other",
+    "tpu": "low: everything that can overlap does; high: only what is scheduled to",
+    "gpu": "20 % to either side of kernels run one after the other",
 }
-# Comparisons with public runs, by platform (benchmarks/results/*_published.json).
-_SEEN = {
-    "tpu": "nine public runs that nothing was settled on took 0.93 to 1.19 times the "
-    "middle, 6 % off on average; six lay in the range",
-    "gpu": "40 of 43 public runs on A100 and H100 that nothing was settled on lay "
+# Accuracy on public runs, by platform (benchmarks/results/*_published.json).
+_ACCURACY = {
+    "tpu": "nine public runs that no constant was fitted to took 0.93 to 1.19 times "
+    "the middle, 6 % off on average; six were inside the range",
+    "gpu": "40 of 43 public runs on A100 and H100 that no constant was fitted to were "
     "within 20 % of the middle, 6 % off on average",
 }
 
 
 @dataclass(frozen=True)
 class SuggestedChange:
-    """A change to make a step fit, on top of the changes before it.
+    """A change that makes a step smaller, applied after the changes before it.
 
-    override: what to type.
-    change: what it does, in words.
+    override: the override that makes the change.
+    change: a description of the change.
     needed_bytes: the estimated memory that a device then needs.
-    fits: whether a device has that much.
+    fits: whether a device has this much memory.
     """
 
     override: str
@@ -48,11 +48,11 @@ class SuggestedChange:
 
 @dataclass(frozen=True)
 class Advice:
-    """The bottleneck of a step and the remedy, in words.
+    """The bottleneck of a step and its remedy.
 
-    bottleneck: the resource that the step waits for most, or lacks.
-    change: the remedy.
-    override: the override to type; "" if no single key helps.
+    bottleneck: a sentence about what the step waits for most, or has no room for.
+    change: a sentence about what to do.
+    override: the override that does it, or "" if no single key helps.
     changes: if the step does not fit, the changes that make it smaller.
     """
 
@@ -65,141 +65,143 @@ class Advice:
 def advise(
     prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None = None
 ) -> Advice:
-    """Name the bottleneck of a config's step and a remedy.
+    """Return the bottleneck of a config's step and a remedy.
 
-    `spare_bytes` are those of a device's memory; None: not known.
+    `spare_bytes` is the free memory of a device, or None if it is unknown.
     """
     link = max(prediction.links, key=lambda link: link.seconds, default=None)
     busiest = max(prediction.products, prediction.memory)
     if link and link.seconds > busiest:
-        bound = (
+        bottleneck = (
             f"bound by the network: {link.name} at {link.bandwidth / 1e9:,.1f} GB/s a "
             f"device takes {_of(link.seconds, prediction.step_s)} of the step"
         )
-        return Advice(bound, *_less_traffic(link, config, mesh))
+        return _less_traffic(bottleneck, link, config, mesh)
     if prediction.memory > prediction.products:
         return _for_memory(prediction, config)
     return _for_products(prediction, config, mesh, spare_bytes)
 
 
 def _for_products(
-    prediction: Prediction, config: Config, mesh: Mesh, spare: int | None
+    prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None
 ) -> Advice:
-    less, step = (
-        keeping_more(config.train.remat, config.train.offload),
-        prediction.step_s,
-    )
-    again = less and prediction.recomputed > _MUCH_RECOMPUTED
-    what = (
-        "bound by computing: matrix products take "
-        f"{_of(prediction.products, step)} of the step"
-    )
-    if again:
-        what += f", {prediction.recomputed:.2f} x what the model needs"
-    if prediction.fill < _NARROW:
-        what += f"; the model's dims fill {prediction.fill:.0%} of the matrix units"
+    train, step = config.train, prediction.step_s
+    policies = policies_keeping_more(train.remat, train.offload)
+    recomputes = policies and prediction.recomputed > _MUCH_RECOMPUTED
     link = max(prediction.links, key=lambda link: link.exposed, default=None)
     exposed = sum(link.exposed for link in prediction.links)
     waits = exposed > _MUCH_EXPOSED * step.middle
-    if link and waits:
-        what += (
-            f"; collectives that nothing is scheduled beside take "
-            f"{_of(exposed, step)}, most of them {link.name}"
-        )
-    if again:
-        room = "if its activations fit"
-        if spare is not None:
-            room += f" into the {format_bytes(max(0, spare))} that are left"
-        return Advice(what, f"recompute less, {room}", f"train.remat={typed(less[0])}")
-    if link and waits:
-        return Advice(what, *_less_traffic(link, config, mesh))
+    bottleneck = (
+        "bound by computing: matrix products take "
+        f"{_of(prediction.products, step)} of the step"
+    )
+    if recomputes:
+        bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
     if prediction.fill < _NARROW:
-        return Advice(
-            what, "make dims, those of a head first, multiples of a unit's rows"
+        bottleneck += f"; the model's dims fill {prediction.fill:.0%} of matrix units"
+    if link and waits:
+        bottleneck += (
+            f"; collectives that no product overlaps take {_of(exposed, step)}, most "
+            f"of it {link.name}"
         )
+    if recomputes:
+        room = "if its activations fit"
+        if spare_bytes is not None:
+            room += f" into the remaining {format_bytes(max(0, spare_bytes))}"
+        override = f"train.remat={format_policy(policies[0])}"
+        return Advice(bottleneck, f"recompute less, {room}", override)
+    if link and waits:
+        return _less_traffic(bottleneck, link, config, mesh)
+    if prediction.fill < _NARROW:
+        change = "make dims multiples of a matrix unit's rows, the head dim first"
+        return Advice(bottleneck, change)
     return Advice(
-        what, "little is left to gain on these chips: only more or faster ones help"
+        bottleneck, "little is left to gain on these chips; use more or faster chips"
     )
 
 
 def _for_memory(prediction: Prediction, config: Config) -> Advice:
-    what = (
-        "bound by main memory: what is read and written takes "
+    bottleneck = (
+        "bound by main memory: reading and writing takes "
         f"{_of(prediction.memory, prediction.step_s)} of the step, if no cache helps"
     )
-    microbatches = config.train.accumulation_steps
-    if microbatches > 1:
+    if config.train.accumulation_steps > 1:
         return Advice(
-            what,
-            "have fewer, larger microbatches, if their activations fit: weights and "
-            "gradients pass memory once in each",
-            f"train.accumulation_steps={microbatches // _least_factor(microbatches)}",
+            bottleneck,
+            "use fewer, larger microbatches, if their activations fit: weights and "
+            "gradients pass through memory once for each microbatch",
+            _fewer_microbatches(config),
         )
     return Advice(
-        what,
-        "give each chip more tokens, if they fit: what weights and optimizer move does "
-        "not grow with them",
+        bottleneck,
+        "give each chip more tokens, if they fit: the traffic of weights and optimizer "
+        "does not grow with them",
         f"data.batch_size={2 * config.data.batch_size}",
     )
 
 
-def _less_traffic(link: Link, config: Config, mesh: Mesh) -> tuple[str, str]:
-    """Say what makes a network less busy, and what to type for it."""
-    if link.network == PCIE:
-        offload = "optimizer.offload=false"
-        if config.train.offload:
-            offload = "train.offload=[]"
-        return "keep more in the device's memory, if it fits", offload
-    far, moved = link.network in ("DCN", "network"), partial(_moved, config, mesh)
-    if far and "tensor" in link.axes and (typed := moved("tensor", "data", True)):
-        return "keep tensor inside a slice or node, and let copies cross", typed
-    if far and "fsdp" in link.axes and (typed := moved("fsdp", "data", True)):
-        return (
-            "shard parameters inside a slice or node only, and let copies cross",
-            typed,
-        )
-    if "tensor" in link.axes and (typed := moved("tensor", "fsdp", False)):
-        return (
-            "cut layers into fewer parts, if the rest fits: activations travel in "
-            "every layer",
-            typed,
-        )
+def _fewer_microbatches(config: Config) -> str:
     microbatches = config.train.accumulation_steps
-    if microbatches > 1:
-        return (
-            "have fewer, larger microbatches, if their activations fit: parameters "
-            "are gathered, and gradients reduced, in each",
-            f"train.accumulation_steps={microbatches // _least_factor(microbatches)}",
+    return f"train.accumulation_steps={microbatches // _least_factor(microbatches)}"
+
+
+def _less_traffic(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
+    """Advise a change that makes a network less busy."""
+    if link.network == PCIE:
+        override = "train.offload=[]" if config.train.offload else ""
+        override = override or "optimizer.offload=false"
+        return Advice(
+            bottleneck, "keep more in the device's memory, if it fits", override
         )
-    batch = f"data.batch_size={2 * config.data.batch_size}"
-    return (
-        "give each chip more tokens, if they fit: parameters and gradients travel as "
-        "often whatever the batch",
-        batch,
-    )
+    move = partial(_move_parts, config, mesh)
+    is_slow = link.network in ("DCN", "network")
+    if is_slow and "tensor" in link.axes:
+        change = "keep tensor inside a slice or node, and let only replicas cross"
+        if override := move("tensor", "data", across=True):
+            return Advice(bottleneck, change, override)
+    if is_slow and "fsdp" in link.axes:
+        change = "shard parameters inside a slice or node, and let only replicas cross"
+        if override := move("fsdp", "data", across=True):
+            return Advice(bottleneck, change, override)
+    if "tensor" in link.axes:
+        change = "split layers into fewer parts, if everything else fits: activations "
+        change += "travel in every layer"
+        if override := move("tensor", "fsdp", across=False):
+            return Advice(bottleneck, change, override)
+    if config.train.accumulation_steps > 1:
+        change = "use fewer, larger microbatches, if their activations fit: parameters "
+        change += "are gathered, and gradients reduced, for each microbatch"
+        return Advice(bottleneck, change, _fewer_microbatches(config))
+    change = "give each chip more tokens, if they fit: the traffic of parameters and "
+    change += "gradients does not grow with the batch"
+    return Advice(bottleneck, change, f"data.batch_size={2 * config.data.batch_size}")
 
 
-def _moved(config: Config, mesh: Mesh, axis: str, to: str, across: bool) -> str:
-    """Return what to type for fewer parts along one axis, and more along another.
+def _move_parts(
+    config: Config, mesh: Mesh, source: str, target: str, *, across: bool
+) -> str:
+    """Return overrides for fewer parts along one mesh axis and more along another.
 
-    `across`: by as many as lie in other slices or nodes; else by the least factor. With
-    more rows, where there are too few for the devices that share them then. "" where
-    that would be refused, or changes nothing.
+    The factor is the number of slices or nodes along `source` if `across`, otherwise
+    the least factor of its size. If there are too few rows for the new mesh, the batch
+    grows by the factor. Returns "" if the config would be refused or would not change.
     """
-    size, dcn = mesh.shape[axis], config.mesh.dcn
-    by = getattr(dcn, axis) if across else _least_factor(size)
-    sizes = {axis: size // by, to: by * mesh.shape[to]}
-    parts = {axis: 1, to: by * getattr(dcn, to)} if across else {}
-    typed = [f"mesh.{name}={n}" for name, n in sizes.items()]
-    typed += [f"mesh.dcn.{name}={n}" for name, n in parts.items()]
+    size, dcn = mesh.shape[source], config.mesh.dcn
+    factor = getattr(dcn, source) if across else _least_factor(size)
+    if factor == 1:
+        return ""
+    sizes = {source: size // factor, target: factor * mesh.shape[target]}
+    parts = {source: 1, target: factor * getattr(dcn, target)} if across else {}
+    overrides = [f"mesh.{axis}={n}" for axis, n in sizes.items()]
+    overrides += [f"mesh.dcn.{axis}={n}" for axis, n in parts.items()]
     changed = replace(config.mesh, **sizes, dcn=replace(dcn, **parts))
-    for times in (1, by) if by > 1 else ():
-        rows = times * config.data.batch_size
-        data = replace(config.data, batch_size=rows)
-        moved = replace(config, mesh=changed, data=data)
-        if not (config_mistakes(moved) or mesh_mistakes(moved, mesh.size)):
-            more = [f"data.batch_size={rows}"] if times > 1 else []
-            return " ".join([*typed, *more])
+    rows = config.data.batch_size
+    for batch_size in (rows, rows * factor):
+        data = replace(config.data, batch_size=batch_size)
+        candidate = replace(config, mesh=changed, data=data)
+        if not (config_mistakes(candidate) or mesh_mistakes(candidate, mesh.size)):
+            batch = [f"data.batch_size={batch_size}"] if batch_size != rows else []
+            return " ".join([*overrides, *batch])
     return ""
 
 
@@ -212,33 +214,33 @@ def _of(seconds: float, step: Range) -> str:
 
 
 def print_prediction(prediction: Prediction, advice: Advice) -> None:
-    """Print what each resource takes, the range, and what to change."""
-    how = prediction.how
+    """Print the time of each resource, the predicted range, and what to change."""
+    source = prediction.how
     rows = [
-        ["matrix products", format_seconds(prediction.products), "", how],
-        ["main memory", format_seconds(prediction.memory), "", f"{how}, at most"],
+        ["matrix products", format_seconds(prediction.products), "", source],
+        ["main memory", format_seconds(prediction.memory), "", f"{source}, at most"],
     ] + [
         [
             link.name,
             format_seconds(link.seconds),
             f"{link.hidden / link.seconds:.0%}" if link.seconds else "",
-            how,
+            source,
         ]
         for link in prediction.links
     ]
-    headers = ["resource", "busy", "beside products", "what it does is"]
+    headers = ["resource", "busy", "overlapped", "work is"]
     print_table(rows, headers, "time of a step by resource (computed)")
     print_texts(summary(prediction, advice))
 
 
 def print_texts(texts: Iterable[tuple[str, str]]) -> None:
-    """Print names and sentences below each other."""
+    """Print titles and sentences, one pair a line."""
     for name, text in texts:
         print(f"{name:<11} {text}")
 
 
 def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
-    """Return how fast a step is, what it waits for and what to change, as text."""
+    """Return titles and sentences: the speed, the bottleneck and what to change."""
     step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
     speed = prediction.range("tokens_per_second")
     a_chip = prediction.range("tokens_per_second_per_chip")
@@ -254,7 +256,7 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
             f"middle {format_count(middle.tokens_per_second)} and "
             f"{format_count(middle.tokens_per_second_per_chip)}",
         ),
-        ("so far", _SEEN[prediction.platform]),
+        ("so far", _ACCURACY[prediction.platform]),
         (
             "MFU",
             f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
@@ -265,7 +267,7 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
 
 
 def print_remedy(advice: Advice) -> None:
-    """Print what a step has no room for, and what each change leaves."""
+    """Print why a step does not fit, and the memory needed after each change."""
     print_texts(remedy(advice))
     rows = [
         [c.override, c.change, format_bytes(c.needed_bytes), "yes" if c.fits else "no"]
@@ -277,13 +279,13 @@ def print_remedy(advice: Advice) -> None:
 
 
 def remedy(advice: Advice) -> list[tuple[str, str]]:
-    """Return what a step waits for, or has no room for, and what to change, as text."""
-    typed = f": {advice.override}" if advice.override else ""
+    """Return titles and sentences: the bottleneck and what to change."""
+    override = f": {advice.override}" if advice.override else ""
     return [
         ("bottleneck", advice.bottleneck),
-        ("to change", f"{advice.change}{typed}"),
+        ("to change", f"{advice.change}{override}"),
     ]
 
 
-def _span(of: Range, shown: Callable[[float], str]) -> str:
-    return f"{shown(of.low)} to {shown(of.high)}"
+def _span(values: Range, format_value: Callable[[float], str]) -> str:
+    return f"{format_value(values.low)} to {format_value(values.high)}"

@@ -1,4 +1,4 @@
-"""The training step compiled for devices that need not be there, and what it needs."""
+"""Compile the training step ahead of time, for devices that may not be present."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from train.program import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-# libtpu: "the total memory required for HLO temporaries (20.1G) exceeds available HBM
-# (15.75G)", or of older versions "Used 20.1G of 15.75G hbm".
+# libtpu says "the total memory required for HLO temporaries (20.1G) exceeds available
+# HBM (15.75G)"; older versions say "Used 20.1G of 15.75G hbm".
 _NEEDED = (
     rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)",
     rf"Used {_SIZE} of {_SIZE} hbm",
@@ -33,19 +33,19 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Compilation:
-    """The cost of compiling in this process."""
+    """The time and the peak memory that compiling took in this process."""
 
     seconds: float
     peak_rss_bytes: int
 
 
 def compile_step(program: Program) -> Compiled:
-    """Compile the training step of a program as its devices would run it.
+    """Compile the training step of a program for its devices.
 
     Raises:
-        OutOfMemory: if the compiler says that it cannot fit.
+        OutOfMemory: if the compiler reports that it does not fit.
     """
-    # Trying kernels out would need the device.
+    # Autotuning would need the device.
     gpu = program.mesh.devices.flat[0].platform == "gpu"
     options: Any = {"xla_gpu_autotune_level": 0} if gpu else None
     with jax.set_mesh(program.mesh):
@@ -66,7 +66,7 @@ def lower_step(program: Program) -> tuple[Traced, Lowered]:
 
 
 def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:
-    """Compile, and measure what it takes; that it does not fit is a result."""
+    """Compile a program and measure this; return OutOfMemory if it does not fit."""
     start = time.perf_counter()
     try:
         result = compile_step(program)
@@ -78,10 +78,10 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilati
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Read a compiler's message; None if it is not about a device's main memory."""
+    """Parse a compiler's message; None if it is not about a device's main memory."""
     for pattern in _NEEDED:
-        if found := re.search(pattern, message):
-            number, unit, limit, limit_unit = found.groups()
+        if match := re.search(pattern, message):
+            number, unit, limit, limit_unit = match.groups()
             return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit))
     return None
 

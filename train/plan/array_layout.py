@@ -1,8 +1,9 @@
-"""Show which chip holds which slice of an array, on a grid of the machine.
+"""Show which chip holds which slice of an array, on the grid of the machine.
 
-A panel is one plane of the machine: a 2D slice of TPUs, a plane of a 3D slice, or a
-node of GPUs. Panels differ only in the mesh coordinates of their first device, so the
-page holds each pattern once, and its script computes which device holds what.
+A panel is one plane of chips: a two-dimensional slice of TPUs, a plane of a
+three-dimensional one, or a node of GPUs. Most panels differ only in the mesh position
+of their first device. So the page holds each pattern once, and its script computes
+which device holds which slice.
 """
 
 from collections.abc import Iterator
@@ -21,26 +22,27 @@ from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
-_DRAWN = 320  # chips at a time
-_COLUMNS = 8  # of a node
+_DRAWN = 320  # chips that are drawn at a time
+_COLUMNS = 8  # columns of a node
 
 
 def layout_data(program: Program) -> dict[str, Any]:
-    """Give what the page's script needs.
+    """Return the data that the page's script needs.
 
     Returns:
-        axes: [name, size] of the mesh, slowest first.
-        unit: what a panel belongs to: `slice`, `node` or `process`.
-        planes: panels of a unit.
-        columns, drawn: of a panel; panels at a time.
-        patterns: `places` and `hosts` of the devices of a panel, from the least on; a
-            place is one in `mesh.devices.flat`.
-        runs: [pattern, first place, step, first host, step, how many panels].
-        arrays: name, type, shape, bytes on a device, and spec: of each dim the numbers
-            of its mesh axes.
+        axes: [name, size] of each mesh axis, the slowest network first.
+        unit: the machine's part that a panel belongs to: `slice`, `node` or `process`.
+        planes: the number of panels in a unit.
+        columns: the number of columns of a panel.
+        drawn: the number of panels that are drawn at a time.
+        patterns: `places` and `hosts` of the devices of a panel, relative to the
+            least; a place is a position in `mesh.devices.flat`.
+        runs: [pattern, first place, step, first host, step, number of panels].
+        arrays: name, type, shape, bytes on a device, and spec, which lists for each dim
+            the indices of its mesh axes.
     """
     mesh = program.mesh
-    places = {device: place for place, device in enumerate(mesh.devices.flat)}
+    places = {device: position for position, device in enumerate(mesh.devices.flat)}
     panels = dict[tuple[int, ...], list[Device]]()
     for device in mesh.devices.flat:
         panels.setdefault(_panel(device), []).append(device)
@@ -50,10 +52,13 @@ def layout_data(program: Program) -> dict[str, Any]:
     patterns, runs = list[dict[str, list[int]]](), list[list[int]]()
     for _, devices in sorted(panels.items()):
         inside = sorted(devices, key=lambda device: (_row(device), _column(device)))
-        at = [places[device] for device in inside]
+        positions = [places[device] for device in inside]
         hosts = [device.process_index for device in inside]
-        low, host = min(at), min(hosts)
-        pattern = {"places": [p - low for p in at], "hosts": [h - host for h in hosts]}
+        low, host = min(positions), min(hosts)
+        pattern = {
+            "places": [p - low for p in positions],
+            "hosts": [h - host for h in hosts],
+        }
         if pattern not in patterns:
             patterns.append(pattern)
         _append(runs, patterns.index(pattern), low, host)
@@ -69,21 +74,21 @@ def layout_data(program: Program) -> dict[str, Any]:
     }
 
 
-def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
-    """Add a panel to the last run if it continues it; otherwise begin a new run."""
+def _append(runs: list[list[int]], pattern: int, position: int, host: int) -> None:
+    """Extend the last run by a panel if it continues it; otherwise start a run."""
     if runs and runs[-1][0] == pattern:
         _, first, step, first_host, host_step, count = runs[-1]
         if count == 1:
-            step, host_step = place - first, host - first_host
-        on = place == first + count * step and host == first_host + count * host_step
-        if on:
+            step, host_step = position - first, host - first_host
+        expected = first + count * step, first_host + count * host_step
+        if (position, host) == expected:
             runs[-1] = [pattern, first, step, first_host, host_step, count + 1]
             return
-    runs.append([pattern, place, 0, host, 0, 1])
+    runs.append([pattern, position, 0, host, 0, 1])
 
 
 def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
-    """Name parameters, fields of the batch, and what else does not lie like them."""
+    """Yield parameters, the batch, and all state but moments shaped like parameters."""
     params = list(named(program.state.params))
     yield from params
     for name, leaf in named(program.batch._asdict()):
@@ -123,7 +128,7 @@ def _row(device: Device) -> int:
 
 
 def _column(device: Device) -> tuple[int, int]:
-    """Order the devices of a row; those of one chip stand side by side."""
+    """Order the devices of a row; those of one chip are adjacent."""
     if _on_grid(device):
         return device.coords[0], device.core_on_chip
     return device.id, 0
@@ -135,17 +140,17 @@ def describe_array(program: Program, wanted: str) -> None:
     Raises:
         ConfigError: if there is no such parameter.
     """
-    found, sizes = array_slices(program, wanted), program.mesh.shape
+    array, sizes = array_slices(program, wanted), program.mesh.shape
     rows = [
         [
-            held["device"],
-            " ".join(f"{k}={v}" for k, v in held["position"].items() if sizes[k] > 1),
-            f"[{', '.join(f'{start}:{stop}' for start, stop in held['slice'])}]",
+            shard["device"],
+            " ".join(f"{k}={v}" for k, v in shard["position"].items() if sizes[k] > 1),
+            f"[{', '.join(f'{start}:{stop}' for start, stop in shard['slice'])}]",
         ]
-        for held in found["held"]
+        for shard in array["held"]
     ]
-    shape = "x".join(map(str, found["shape"]))
-    title = f"{wanted} {shape} {found['dtype']}, {tuple(found['spec'])}"
+    shape = "x".join(map(str, array["shape"]))
+    title = f"{wanted} {shape} {array['dtype']}, {tuple(array['spec'])}"
     print_table(rows, ["device", "mesh position", "holds"], title)
 
 
@@ -153,8 +158,8 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
     """Return which device holds which slice of a parameter, as plain values.
 
     Returns:
-        name, shape, dtype and spec; held: of each device its name, its position on the
-        mesh by axis, and where it starts and stops in each dim.
+        name, shape, dtype and spec of the parameter, and `held`, which lists for each
+        device its name, its mesh position, and the start and stop in each dim.
 
     Raises:
         ConfigError: if there is no such parameter.
@@ -185,10 +190,10 @@ def find_array(params: Any, wanted: str) -> Any:
     """Find a parameter by its name.
 
     Raises:
-        ConfigError: if there is none; lists those there are.
+        ConfigError: if there is none; lists the names of all parameters.
     """
     arrays = dict(named(params))
     if wanted not in arrays:
-        rule = "must be one of: " + ", ".join(arrays)
+        rule = "must be the name of a parameter, one of: " + ", ".join(arrays)
         raise ConfigError([Mistake("plan.array", wanted, rule)])
     return arrays[wanted]

@@ -1,7 +1,7 @@
-"""Find the changes that make a step fit that does not, and what each of them saves.
+"""Find changes that make a step fit into memory.
 
-Changes are put on top of each other until the step fits, by the estimate from shapes.
-More chips, or cutting layers over `tensor`, is left to the search.
+Changes are added one after the other until the step fits according to the estimate from
+shapes. More chips, and sharding layers over `tensor`, are left to the search.
 """
 
 import itertools
@@ -18,15 +18,15 @@ from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
 from train.plan.precision import SMALLER, Change
-from train.plan.recomputing import keeping_less, typed
+from train.plan.recomputing import format_policy, policies_keeping_less
 from train.program import Program, make_program
 from train.units import format_bytes
 
 
-class _Try(NamedTuple):
-    words: str
-    override: str  # to type
-    program: Program  # what comes of it
+class _Candidate(NamedTuple):
+    description: str
+    override: str
+    program: Program  # the changed program
 
 
 def make_fit(
@@ -35,29 +35,29 @@ def make_fit(
     budget: MemoryBudget,
     searchable: bool = True,
 ) -> Advice:
-    """Return what makes a step fit that needs more memory than a device has.
+    """Return the changes that make a step fit that needs more memory than a device has.
 
-    `searchable`: a search could find more; it compares speeds, which must be known.
+    `searchable` tells whether a search is possible: it needs the rates of the chips.
     """
-    needed, host_bytes = memory.needed.bytes, memory.held
-    purpose = (
-        f"memory: {format_bytes(needed)} a device are needed, "
-        f"{format_bytes(needed - budget.available)} more than there are. State and "
-        f"batch take {format_bytes(host_bytes)}."
+    needed, state_bytes = memory.needed.bytes, memory.held
+    bottleneck = (
+        f"memory: a device needs {format_bytes(needed)}, "
+        f"{format_bytes(needed - budget.available)} more than is available. State and "
+        f"batch take {format_bytes(state_bytes)}."
     )
-    # What the compiler found beyond the estimate is taken to stay.
-    beyond = needed - estimate_memory(program).needed.bytes
+    # The difference between compiler and estimate is assumed not to change.
+    beyond_estimate = needed - estimate_memory(program).needed.bytes
     kinds = [_recompute, _cut_batch, _shard]
-    if 2 * host_bytes > budget.available:
+    if 2 * state_bytes > budget.available:
         kinds.insert(0, kinds.pop())
     kinds.append(partial(_shard, across=True))
-    # They cost precision, or are slow: where nothing else does it.
+    # The last resort, because these changes cost precision or time.
     keys = itertools.groupby(SMALLER, lambda change: change.key)
-    kinds += [partial(_make_smaller, tuple(changes)) for _, changes in keys]
-    suggested = list[SuggestedChange]()
+    kinds += [partial(_make_smaller, tuple(group)) for _, group in keys]
+    changes = list[SuggestedChange]()
     for kind in kinds:
         sizes = [
-            (beyond + estimate_memory(change.program).needed.bytes, change)
+            (beyond_estimate + estimate_memory(change.program).needed.bytes, change)
             for change in kind(program)
         ]
         fitting = (pair for pair in sizes if pair[0] <= budget.available)
@@ -67,79 +67,82 @@ def make_fit(
             continue
         program, needed = change.program, size
         fits = needed <= budget.available
-        suggested.append(SuggestedChange(change.override, change.words, needed, fits))
+        changes.append(
+            SuggestedChange(change.override, change.description, needed, fits)
+        )
         if fits:
-            override = " ".join(one.override for one in suggested)
-            return Advice(
-                purpose, "with this it fits, estimated", override, tuple(suggested)
-            )
-    more = "take more or larger chips, or cut layers into more parts"
-    if suggested:
+            override = " ".join(change.override for change in changes)
+            remedy = "make these changes; then it fits, estimated"
+            return Advice(bottleneck, remedy, override, tuple(changes))
+    more = "use more or larger chips, or split layers into more parts"
+    if changes:
         more = f"the changes in the table are not enough: {more}"
     if not searchable:
-        return Advice(purpose, more, changes=tuple(suggested))
-    return Advice(
-        purpose, f"{more}; a search finds out", "search=true", tuple(suggested)
-    )
+        return Advice(bottleneck, more, changes=tuple(changes))
+    more += "; a search compares layouts"
+    return Advice(bottleneck, more, "search=true", tuple(changes))
 
 
-def _shard(program: Program, across: bool = False) -> list[_Try]:
-    """Shard the state over devices that hold copies: of a slice or node, or of all."""
+def _shard(program: Program, across: bool = False) -> list[_Candidate]:
+    """Shard the state over its replicas in a slice or node, or over all replicas."""
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
     copies = 1 if across else dcn.data
     if shape["data"] == copies:
         return []
     sizes = {"data": copies, "fsdp": shape["fsdp"] * shape["data"] // copies}
-    typed = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
     if across:
         dcn = replace(dcn, data=1, fsdp=dcn.fsdp * dcn.data)
-        typed += [f"mesh.dcn.data={dcn.data}", f"mesh.dcn.fsdp={dcn.fsdp}"]
+        overrides += [f"mesh.dcn.data={dcn.data}", f"mesh.dcn.fsdp={dcn.fsdp}"]
     config = replace(config, mesh=replace(config.mesh, **sizes, dcn=dcn))
     try:
         devices = list(program.mesh.devices.flat)
         program = make_program(config, devices, num_tokens=program.num_tokens)
-    except ConfigError:  # this number does not divide the model's dims
+    except ConfigError:  # this number of shards does not divide the model's dims
         return []
-    words = "shard the state over more devices instead of copying it"
-    words += ", those of other slices or nodes too" if across else ""
-    return [_Try(words, " ".join(typed), program)]
+    description = "shard the state over more devices instead of replicating it"
+    description += ", also across slices or nodes" if across else ""
+    return [_Candidate(description, " ".join(overrides), program)]
 
 
-def _recompute(program: Program) -> list[_Try]:
-    """Keep less of each layer, down to nothing."""
-    train, tries = program.config.train, list[_Try]()
-    for way in keeping_less(train.remat, train.offload):
-        changed = program.with_train_config(replace(train, remat=way))
-        words, override = "recompute more of each layer", f"train.remat={typed(way)}"
-        tries.append(_Try(words, override, changed))
-    return tries
+def _recompute(program: Program) -> list[_Candidate]:
+    """Save fewer intermediates of each layer."""
+    train = program.config.train
+    return [
+        _Candidate(
+            "recompute more of each layer",
+            f"train.remat={format_policy(policy)}",
+            program.with_train_config(replace(train, remat=policy)),
+        )
+        for policy in policies_keeping_less(train.remat, train.offload)
+    ]
 
 
-def _cut_batch(program: Program) -> list[_Try]:
-    """Try 2, 4, 8, ... times the microbatches, down to one row of each on a device.
+def _cut_batch(program: Program) -> list[_Candidate]:
+    """Multiply the microbatches by 2, 4, 8, ..., down to one row on each device.
 
-    A pipeline divides a device's rows of each microbatch again.
+    A pipeline splits the rows of a microbatch further.
     """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
-    steps, passes = train.accumulation_steps, program.pipeline.own
-    tries = list[_Try]()
-    while rows % (passes * (steps := 2 * steps)) == 0:
+    steps, candidates = train.accumulation_steps, list[_Candidate]()
+    while rows % (program.pipeline.own * (steps := 2 * steps)) == 0:
         changed = program.with_train_config(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
-        words = "cut the batch into smaller microbatches"
-        tries.append(_Try(words, override, changed))
-    return tries
+        description = "split the batch into smaller microbatches"
+        candidates.append(_Candidate(description, override, changed))
+    return candidates
 
 
-def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Try]:
-    """Keep something in fewer bits or in host memory, where it is not and can be."""
-    devices, tries = list(program.mesh.devices.flat), list[_Try]()
+def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Candidate]:
+    """Apply changes of `precision` that are open and that these devices allow."""
+    devices, candidates = list(program.mesh.devices.flat), list[_Candidate]()
     for change in changes:
         config = change.applied(program.config)
         if change.is_open(program.config) and not config_mistakes(config):
-            with suppress(ConfigError):  # these devices cannot
+            with suppress(ConfigError):  # unsupported on these devices
                 changed = make_program(config, devices, num_tokens=program.num_tokens)
-                tries.append(_Try(f"have {change.words}", change.override, changed))
-    return tries
+                description = f"use {change.words}"
+                candidates.append(_Candidate(description, change.override, changed))
+    return candidates

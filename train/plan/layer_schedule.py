@@ -1,48 +1,48 @@
-"""The timeline of one layer: what a device computes, sends and waits for, and when.
+"""Simulate one layer: what a device computes, sends and waits for, and when.
 
-The layer is one iteration of the loop over layers in a compiled step, in the order in
-which XLA scheduled its instructions. The model of time:
+A layer is one trip of the loop over layers in a compiled step, in the order in which
+XLA scheduled its instructions. The model:
 
-- A device runs one instruction after another. Each takes the time of its FLOPs or of
-  its bytes to and from main memory, whichever is longer.
-- A collective takes the time of the bytes that a device sends, at the rate of its
-  group. Collectives of the same network and mesh axes run one after another.
-- An asynchronous operation starts when its lane is free, and the instruction that needs
-  its result waits for its end. Synchronous operations are awaited at once.
-- Asynchronous copies between memories have their own lane. The bandwidth that they take
-  from overlapped instructions is ignored.
+- A device runs one instruction after the other. Each takes as long as its FLOPs or its
+  main-memory traffic, whichever is longer, at the given rates.
+- A collective takes as long as a device needs to send its bytes at the rate of its
+  group. Collectives on the same network and mesh axes run one after the other.
+- Asynchronous work starts when its lane is free, and the instruction that needs it
+  waits for its end. All other work is awaited at once.
+- Asynchronous copies between memories have a separate lane. The bandwidth that they
+  take from overlapped instructions is neglected.
 
-These are the shortest times that the schedule allows; instructions have no overhead.
+So these are the shortest times that the schedule allows; no instruction has overhead.
 """
 
 import functools
-import math
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from train.plan.compiled.attribution import part_of, scope
-from train.plan.compiled.collectives import KINDS, Collective, started
+from train.plan.compiled.attribution import part_in_name, scope_of
+from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
+    attention_kernel_flops,
     computed_flops,
     has_eight_bits,
-    kernel_flops,
     product_flops,
 )
-from train.plan.compiled.hbm_bytes import memory_bytes
+from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
 from train.plan.rates import Rates
 from train.units import format_bytes, format_flops
 
-COMPUTE, COPIES = "compute", "copies between memories"  # lanes other than networks
+COMPUTE, COPIES = "compute", "copies between memories"  # lanes besides networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
 _HOST = ("send", "recv", "send-done", "recv-done")
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time. `kind` is one of the above or of a collective."""
+    """A time span of a lane. `kind` is one of the above or the kind of a collective."""
 
     lane: str
     kind: str
@@ -57,8 +57,8 @@ class Timeline:
     """One trip of a loop over layers.
 
     name: `forward` or `backward`.
-    trips: of the loop in one run of it.
-    spans: by their starts; those of a lane do not overlap.
+    trips: the trips of the loop in one run of it.
+    spans: the spans sorted by start; those of one lane do not overlap.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """The end of the last span."""
         return max((s.start_s + s.seconds for s in self.spans), default=0.0)
 
     def busy(self, *kinds: str) -> float:
-        """Add up the seconds of some kinds."""
+        """Return the total seconds of spans of some kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
 
 def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
-    """Lay out a layer's forward and backward pass; empty if no loop runs layers."""
+    """Simulate a layer's forward and backward pass; empty if no loop runs layers."""
     timelines = []
     for name, loop in layer_loops(module).items():
         device = _Device(module, mesh, rates)
@@ -87,35 +87,37 @@ def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
 
 
 def layer_loops(module: Module) -> dict[str, Loop]:
-    """Find the loops over layers, `forward` and `backward`; not the loops in them."""
-    loops_of_pass = dict[str, list[Loop]]()
+    """Find the longest loops over layers, keyed by `forward` and `backward`."""
+    loops_by_pass = dict[str, list[Loop]]()
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
         loop = executed.instruction.loop
-        inner_bodies = [
-            inner.body for loops in loops_of_pass.values() for inner in loops
-        ]
-        if any(outer.body in inner_bodies for outer in executed.loops):
-            continue
+        bodies = [known.body for known in itertools.chain(*loops_by_pass.values())]
+        if any(outer.body in bodies for outer in executed.loops):
+            continue  # a loop inside a layer
         loops = (*executed.loops, loop)
         inside = Executed(loop.instruction, executed.times, loops)
-        kind, _, way = scope(inside, loop.instruction).partition(" ")
-        if kind == "layers" and way:
-            loops_of_pass.setdefault(way, []).append(loop)
+        scope, _, pass_name = scope_of(inside, loop.instruction).partition(" ")
+        if scope == "layers" and pass_name:
+            loops_by_pass.setdefault(pass_name, []).append(loop)
 
     def flops(loop: Loop) -> float:
         return loop.trips * computed_flops(loop.body.order)
 
     return {
-        way: max(loops_of_pass[way], key=flops)
-        for way in sorted(loops_of_pass, reverse=True)
+        name: max(loops_by_pass[name], key=flops)
+        for name in sorted(loops_by_pass, reverse=True)
     }
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """The work of an instruction. `copied`: the instruction that awaits its copy."""
+    """The cost of an instruction.
+
+    collectives: the collectives that it starts.
+    copied: for an asynchronous copy, the name of the instruction that awaits it.
+    """
 
     kind: str
     seconds: float
@@ -126,19 +128,18 @@ class _Cost:
 
 
 class _Device:
-    """Runs computations against the clock, and notes what takes time."""
+    """A simulated device: it runs computations and records spans."""
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates):
         self._mesh, self._rates = mesh, rates
         self._now = 0.0
-        self._free = dict[str, float]()  # lane -> when it is free
-        self._pending = dict[
-            str, tuple[float, str]
-        ]()  # waiting instruction -> end, label
+        self._free = dict[str, float]()  # the time from which a lane is free
+        # The end and label of asynchronous work, by the instruction that awaits it.
+        self._pending = dict[str, tuple[float, str]]()
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
-            self._bodies[executed.instruction.within].append(executed)
+            self._bodies[executed.instruction.computation].append(executed)
         self._cost_of = functools.cache(self._cost)
 
     def finish(self) -> list[Span]:
@@ -157,7 +158,7 @@ class _Device:
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
-                # The branch that is taken most often represents all.
+                # The branch that is taken most often stands for all.
                 self.run(max(instruction.called, key=self._times))
             else:
                 self._step(instruction, self._cost_of(executed))
@@ -166,15 +167,12 @@ class _Device:
         return max((executed.times for executed in self._bodies[called]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
-        def book(lane: str) -> float:
-            return self._book(lane, cost.kind, cost.seconds, cost.label, cost.detail)
-
         if cost.copied:
-            self._expect(cost.copied, book(COPIES), cost.label)
+            self._expect(cost.copied, self._book(COPIES, cost), cost.label)
             return
         sent = [(c, self._send(c)) for c in cost.collectives]
         if cost.seconds:
-            self._now = book(COMPUTE)
+            self._now = self._book(COMPUTE, cost)
         for collective, end in sent:
             until = collective.until if collective.is_async else instruction.name
             self._expect(until, end, _sent_label(collective))
@@ -190,54 +188,61 @@ class _Device:
             f"{format_bytes(sent.payload)}, by each of {group.size}"
         )
         lane = f"{group.network}: {axes}"
-        return self._book(lane, sent.kind, seconds, _sent_label(sent), detail)
+        return self._book(lane, _Cost(sent.kind, seconds, _sent_label(sent), detail))
 
     def _expect(self, until: str, end: float, label: str) -> None:
         self._pending[until] = max((end, label), self._pending.get(until, (0.0, "")))
 
-    def _book(
-        self, lane: str, kind: str, seconds: float, label: str, detail: str
-    ) -> float:
-        """Note what takes a lane as soon as it is free, and give its end."""
+    def _book(self, lane: str, cost: _Cost) -> float:
+        """Add a span as soon as its lane is free, and return its end."""
         start = max(self._now, self._free.get(lane, 0.0))
         self._spans.append(
-            Span(lane, kind, start_s=start, seconds=seconds, label=label, detail=detail)
+            Span(
+                lane,
+                cost.kind,
+                start_s=start,
+                seconds=cost.seconds,
+                label=cost.label,
+                detail=cost.detail,
+            )
         )
-        self._free[lane] = start + seconds
-        return start + seconds
+        self._free[lane] = start + cost.seconds
+        return start + cost.seconds
 
     def _wait(self, name: str) -> None:
         end, label = self._pending.pop(name)
         if end > self._now:
-            self._book(COMPUTE, WAIT, end - self._now, f"waits for {label}", "")
+            wait = _Cost(WAIT, end - self._now, f"waits for {label}", "")
+            self._book(COMPUTE, wait)
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
-        instruction, sent = executed.instruction, tuple(started(executed, self._mesh))
+        instruction, sent = (
+            executed.instruction,
+            tuple(started_collectives(executed, self._mesh)),
+        )
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
             return _Cost(MEMORY, 0.0, "", "", sent)
         products = attention = busy = 0.0
-        for inner in instruction.parts:
+        for inner in instruction.with_nested:
             product, rate = product_flops(inner), self._rates.flops
             if product and has_eight_bits(inner):
                 rate = self._rates.eight_bits
             products, busy = products + product, busy + product / rate
             if inner.opcode == "custom-call":
-                attention += math.prod(kernel_flops(inner))
-        hbm_bytes = memory_bytes(instruction)
+                attention += attention_kernel_flops(inner).computed
+        traffic = memory_traffic(instruction)
         flops = products + attention
         busy += attention / self._rates.flops
-        seconds = max(busy, hbm_bytes / self._rates.memory)
+        seconds = max(busy, traffic / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
         done = [u.name for u in instruction.users if u.opcode.endswith("-done")]
         copied = done[0] if opcode.endswith("-start") and seconds and done else ""
         work = f"{format_flops(flops)}, " if flops else ""
-        detail = f"{instruction.name}: {work}{format_bytes(hbm_bytes)}"
+        detail = f"{instruction.name}: {work}{format_bytes(traffic)}"
         label = "attention" if attention else _label(instruction)
-        return _Cost(
-            kind, seconds, label=label, detail=detail, collectives=sent, copied=copied
-        )
+        return _Cost(kind, seconds, label, detail, collectives=sent, copied=copied)
 
 
 def _sent_label(sent: Collective) -> str:
@@ -247,5 +252,5 @@ def _sent_label(sent: Collective) -> str:
 
 def _label(instruction: Instruction) -> str:
     name = instruction.op_name
-    name_shown = part_of(name) or name.rpartition("/")[2] or instruction.opcode
-    return name_shown + (", again" if "rematted_computation" in name else "")
+    label = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
+    return label + (", again" if "rematted_computation" in name else "")

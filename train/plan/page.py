@@ -1,7 +1,7 @@
-"""The page of a plan: `plan.html`, one file that needs no network.
+"""Collect the data of the plan's page, one HTML file that needs no network.
 
-The template `plan.html` next to this file draws the content of `plan.json`: the plan's
-figures, the timeline of one layer, and how arrays are sharded.
+The template `plan.html` in this folder draws the page from the content of `plan.json`:
+the plan's figures, a timeline of one layer, and how arrays are sharded.
 """
 
 import shlex
@@ -29,8 +29,8 @@ from train.plan.rates import rates_of
 from train.program import Program
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-_PIXELS = 1000  # the assumed width of a timeline
-_LONGEST = 8
+_PIXELS = 1000  # assumed width of a timeline
+_LONGEST = 8  # labels listed for each timeline
 
 
 def page_data(
@@ -42,10 +42,10 @@ def page_data(
     """Return what the page shows in addition to the plan's figures, as plain values.
 
     Args:
-        program: the planned program.
-        module: its compiled step; None if nothing was compiled.
-        summary: names and sentences about the predicted speed.
-        command: the arguments of this plan.
+        program: the program on the planned devices.
+        module: its compiled step; None if it was not compiled.
+        summary: titles and sentences about the predicted speed.
+        command: the arguments that reproduce this plan.
     """
     data = program.config.data
     return {
@@ -63,16 +63,16 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
     """Return the timelines of a layer and the rates they are computed from.
 
     Returns:
-        missing: why there are none; "" if there are.
-        flops, memory: a second, of products and to and from main memory.
-        passes: `pass_data` of each.
+        missing: the reason why there are none, or "".
+        flops: the rate of products, in FLOP/s.
+        memory: the rate of main memory, in bytes/s.
+        passes: `pass_data` of each timeline.
     """
     chip = chip_of(program.mesh.devices.flat[0].device_kind)
     if module is None:
         return {"missing": "There is no compiled step whose schedule could be shown."}
     if chip is None:
-        why = "what this machine does in a second is not known"
-        return {"missing": f"Not drawn: {why}."}
+        return {"missing": "Not drawn: the rates of this machine are not known."}
     try:
         rates = rates_of(program.mesh, chip, program.config.model.compute_dtype)
         timelines = layer_timelines(module, program.mesh, rates)
@@ -87,9 +87,9 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
 
 
 def pass_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline by lanes, spans too short to tell apart merged.
+    """Return a timeline by lanes, with spans merged that are too short to see.
 
-    `longest` are the labels of a lane whose spans together take longest.
+    `longest` lists the labels of a lane whose spans together take longest.
     """
     lanes, labels = defaultdict(list), defaultdict(list)
     for span in timeline.spans:
@@ -120,9 +120,9 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join neighbouring spans that look the same, and drop those too short to see.
+    """Join adjacent spans that cannot be told apart, and drop those too short to see.
 
-    Joined spans get the name of the longest.
+    Joined spans get the label of the longest one.
 
     Args:
         spans: the spans of one lane, sorted by start.
@@ -130,7 +130,7 @@ def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
     """
     groups, merged = list[list[Span]](), list[Span]()
     for span in spans:
-        if groups and _alike(groups[-1][-1], span, resolution_s):
+        if groups and _can_join(groups[-1][-1], span, resolution_s):
             groups[-1].append(span)
         else:
             groups.append([span])
@@ -146,9 +146,11 @@ def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
     return merged
 
 
-def _alike(last: Span, span: Span, resolution_s: float) -> bool:
+def _can_join(last: Span, span: Span, resolution_s: float) -> bool:
     if span.start_s - last.start_s - last.seconds > resolution_s:
         return False
-    longest, same_kind = max(last.seconds, span.seconds), last.kind == span.kind
-    short = longest < (4 if same_kind else 1) * resolution_s
-    return short or (same_kind and last.label == span.label)
+    same_kind = last.kind == span.kind
+    shortest_visible_s = (4 if same_kind else 1) * resolution_s
+    if max(last.seconds, span.seconds) < shortest_visible_s:
+        return True
+    return same_kind and last.label == span.label

@@ -28,7 +28,7 @@ from train.plan.estimated.step import (
 )
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
-from train.plan.recomputing import keeping_more, typed
+from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
@@ -122,11 +122,11 @@ class Plan:
         if not advice.override.startswith("train.remat="):
             return advice
         speeds = dict[str, float]()
-        for way in keeping_more(config.train.remat, config.train.offload):
+        for way in policies_keeping_more(config.train.remat, config.train.offload):
             train = replace(config.train, remat=way)
             other_memory = estimate(self.program.with_train_config(train), self.budget)
             if other_memory.fits:
-                speeds[f"train.remat={typed(way)}"] = _step_s(other_memory)
+                speeds[f"train.remat={format_policy(way)}"] = _step_s(other_memory)
         if not speeds:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")

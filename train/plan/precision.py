@@ -1,8 +1,8 @@
-"""Changes that save memory or time by fewer bits, or by host memory.
+"""Changes that save memory or time by fewer bits or by host memory.
 
-They change learning slightly, or send a part of the state over PCIe in each step. They
-are therefore advised only if nothing else makes a step fit, and a search weighs them
-only with `search_precision`.
+They affect what is learned, if only slightly, or transfer a part of the state over PCIe
+in each step. So a plan suggests them only if nothing else makes a step fit, and a
+search tries them only with `search_precision=true`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from train.config import MomentDtype
 
 
 class Change(NamedTuple):
-    """One key's other value; of a key at most one is chosen."""
+    """Another value of a key; at most one change of a key is applied."""
 
     section: str
     field: str
@@ -24,31 +24,30 @@ class Change(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key."""
+        """The key that changes."""
         return f"{self.section}.{self.field}"
 
     @property
     def override(self) -> str:
-        """The override to type."""
+        """The override that makes the change."""
         value = self.value
         if isinstance(value, tuple):
             value = f"[{','.join(value)}]"
         return f"{self.key}={str(value).lower() if value is True else value}"
 
     def applied(self, config: Any) -> Any:
-        """Return a config with this value."""
+        """Return a config with this change."""
         section = getattr(config, self.section)
         section = replace(section, **{self.field: self.value})
         return replace(config, **{self.section: section})
 
     def is_open(self, config: Any) -> bool:
-        """Tell whether a config leaves the key at its default."""
+        """Return whether a config leaves the key at its default."""
         section = getattr(config, self.section)
         return getattr(section, self.field) == getattr(type(section)(), self.field)
 
 
-# First the changes that save memory, beginning with the cheapest in time; then those
-# that only save time.
+# Changes that save memory, sorted by the time that they cost.
 SMALLER = (
     Change("optimizer", "moment_dtype", MomentDtype.bfloat16, "bfloat16 moments"),
     Change("optimizer", "moment_dtype", MomentDtype.int8, "moments of eight bits"),
@@ -65,15 +64,15 @@ CHANGES = {
 }
 
 
-def changed(config: Any, overrides: Sequence[str]) -> Any:
-    """Return a config with some of the changes."""
+def with_changes(config: Any, overrides: Sequence[str]) -> Any:
+    """Return a config with the changes of the given overrides."""
     for override in overrides:
         config = CHANGES[override].applied(config)
     return config
 
 
 def combinations(config: Any) -> list[tuple[str, ...]]:
-    """Return the changes that a config leaves open, with each other, fewest first."""
+    """Return all combinations of changes to keys at their defaults, fewest first."""
     open_changes = [change for change in CHANGES.values() if change.is_open(config)]
     keys = itertools.groupby(open_changes, lambda change: change.key)
     choices = [("", *(change.override for change in group)) for _, group in keys]

@@ -1,10 +1,10 @@
-"""The ways to recompute a layer that a plan weighs, and how to type them.
+"""The rematerialisation policies that a plan compares.
 
-The bytes saved for each FLOP that is not recomputed are equal for every product of a
-layer: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output costs
-2 / (2 T) for T positions, and a FLOP of its kernel takes longer than one of a product.
-It is therefore saved first, then the products around it, and last those of the MLP,
-which are the largest.
+Every product of a layer needs the same number of saved bytes for each FLOP that is not
+recomputed: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output
+needs 2 / (2 T) for T positions, and its kernel is slower for each FLOP. So attention is
+saved first, then its inputs and output, and last the intermediates of the MLP, which
+are the largest.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from model.choices import INTERMEDIATES, Intermediate, OffloadName
 from model.config import ModelConfig
 from train.config import Remat
 
-Policy = Remat | tuple[Intermediate, ...]
+RematPolicy = Remat | tuple[Intermediate, ...]
 
 _AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
-_ALL = "all that is no product"
-# The least is kept by the first, the most by the last.
-WAYS: tuple[Policy, ...] = (
+_OTHERS = "intermediates other than products"
+# Sorted from the policy that saves least to the one that saves most.
+WAYS: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
     ("attention", *_AROUND),
@@ -30,50 +30,56 @@ WAYS: tuple[Policy, ...] = (
 )
 
 
-def ways(model: ModelConfig) -> list[Policy]:
-    """Return the ways, the least kept first, but those that keep of no layer more."""
+def policies_for(model: ModelConfig) -> list[RematPolicy]:
+    """Return the policies that differ for a model, those that save least first."""
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
     return [way for way in WAYS if not (no_mlp and {*_MLP} <= {*way})]
 
 
-def typed(policy: Policy) -> str:
-    """Return what to type for a policy: `full`, or `[attention,query]`."""
+def format_policy(policy: RematPolicy) -> str:
+    """Return a policy in the syntax of overrides: `full`, or `[attention,query]`."""
     if isinstance(policy, Remat):
         return policy.value
     return f"[{','.join(policy)}]"
 
 
-def parsed(text: str) -> Policy:
-    """Return the policy that `typed` wrote."""
+def parse_policy(text: str) -> RematPolicy:
+    """Parse a policy that `format_policy` wrote."""
     if not text.startswith("["):
         return Remat(text)
     names = tuple(filter(None, text.strip("[]").split(",")))
     return cast(tuple[Intermediate, ...], names)
 
 
-def ways_beside(offload: Sequence[OffloadName]) -> list[Policy]:
-    """List the ways that do not keep what waits in host memory, the least first."""
-    return [way for way in WAYS if not (offload and _kept(way) & {*offload, _ALL})]
+def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
+    """List the policies that save nothing that is offloaded, the least first."""
+    return [way for way in WAYS if not (offload and _saved(way) & {*offload, _OTHERS})]
 
 
-def keeping_less(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
-    """List the ways that keep a part of what a policy keeps, the most first."""
-    alternatives = reversed(ways_beside(offload))
-    return [way for way in alternatives if _kept(way) < _kept(policy)]
+def policies_keeping_less(
+    policy: RematPolicy, offload: Sequence[OffloadName] = ()
+) -> list[RematPolicy]:
+    """List the policies that save a subset of what a policy saves, the most first."""
+    candidates = reversed(policies_with_offload(offload))
+    return [way for way in candidates if _saved(way) < _saved(policy)]
 
 
-def keeping_more(policy: Policy, offload: Sequence[OffloadName] = ()) -> list[Policy]:
-    """List the ways that keep more than all that a policy keeps, the least first."""
-    return [way for way in ways_beside(offload) if _kept(way) > _kept(policy)]
+def policies_keeping_more(
+    policy: RematPolicy, offload: Sequence[OffloadName] = ()
+) -> list[RematPolicy]:
+    """List the policies that save all that a policy saves and more, the least first."""
+    return [
+        way for way in policies_with_offload(offload) if _saved(way) > _saved(policy)
+    ]
 
 
-def _kept(policy: Policy) -> frozenset[str]:
+def _saved(policy: RematPolicy) -> frozenset[str]:
     if not isinstance(policy, Remat):
         return frozenset(policy)
     return frozenset(
         {
             Remat.full: (),
             Remat.dots: (*_AROUND, *_MLP),
-            Remat.none: (*INTERMEDIATES, _ALL),
+            Remat.none: (*INTERMEDIATES, _OTHERS),
         }[policy]
     )

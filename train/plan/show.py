@@ -1,4 +1,4 @@
-"""Show what XLA made of a step: its texts in files, and their most important facts."""
+"""Show the compiled step to people: its texts in files, and a summary."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,13 +12,13 @@ from train.plan.compiled.inspection import Inspection
 from train.program import Program
 from train.units import format_bytes
 
-_NAMED = 3  # how many arrays that are not updated in place are named
+_NAMED = 3  # arrays that are named if they are not updated in place
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
-    """Write a step as it was traced, lowered and optimized; return the files' names.
+    """Write the traced, lowered and optimized step; return the names of the files.
 
-    `text` is that of the optimized module; the folder exists.
+    `text` is the text of the optimized module. The folder must exist.
     """
     traced, lowered = lower_step(program)
     texts = {
@@ -32,13 +32,13 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
 
 
 def sentences(inspection: Inspection) -> list[tuple[str, str]]:
-    """Return what matters of a compiled step, as names and sentences."""
+    """Return the summary of a compiled step as pairs of a title and a sentence."""
     updated, copied = inspection.in_place
-    in_place = f"all {len(updated)} arrays of the state are updated where they are"
+    in_place = f"all {len(updated)} arrays of the state are updated in place"
     if copied:
         named = ", ".join(copied[:_NAMED]) + ", ..." * (len(copied) > _NAMED)
-        in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state; "
-        in_place += f"not {named}"
+        in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state are "
+        in_place += f"updated in place, but not {named}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
     total = sum(inspection.operand_bytes.values())
     dtypes = (
@@ -50,20 +50,20 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     ]
     return [
         ("in place", in_place),
-        ("kernels", kernels or "none: all is XLA's own"),
+        ("kernels", kernels or "none; XLA generated all code itself"),
         ("operands", f"of products: {', '.join(dtypes) or 'none'}"),
         *[("copies", copy) for copy in copies or ["none above 1 % of all bytes"]],
     ]
 
 
-def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Return what is found as plain values, with the sentences for the page."""
+def inspection_data(inspection: Inspection) -> dict[str, Any]:
+    """Return an inspection as plain values, with its sentences for the page."""
     values = asdict(inspection) | {"in_place": inspection.in_place._asdict()}
     return values | {"sentences": sentences(inspection)}
 
 
 def print_inspection(inspection: Inspection) -> None:
-    """Print what matters of a compiled step, and its largest buffers."""
+    """Print the summary of a compiled step and its largest buffers."""
     for name, text in sentences(inspection):
         print(f"{name:<11} {text}")
     rows = [

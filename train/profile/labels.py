@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from train.plan.compiled.attribution import (
-    names_apart,
-    part_of,
+    part_in_name,
     producers,
-    scope,
+    scope_in_name,
     scope_of,
+    split_name,
 )
 from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.flops import multiplies
@@ -75,19 +75,21 @@ class Labels:
         instruction = executed.instruction
         if instruction.opcode == "while":
             return None
-        inner = instruction.parts
+        inner = instruction.with_nested
         opcodes = {part.opcode for part in inner}
-        if names := names_apart(instruction.op_name):  # It serves several operations.
-            scopes = _by_count(scope_of(name) or _outermost(name) for name in names)
+        if names := split_name(instruction.op_name):  # It serves several operations.
+            scopes = _by_count(
+                scope_in_name(name) or _outermost(name) for name in names
+            )
             return Label((*scopes, UNNAMED)[0], self._kind(executed, "", opcodes))
-        inner_scopes = (scope(executed, part) for part in inner if part.op_name)
-        stack = _first([scope(executed, instruction), *_by_count(inner_scopes)])
+        inner_scopes = (scope_of(executed, part) for part in inner if part.op_name)
+        stack = _first([scope_of(executed, instruction), *_by_count(inner_scopes)])
         names = [instruction.op_name, *_by_count(part.op_name for part in inner)]
-        part = _first(map(part_of, names))
+        part = _first(map(part_in_name, names))
         name = f"{stack} {part}".strip() or _first(map(_outermost, names))
         if not name:  # The instruction has no name: take that of an operand's producer.
             operands = producers(instruction)
-            part = name = _first(part_of(operand.op_name) for operand in operands)
+            part = name = _first(part_in_name(operand.op_name) for operand in operands)
         return Label(name or UNNAMED, self._kind(executed, part, opcodes))
 
     def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:

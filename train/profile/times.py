@@ -12,7 +12,7 @@ from pathlib import Path
 from etils import epath
 
 from train.profile.labels import WAITING, Label, Labels
-from train.profile.trace import Event, read_trace, time_spent
+from train.profile.profiler_trace import Event, read_trace, time_spent
 
 
 def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:

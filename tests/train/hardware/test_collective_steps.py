@@ -13,7 +13,7 @@ from train.hardware.collective_steps import collective_steps
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
 from train.mesh import make_mesh
-from train.plan.compiled.collectives import Collective, ledger
+from train.plan.compiled.collectives import Collective, list_collectives
 from train.plan.compiled.trip_counts import read_module
 
 WEIGHT = (4096, 14336)
@@ -78,7 +78,7 @@ def compile_on():
             )
             text = jax.jit(mapped).lower(given).compile().as_text()
             assert text is not None
-            found += ledger(read_module(text), mesh)
+            found += list_collectives(read_module(text), mesh)
         return found
 
     return compile_on

@@ -89,30 +89,24 @@ def test_targets_have_the_figures_that_plans_need(family):
 
 
 @pytest.mark.parametrize(
-    ("kind", "peak"),
+    ("device_kind", "family"),
     [
-        ("TPU v5 lite", 197e12),
-        ("TPU v5p", 459e12),
-        ("TPU v5", 459e12),
-        ("TPU v3", 61.5e12),  # a core
-        ("TPU7x", 1153.5e12),  # a die
-        ("NVIDIA GB200", 2500e12),
-        ("NVIDIA GH200 480GB", 989.5e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA H100 80GB HBM3", 989.5e12),
-        ("cpu", None),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("TPU7x", "tpu7x"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        *((f"NVIDIA {chip.kind} SXM", family) for family, chip in CHIPS.items()),
     ],
 )
-def test_peak_of_a_jax_device(kind, peak):
-    assert peak_flops(kind) == peak
+def test_a_device_kind_finds_its_chip_and_the_peak_of_one_device(device_kind, family):
+    chip = CHIPS[family]
+    assert chip_of(device_kind) is chip
+    peak = peak_flops(device_kind)
+    assert peak is not None
+    assert peak * chip.devices == chip.flops["bfloat16"]
 
 
-def test_a_superchip_has_not_the_memory_of_the_chip_whose_name_is_in_its_own():
-    chip = chip_of("NVIDIA GH200 480GB")
-    assert chip is not None
-    assert chip.hbm_bytes is None
-
-
-def test_every_chip_is_found_by_its_own_kind():
-    for chip in CHIPS.values():
-        assert chip_of(f"NVIDIA {chip.kind} SXM") is chip
+def test_a_cpu_has_no_known_peak():
+    assert peak_flops("cpu") is None

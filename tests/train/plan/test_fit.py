@@ -10,7 +10,7 @@ from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.fit import make_fit
 from train.plan.memory import Figure
-from train.plan.recomputing import keeping_less, typed
+from train.plan.recomputing import format_policy, policies_keeping_less
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
@@ -129,7 +129,7 @@ def test_what_the_compiler_needs_more_stays(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory = estimate_memory(program)
     room = MemoryBudget(*[needs(program) - MIB] * 3)
-    most = typed(keeping_less(program.config.train.remat)[0])
+    most = format_policy(policies_keeping_less(program.config.train.remat)[0])
     assert make_fit(program, memory, room).override == f"train.remat={most}"
     saved = needs(program) - needs(laid_out("mesh=ddp", "data.batch_size=64", REMAT))
     large = Figure(room.available + saved + MIB, "compiled")
@@ -144,9 +144,9 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out, capsys):
     large = Figure(24 * 1024 * MIB, "compiled")
     memory = dataclasses.replace(memory, needed=large)
     advice = make_fit(program, memory, MemoryBudget(*[15 * 1024 * MIB] * 3))
-    assert "24.00 GiB a device are needed, 9.00 GiB more" in advice.bottleneck
+    assert "a device needs 24.00 GiB, 9.00 GiB more" in advice.bottleneck
     assert f"take {held / MIB / 1024:.2f} GiB" in advice.bottleneck
-    assert "are not enough: take more or larger chips" in advice.change
+    assert "are not enough: use more or larger chips" in advice.change
     assert len(advice.change.split()) < 30
     assert len(advice.changes) == 5
     needed = [one.needed_bytes for one in advice.changes]
@@ -157,7 +157,7 @@ def test_what_is_needed_and_what_each_change_leaves_is_said(laid_out, capsys):
         (row,) = (line for line in printed if line.startswith(f"{one.override} "))
         assert format_bytes(one.needed_bytes) in row
         assert row.endswith("no")
-    assert "have moments in host memory" in {one.change for one in advice.changes}
+    assert "use moments in host memory" in {one.change for one in advice.changes}
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_recomputing_less_is_advised_where_it_is_faster(
     ("mib", "change", "override"),
     [
         (2500, "it fits, estimated", "mesh.data=2 mesh.fsdp=4 train.remat="),
-        pytest.param(100, "cut layers into more parts", "", marks=pytest.mark.slow),
+        pytest.param(100, "split layers into more parts", "", marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_fit_is_advised_where_no_speed_is_known(

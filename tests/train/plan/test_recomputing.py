@@ -9,25 +9,31 @@ from train.config import Remat
 from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_memory, estimate_step
 from train.plan.estimated.temporaries import saved_bytes
-from train.plan.recomputing import WAYS, keeping_less, keeping_more, parsed, typed
+from train.plan.recomputing import (
+    WAYS,
+    format_policy,
+    parse_policy,
+    policies_keeping_less,
+    policies_keeping_more,
+)
 
 
 @pytest.mark.parametrize("way", [*WAYS, ()])
 def test_what_is_typed_is_the_policy(way):
-    assert parsed(typed(way)) == way
-    assert compose([f"train.remat={typed(way)}"]).train.remat == way
+    assert parse_policy(format_policy(way)) == way
+    assert compose([f"train.remat={format_policy(way)}"]).train.remat == way
 
 
 def test_less_and_more_go_from_what_is_next():
     attention = ("attention",)
-    assert keeping_more(Remat.full) == [*WAYS[1:]]
-    assert keeping_less(Remat.none) == [*reversed(WAYS[:-1])]
-    assert keeping_less(attention) == [Remat.full]
-    assert keeping_more(Remat.none) == keeping_less(Remat.full) == []
+    assert policies_keeping_more(Remat.full) == [*WAYS[1:]]
+    assert policies_keeping_less(Remat.none) == [*reversed(WAYS[:-1])]
+    assert policies_keeping_less(attention) == [Remat.full]
+    assert policies_keeping_more(Remat.none) == policies_keeping_less(Remat.full) == []
     # What keeps attention keeps neither more nor less than the products alone.
-    assert keeping_less(Remat.dots) == [Remat.full]
-    assert {*keeping_more(attention)} == {*WAYS[2:]} - {Remat.dots}
-    assert keeping_more(("mlp_up",)) == [Remat.dots, *WAYS[-2:]]
+    assert policies_keeping_less(Remat.dots) == [Remat.full]
+    assert {*policies_keeping_more(attention)} == {*WAYS[2:]} - {Remat.dots}
+    assert policies_keeping_more(("mlp_up",)) == [Remat.dots, *WAYS[-2:]]
 
 
 @pytest.mark.slow
@@ -35,7 +41,9 @@ def test_what_keeps_more_computes_less(programs):
     """By the estimate, of a model whose attention is XLA's: no kernel runs twice."""
     kept, flops = [], []
     for way in WAYS:
-        program = programs(f"train.remat={typed(way)}", "model.activation=swiglu")
+        program = programs(
+            f"train.remat={format_policy(way)}", "model.activation=swiglu"
+        )
         kept.append(saved_bytes(local_step(program)))
         flops.append(estimate_step(program).flops.total)
         assert estimate_memory(program).needed.bytes > 0

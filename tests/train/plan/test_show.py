@@ -11,7 +11,7 @@ from train.plan.__main__ import plan_mistakes
 from train.plan.compiled.buffers import Buffer
 from train.plan.compiled.inspection import Copied, InPlace, Inspection
 from train.plan.config import PlanConfig
-from train.plan.show import as_json, print_inspection, sentences, write_texts
+from train.plan.show import inspection_data, print_inspection, sentences, write_texts
 
 FOUND = Inspection(
     in_place=InPlace(["a", "b"], []),
@@ -26,19 +26,25 @@ def test_what_matters_is_said_in_a_few_lines(capsys):
     print_inspection(FOUND)
     printed = capsys.readouterr().out
     for text in (
-        *("all 2 arrays of the state", "splash_mha_fwd 32 x"),
+        *("all 2 arrays of the state are updated in place", "splash_mha_fwd 32 x"),
         *("of products: bf16 99.0%, f32 1.0%", "3.00 GiB", "the loss"),
         "2.5% of all bytes: copy.1 (layers backward, model/gpt.py:7)",
     ):
         assert text in printed
     assert len(printed.splitlines()) == 8  # with the table of one buffer
-    assert json.loads(json.dumps(as_json(FOUND)))["in_place"]["updated"] == ["a", "b"]
+    assert json.loads(json.dumps(inspection_data(FOUND)))["in_place"]["updated"] == [
+        "a",
+        "b",
+    ]
 
 
 def test_what_is_copied_is_named_and_no_list_grows_long():
     lost = InPlace(["a"], ["b", "c", "d", "e"])
     said = dict(sentences(FOUND.__class__(lost, {}, [], [], {})))
-    assert said["in place"] == "1 of 5 arrays of the state; not b, c, d, ..."
+    assert (
+        said["in place"]
+        == "1 of 5 arrays of the state are updated in place, but not b, c, d, ..."
+    )
     assert said["copies"] == "none above 1 % of all bytes"
     assert said["operands"] == "of products: none"
 
@@ -62,7 +68,7 @@ def test_this_machines_step_is_shown_through_the_door(tmp_path):
     command = [sys.executable, "-m", "train.plan", "show=true", f"output={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "in place    all 35 arrays of the state" in done.stdout
+    assert "in place    all 35 arrays of the state are updated in place" in done.stdout
     found = json.loads((tmp_path / "plan.json").read_text())["inspection"]
     assert found["in_place"]["others"] == []
     assert len(found["buffers"]) == 10

@@ -1,1 +1,1 @@
-"""Reads the costs of a step from the program that XLA compiled."""
+"""The cost of a step, read from the program that XLA compiled."""

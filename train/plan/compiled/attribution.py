@@ -1,9 +1,9 @@
-"""Attribute the instructions of a compiled step to parts of the model.
+"""Find the part of the model that an instruction of a compiled step belongs to.
 
 The compiler keeps names of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
 part of the model (model/scopes.py) inside a scope of the step. An instruction without a
-name gets the attribution of its nearest neighbours.
+name is attributed through its nearest neighbours.
 """
 
 import re
@@ -24,56 +24,57 @@ _FUSIONS = ("fusion", "fusion-start")
 _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
 
-def scope(executed: Executed, instruction: Instruction) -> str:
-    """Return where an instruction stands: "layers forward", "loss backward", or "".
+def scope_of(executed: Executed, instruction: Instruction) -> str:
+    """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    Where the loops around it do not tell, its name does: XLA runs the first or the last
-    trip of a loop outside of it, and moves what does not change from trip to trip.
+    The loops around it decide, then its name: XLA moves the first or the last trip, and
+    whatever is the same in every trip, out of a loop.
     """
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    scopes = [scope_of(name) for name in (*loops, *names) if not names_apart(name)]
-    inner = [scope_name for scope_name in scopes if scope_name and scope_name != _OUTER]
+    scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
+    inner = [scope for scope in scopes if scope and scope != _OUTER]
     return next(iter(inner), _OUTER if _OUTER in scopes else "")
 
 
-def scope_of(name: str) -> str:
-    """Return the scope that a name tells, as `scope` does; "" if it tells none."""
+def scope_in_name(name: str) -> str:
+    """Return the innermost scope in a name, formatted as by `scope_of`, or ""."""
     matches = _SCOPE.findall(name)
     if not matches:
         return ""
-    back, forward, label = matches[-1]
-    return label + (" backward" if back else " forward" if forward else "")
+    transposed, differentiated, scope = matches[-1]
+    direction = " backward" if transposed else " forward" if differentiated else ""
+    return scope + direction
 
 
-def part_of(name: str) -> str:
-    """Return the part of the model that a name tells, `mlp.up`; "" if it tells none."""
+def part_in_name(name: str) -> str:
+    """Return the part of the model in a name, for example `mlp.up`, or ""."""
     return ".".join(_PART.findall(name))
 
 
-def serves(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
-    """Return what the operands of a collective are for, with their bytes."""
+def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
+    """Return the part of the model and the bytes of each operand of a collective."""
     outer, operands = executed.instruction, inner.operands
-    callers = () if inner.within is outer.within else (outer,)
-    op_name = inner.op_name or outer.op_name
-    names = names_apart(op_name)
-    if len(operands) == 1 and names:  # several arrays are concatenated (GPU)
+    callers = () if inner.computation is outer.computation else (outer,)
+    collective_name = inner.op_name or outer.op_name
+    names = split_name(collective_name)
+    if len(operands) == 1 and names:  # GPU: several arrays were concatenated.
         arrays = _concatenated(operands[0])
         if len(arrays) == len(names):
-            parts = [part_of(name) or OTHER for name in names]
+            parts = [part_in_name(name) or OTHER for name in names]
             return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
     uses = []
     for number, operand in enumerate(operands):
         if operand.num_bytes <= _SCALARS_BYTES:
             uses.append((SCALARS, operand.num_bytes))
             continue
-        # The name of several operands is that of one of them.
-        exact = op_name if len(operands) == 1 and not names else ""
+        # The name of a collective with several operands is that of one of them.
+        exact = collective_name if len(operands) == 1 and not names else ""
         exact = names[number] if len(names) == len(operands) else exact
         producer_names = (producer.op_name for producer in producers(operand, callers))
-        candidates = (exact, *producer_names, op_name, *_user_names(executed))
-        part = next(filter(None, map(part_of, candidates)), OTHER)
+        candidates = (exact, *producer_names, collective_name, *_user_names(executed))
+        part = next(filter(None, map(part_in_name, candidates)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
 
@@ -84,14 +85,14 @@ def _concatenated(instruction: Instruction) -> list[Instruction]:
     return instruction.operands if instruction.opcode == "concatenate" else []
 
 
-def names_apart(name: str) -> list[str]:
-    """Take apart the name of several instructions in one, "a/(b:c)" (GPU)."""
+def split_name(name: str) -> list[str]:
+    """Split the joint name of several instructions, "a/(b:c)" (GPU); [] otherwise."""
     match = re.fullmatch(r"(|.*?/)\((.*:.*)\)", name)
     return [match[1] + item for item in match[2].split(":")] if match else []
 
 
 def _user_names(executed: Executed) -> Iterator[str]:
-    """Return the names of the instructions that use a result, the nearest first."""
+    """Yield the names of the instructions that use a result, the nearest first."""
     queue, visited = deque([executed.instruction]), {executed.instruction}
     while queue and len(visited) < _NEIGHBOURS:
         for user in queue.popleft().users:
@@ -102,7 +103,7 @@ def _user_names(executed: Executed) -> Iterator[str]:
 
 
 class _Value(NamedTuple):
-    """An instruction and the fusions that contain it, innermost last."""
+    """The result of an instruction, and the fusions around it, innermost last."""
 
     instruction: Instruction
     callers: tuple[Instruction, ...]
@@ -111,9 +112,9 @@ class _Value(NamedTuple):
 def producers(
     instruction: Instruction, callers: tuple[Instruction, ...] = ()
 ) -> Iterator[Instruction]:
-    """Return an instruction and those that make its operands, the nearest first.
+    """Yield an instruction and those that produce its operands, the nearest first.
 
-    `callers` are the fusions that it stands in, innermost last.
+    `callers` are the fusions around the instruction, innermost last.
     """
     queue, visited = deque([_Value(instruction, callers)]), set[str]()
     while queue and len(visited) < _NEIGHBOURS:
@@ -121,16 +122,16 @@ def producers(
         if value.instruction.name not in visited:
             visited.add(value.instruction.name)
             yield value.instruction
-            queue += _made_from(value)
+            queue += _sources(value)
 
 
-def _made_from(value: _Value) -> Iterator[_Value]:
-    """Return what a value is made from, through fusions and loops."""
+def _sources(value: _Value) -> Iterator[_Value]:
+    """Yield the values that a value is computed from, through fusions and loops."""
     instruction, callers = value
     operands, opcode = instruction.operands, instruction.opcode
     if opcode == "parameter" and callers:
-        caller_operand = callers[-1].operands[int(instruction.arguments)]
-        yield _Value(caller_operand, callers[:-1])
+        argument = callers[-1].operands[int(instruction.arguments)]
+        yield _Value(argument, callers[:-1])
     elif opcode in _FUSIONS:
         yield _Value(instruction.called[0].root, (*callers, instruction))
     elif opcode == "get-tuple-element":
@@ -140,11 +141,11 @@ def _made_from(value: _Value) -> Iterator[_Value]:
             source = source.called[0].root
         elif source.opcode == "while":
             source = source.body.root
-        elif source.opcode == "parameter":  # made in the trip before
-            source = source.within.root
-        parts = source.operands
-        if source.opcode in _TUPLES and element < len(parts):
-            source = parts[element]
+        elif source.opcode == "parameter":  # The loop's previous trip produced it.
+            source = source.computation.root
+        elements = source.operands
+        if source.opcode in _TUPLES and element < len(elements):
+            source = elements[element]
         yield _Value(source, callers)
     else:
         if opcode == "dynamic-update-slice":

@@ -1,18 +1,17 @@
-"""The largest buffers of a compiled step: what makes each, and when it dies.
+"""List the largest buffers of a compiled step, with their makers and last uses.
 
-Read off the schedule: a buffer lives from the instruction that makes it to the last one
-that uses it. Elements of tuples, what loops hand on from trip to trip, and updates in
-place are views of one buffer. What XLA puts into the same place one after the other
-counts as several; bytes are without the padding of tiles. Arguments (the state and the
-batch), and what is written into their places, are left out.
+A buffer lives from the instruction that makes it to the last one that uses it, in
+scheduled order. Tuple elements, values that a loop carries from trip to trip, and
+in-place updates are views of one buffer. Buffers that XLA puts into the same memory one
+after the other count separately, and sizes exclude the padding of tiles. Arguments (the
+state and the batch), and results that alias them, are left out.
 """
 
 import re
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.hlo import (
     Computation,
     Executed,
@@ -24,11 +23,11 @@ from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = ("bitcast", "opt-barrier", "while")
 _NO_USE = ("tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier")
-_ZEROS = re.compile(r"broadcast|AllocateBuffer")  # before anything else is in it
+_ZEROS = re.compile(r"broadcast|AllocateBuffer")  # fills a buffer before its maker
 
 
 class Key(NamedTuple):
-    """An element of what an instruction makes."""
+    """An element of an instruction's result."""
 
     instruction: Instruction
     element: int
@@ -36,7 +35,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer. `made` and `dies` name scopes of the step and lines of source."""
+    """A buffer, described for people.
+
+    bytes: its size.
+    array: its dtype and dims.
+    made: the place in the step that makes it, and lines of source.
+    dies: the place of its last use.
+    """
 
     bytes: int
     array: str
@@ -45,123 +50,126 @@ class Buffer:
 
 
 def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
-    """List the largest `count` buffers of a program in main memory."""
+    """Return the `count` largest buffers of a program in main memory."""
     lives = _Lives(module)
     sizes = sorted(lives.arrays.items(), key=lambda item: -item[1].num_bytes)
-    result = []
+    buffers = []
     for key, array in sizes[:count]:
-        dims = ",".join(map(str, array.dims))
-        maker, last = lives.makers[key], lives.last.get(key)
-        result.append(
+        dims, last = ",".join(map(str, array.dims)), lives.last.get(key)
+        buffers.append(
             Buffer(
-                array.num_bytes,
-                f"{array.dtype}[{dims}]",
-                _described(maker, lines),
-                _described(last, lines) if last else "nothing uses it",
+                bytes=array.num_bytes,
+                array=f"{array.dtype}[{dims}]",
+                made=_describe(lives.makers[key], lines),
+                dies=_describe(last, lines) if last else "nothing uses it",
             )
         )
-    return result
+    return buffers
 
 
-def _described(executed: Executed, lines: SourceLines) -> str:
-    """Return where in the step something stands, and its lines of source."""
+def _describe(executed: Executed, lines: SourceLines) -> str:
+    """Return the scope of an instruction, the part of the model and source lines."""
     instruction, part, line = executed.instruction, "", ""
     for producer in (instruction, *producers(instruction)):
         line = line or lines.line_of(producer)
-        if part := part_of(producer.op_name):
+        if part := part_in_name(producer.op_name):
             line = lines.line_of(producer) or line
             break
-    scope_name = scope(executed, instruction)
-    words = [scope_name if part in scope_name else f"{scope_name} {part}".strip(), line]
-    return ", ".join(filter(None, words)) or instruction.name
+    scope = scope_of(executed, instruction)
+    place_in_step = scope if part in scope else f"{scope} {part}".strip()
+    return ", ".join(filter(None, (place_in_step, line))) or instruction.name
 
 
 class _Lives:
-    """The buffers of a program, who fills each, and who uses each last."""
+    """The buffers of a program, by the element that holds each."""
 
     def __init__(self, module: Module):
         self.module = module
         self.arrays: dict[Key, HloArray] = {}
         self.makers: dict[Key, Executed] = {}
         self.last: dict[Key, Executed] = {}
-        self._known: dict[Key, Key | None] = {}
-        self._handed_on: dict[Key, Key] = {}
+        self._owners: dict[Key, Key | None] = {}
+        self._carried: dict[
+            Key, Key
+        ] = {}  # the loop's state that a body's result fills
         for loop in module.loops.values():
             for number in range(len(loop.instruction.arrays)):
-                value_key = self._of(loop.body.root, number)
-                carried = self._of(loop.instruction, number)
-                if value_key and carried and value_key.instruction.within is loop.body:
-                    self._handed_on[value_key] = carried
+                result = self._owner(loop.body.root, number)
+                state = self._owner(loop.instruction, number)
+                if result and state and result.instruction.computation is loop.body:
+                    self._carried[result] = state
         self._collect()
 
     def _collect(self) -> None:
-        root, filled = self.module.entry.root, defaultdict[Key, bool](bool)
+        root, filled = self.module.entry.root, set[Key]()
         for executed in self.module.executed:
             instruction = executed.instruction
             for number, array in enumerate(instruction.arrays):
-                key = self._holder(self._of(instruction, number))
+                key = self._buffer(instruction, number)
                 if key is None or _makes_nothing(instruction.opcode):
                     continue
-                is_own = key == (instruction, number)
-                if is_own and array.space == 0 and array.num_bytes:
+                is_owner = key == (instruction, number)
+                if is_owner and array.space == 0 and array.num_bytes:
                     self.arrays[key] = array
-                if not filled[key]:  # zeros do not count, what is put there does
+                if key not in filled:  # Whoever follows the zeros is the maker.
                     self.makers[key] = executed
-                    name = f"{instruction.name} {instruction.target}"
-                    filled[key] = not _ZEROS.search(name)
+                    if not _ZEROS.search(f"{instruction.name} {instruction.target}"):
+                        filled.add(key)
             if instruction.opcode not in _NO_USE:
                 for operand in instruction.operands:
                     for number in range(len(operand.arrays)):
-                        if key := self._holder(self._of(operand, number)):
+                        if key := self._buffer(operand, number):
                             self.last[key] = executed
-        for number in range(len(root.arrays)):  # results, and arrays that they alias
-            if key := self._holder(self._of(root, number)):
+        for number in range(len(root.arrays)):  # results, which alias arguments
+            if key := self._buffer(root, number):
                 self.arrays.pop(key, None)
 
-    def _holder(self, key: Key | None) -> Key | None:
-        while key is not None and key in self._handed_on:
-            key = self._handed_on[key]
+    def _buffer(self, instruction: Instruction, element: int) -> Key | None:
+        """Return the buffer of an element, following loops, or None for arguments."""
+        key = self._owner(instruction, element)
+        while key is not None and key in self._carried:
+            key = self._carried[key]
         return key
 
-    def _of(self, producer: Instruction, element: int) -> Key | None:
-        """Return what holds an element; None: an argument."""
-        key = Key(producer, element)
-        if key not in self._known:
-            self._known[key] = self._find(key)
-        return self._known[key]
+    def _owner(self, instruction: Instruction, element: int) -> Key | None:
+        """Return the element that owns the memory, or None for arguments."""
+        key = Key(instruction, element)
+        if key not in self._owners:
+            self._owners[key] = self._find_owner(key)
+        return self._owners[key]
 
-    def _find(self, key: Key) -> Key | None:
-        producer, element = key
-        operands, opcode = producer.operands, producer.opcode
+    def _find_owner(self, key: Key) -> Key | None:
+        instruction, element = key
+        operands, opcode = instruction.operands, instruction.opcode
         if opcode == "parameter":
-            loop = self.module.loops.get(producer.within.name)
-            return self._of(loop.instruction, element) if loop else None
+            loop = self.module.loops.get(instruction.computation.name)
+            return self._owner(loop.instruction, element) if loop else None
         if opcode == "get-tuple-element":
-            return self._of(operands[0], producer.index)
+            return self._owner(operands[0], instruction.index)
         if opcode == "tuple" and element < len(operands):
-            return self._of(operands[element], 0)
+            return self._owner(operands[element], 0)
         if opcode in _VIEWS:
-            return self._of(operands[0], element)
+            return self._owner(operands[0], element)
         if opcode == "dynamic-update-slice":
-            return self._of(operands[0], 0)
+            return self._owner(operands[0], 0)
         if opcode == "fusion":
-            updated = _updated(producer.called[0], element)
+            updated = _updated_operand(instruction.called[0], element)
             if updated is not None:
-                return self._of(operands[updated], 0)
+                return self._owner(operands[updated], 0)
         return key
 
 
 def _makes_nothing(opcode: str) -> bool:
-    """Tell whether all that an instruction gives is there already, or not yet."""
+    """Return whether a result exists already, or is not complete yet."""
     return opcode in (*_NO_USE, "while") or opcode.endswith("-start")
 
 
-def _updated(inside: Computation, element: int) -> int | None:
-    """Return the operand that a fusion updates in place for an element, if one."""
-    producer = inside.root
-    if producer.opcode == "tuple":
-        operands = producer.operands
-        producer = operands[element] if element < len(operands) else producer
-    while producer.opcode in ("bitcast", "dynamic-update-slice"):
-        producer = producer.operands[0]
-    return int(producer.arguments) if producer.opcode == "parameter" else None
+def _updated_operand(body: Computation, element: int) -> int | None:
+    """Return the operand that a fusion updates in place for an element, if any."""
+    result = body.root
+    if result.opcode == "tuple":
+        operands = result.operands
+        result = operands[element] if element < len(operands) else result
+    while result.opcode in ("bitcast", "dynamic-update-slice"):
+        result = result.operands[0]
+    return int(result.arguments) if result.opcode == "parameter" else None

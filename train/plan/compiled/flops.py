@@ -1,12 +1,13 @@
-"""FLOPs of a compiled program.
+"""Count the FLOPs of a compiled program.
 
-Those of matrix products wherever they stand: in fusions, in loops (times their trips),
-in attention kernels by the shapes of their operands.
+Matrix products count wherever they are: in fusions, in loops (once a trip), and in
+kernels, by the shapes of the kernels' operands.
 """
 
 import math
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,74 +22,81 @@ from train.plan.cost import (
 )
 
 _FLOATS = ("f", "bf")
-# jax/_src/cudnn/fused_attention_stablehlo.py: of the scores, [B, N, T, S].
+# The shape [B, N, T, S] of the scores (jax/_src/cudnn/fused_attention_stablehlo.py).
 _SCORES = r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]'
 _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 
 
+class AttentionFlops(NamedTuple):
+    """The FLOPs of an attention kernel.
+
+    full: FLOPs if every query saw every key.
+    computed: FLOPs of what the kernel does not skip.
+    """
+
+    full: float
+    computed: float
+
+
 def count_flops(module: Module) -> Flops:
-    """Add up a program."""
-    products = attention = total = eight_bits = grouped = 0.0
+    """Return the FLOPs of a program by kind, and the kernels that cannot be counted."""
+    products = attention = attention_full = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             flops = executed.times * product_flops(inner)
             products += flops
             if flops and has_eight_bits(inner):
                 eight_bits += flops
             if is_grouped(inner):
                 grouped += flops
-            if inner.opcode == "custom-call":
-                flops, share = kernel_flops(inner)
-                attention += executed.times * flops * share
-                total += executed.times * flops
-                if not flops and not product_flops(inner) and is_kernel(inner):
-                    unknown.add(inner.target)
-    names = tuple(sorted(unknown))
+            kernel = attention_kernel_flops(inner)
+            attention += executed.times * kernel.computed
+            attention_full += executed.times * kernel.full
+            if not flops and not kernel.full and is_kernel(inner):
+                unknown.add(inner.target)
     return Flops(
         products,
         attention,
-        whole_attention=total,
-        unknown=names,
+        attention_full,
+        unknown=tuple(sorted(unknown)),
         eight_bits=eight_bits,
         grouped=grouped,
     )
 
 
 def multiplies(instruction: Instruction) -> bool:
-    """Tell whether an instruction, or what it holds, multiplies matrices."""
+    """Return whether an instruction, or one fused into it, multiplies matrices."""
     return any(
         inner.opcode in ("dot", "convolution")
-        or (inner.opcode == "custom-call" and kernel_flops(inner)[0])
+        or attention_kernel_flops(inner).full
         or product_flops(inner)
-        for inner in instruction.parts
+        for inner in instruction.with_nested
     )
 
 
 def computed_flops(instructions: Iterable[Instruction]) -> float:
-    """Count the FLOPs of some instructions, with what they hold, loop over or call."""
+    """Count the FLOPs of instructions, including all that they loop over or call."""
     return sum(map(_flops, instructions))
 
 
 def _flops(instruction: Instruction) -> float:
     if instruction.opcode == "while":
         return instruction.loop.trips * computed_flops(instruction.body.order)
-    total = product_flops(instruction)
-    if instruction.opcode == "custom-call":
-        total += math.prod(kernel_flops(instruction))
+    total = product_flops(instruction) + attention_kernel_flops(instruction).computed
     return total + sum(computed_flops(called.order) for called in instruction.called)
 
 
 def product_flops(instruction: Instruction) -> float:
-    """Count the FLOPs of a dot, a convolution, or rows grouped by expert; else 0."""
+    """Count the FLOPs of a dot, a convolution or a grouped product; 0 for others."""
     if instruction.opcode == "dot" or _CUBLAS in instruction.attributes:
         lhs = instruction.operands[0].arrays[0]
         dims = r'"lhs_contracting_dimensions":\[([\d",]*)\]'
         if instruction.opcode == "dot":
             dims = r" lhs_contracting_dims=\{([\d,]*)\}"
         contracted = re.findall(r"\d+", instruction.find(dims))
-        inner = math.prod(lhs.dims[int(dim)] for dim in contracted)
-        return 2.0 * math.prod(instruction.arrays[0].dims) * inner
+        depth = math.prod(lhs.dims[int(dim)] for dim in contracted)
+        return 2.0 * math.prod(instruction.arrays[0].dims) * depth
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction)
     if is_grouped(instruction):
@@ -97,110 +105,114 @@ def product_flops(instruction: Instruction) -> float:
 
 
 def has_eight_bits(instruction: Instruction) -> bool:
-    """Tell whether the operands of a product have eight bits."""
+    """Return whether all operands of a product have eight bits."""
     arrays = multiplied(instruction)
     return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
 
 
 def multiplied(instruction: Instruction) -> list[HloArray]:
-    """Return what a product or an attention kernel multiplies; [] of all else.
+    """Return the arrays that a product or attention kernel multiplies, otherwise [].
 
-    Not what a library's call adds or scales by, nor a kernel's masks and sizes.
+    Scales and addends of a library call, and masks and sizes of a kernel, are left out.
     """
-    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    is_custom = (
-        instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes
-    )
-    if is_custom:
-        arrays = [a for a in arrays if a.dtype.startswith(_FLOATS)]
-    if product_flops(instruction):
-        return arrays[:2]
-    return arrays if is_custom and kernel_flops(instruction)[0] else []
+    is_product = product_flops(instruction) > 0
+    if not is_product and not attention_kernel_flops(instruction).full:
+        return []
+    arrays = _operand_arrays(instruction)
+    if instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes:
+        arrays = _floats(arrays)
+    return arrays[:2] if is_product else arrays
+
+
+def _operand_arrays(instruction: Instruction) -> list[HloArray]:
+    return [array for operand in instruction.operands for array in operand.arrays[:1]]
+
+
+def _floats(arrays: Iterable[HloArray]) -> list[HloArray]:
+    return [array for array in arrays if array.dtype.startswith(_FLOATS)]
 
 
 def is_grouped(instruction: Instruction) -> bool:
-    """Tell whether it is a kernel of model/experts/grouped.py, or in its place."""
+    """Return whether this is a grouped product of model/experts/grouped.py."""
     return instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name
 
 
 def _grouped_flops(instruction: Instruction) -> float:
-    """Count what a kernel of model/experts/grouped.py multiplies of the rows in use."""
+    """Count the FLOPs of a grouped product for the expected number of used rows."""
     if not is_kernel(instruction):
         return 0.0
-    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
-    rows, *_ = [a for a in arrays if a.dtype.startswith(_FLOATS)]  # after the sizes
+    rows, *_ = _floats(_operand_arrays(instruction))
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
     return flops * expected_part(instruction.op_name)
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count what meets the input, not the padding: TPU's batched products are padded.
+    """Count products with the input only: TPU writes batched products with padding.
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
-    lhs, rhs = (i.arrays[0].dims for i in instruction.operands[:2])
+    lhs, rhs = (operand.arrays[0].dims for operand in instruction.operands[:2])
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
+    rank = len(labels[0]) - 2
 
-    def of(key: str, rank: int, default: str) -> list[str]:
+    def values(key: str, default: str = "1") -> list[str]:
         return fields.get(key, "x".join([default] * rank)).split("x")
 
-    rank = len(labels[0]) - 2
     pairs = 1
     for dim in range(rank):
-        size, stride, left_dilate, right_dilate = (
-            int(of(key, rank, "1")[dim])
+        size, stride, lhs_dilate, rhs_dilate = (
+            int(values(key)[dim])
             for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
         )
-        low = int(of("pad", rank, "0_0")[dim].split("_")[0])
-        outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        positions = np.arange(outputs)[:, None] * stride - low
-        positions = positions + np.arange(size) * right_dilate
-        end = (lhs[labels[0].index(str(dim))] - 1) * left_dilate + 1
-        pairs *= int(
-            np.sum(
-                (positions >= 0) & (positions < end) & (positions % left_dilate == 0)
-            )
-        )
+        low = int(values("pad", "0_0")[dim].split("_")[0])
+        num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
+        positions = np.arange(num_outputs)[:, None] * stride - low
+        positions = positions + np.arange(size) * rhs_dilate
+        end = (lhs[labels[0].index(str(dim))] - 1) * lhs_dilate + 1
+        inside = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
+        pairs *= int(np.sum(inside))
     groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
     features = rhs[labels[1].index("i")] * rhs[labels[1].index("o")]
     return 2.0 * pairs * features * lhs[labels[0].index("b")] / groups
 
 
-def kernel_flops(instruction: Instruction) -> tuple[float, float]:
-    """Count the FLOPs of an attention kernel, and the share of them that it computes.
+def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
+    """Count the FLOPs of an attention kernel; zero for other instructions.
 
-    Splash skips whole blocks above the diagonal and outside a window; the shape of its
-    mask gives their number. For a causal cuDNN kernel the share is assumed to be one
-    half, and with a window the fraction of scores that is seen. Its operands have heads
-    before or after positions; the shape of its scores tells which.
+    Splash skips whole blocks above the diagonal and outside of a window; the shape of
+    its mask tells how many. A causal cuDNN kernel is taken to compute half of the
+    scores, or with a window those inside it. Its operands may have heads before or
+    after positions, so sizes are read from the shape of the scores.
     """
-    target = instruction.target
-    arrays = [a for i in instruction.operands for a in i.arrays[:1]]
+    if instruction.opcode != "custom-call":
+        return AttentionFlops(0.0, 0.0)
+    target, arrays = instruction.target, _operand_arrays(instruction)
     if target.startswith("__cudnn$fmha"):
         scores = instruction.find(_SCORES)
         B, N, T, S = map(int, re.findall(r"\d+", scores))
         H = arrays[0].dims[-1]
-        causal = instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"')
-        products = CUDNN_PRODUCTS["Backward" in target]
+        full = 2.0 * CUDNN_PRODUCTS["Backward" in target] * B * N * T * S * H
+        if not instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"'):
+            return AttentionFlops(full, full)
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
         share = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5
-        return 2.0 * products * B * N * T * S * H, share if causal else 1.0
+        return AttentionFlops(full, full * share)
     for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
-            q, k = [a for a in arrays if a.dtype.startswith(_FLOATS)][:2]
-            rows = math.prod(q.dims[:-2])  # rows of the batch times heads
-            flops = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
-            known_blocks = computed_blocks(instruction.op_name)
+            q, k = _floats(arrays)[:2]
+            rows = math.prod(q.dims[:-2])  # batch x heads
+            full = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
             causal = causal_blocks(masks[0][-2:]) if masks else (1, 1)
-            computed, blocks = known_blocks or causal
-            return flops, computed / blocks
-    return 0.0, 1.0
+            computed, blocks = computed_blocks(instruction.op_name) or causal
+            return AttentionFlops(full, full * (computed / blocks))
+    return AttentionFlops(0.0, 0.0)
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Tell whether a custom call may multiply matrices, not just move what it gets."""
-    targets = ("tpu_custom_call", "__gpu$xla.gpu.triton")
-    return instruction.target.startswith((*targets, "__cu", "__triton", "__onednn"))
+    """Return whether a custom call may multiply matrices, and not just move data."""
+    prefixes = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cu", "__triton")
+    is_call = instruction.opcode == "custom-call"
+    return is_call and instruction.target.startswith((*prefixes, "__onednn"))

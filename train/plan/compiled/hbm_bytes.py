@@ -1,7 +1,7 @@
-"""Count the bytes that an instruction of a compiled program moves to and from memory.
+"""Estimate the main-memory traffic of a compiled program.
 
-This is an upper estimate of the traffic between a device and its main memory: it counts
-each instruction separately, as if no cache kept anything from one to the next.
+This is an upper estimate: each instruction counts by itself, as if no cache held
+anything from one instruction to the next.
 """
 
 from collections.abc import Iterable
@@ -14,31 +14,30 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
-# Results of a fusion that other instructions write: operands that are passed on, and
-# the results of a collective that overlaps several fusions (TPU), each of which names
-# it.
+# Results that a fusion does not write itself: operands that it passes on, and on TPU
+# results of a collective that overlaps several fusions, each of which lists it.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-# TPU: a buffer without content, and slices that are adjacent already.
+# TPU: an uninitialised buffer, and slices that are already adjacent.
 NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 
-def count_hbm_bytes(module: Module) -> HbmBytes:
-    """Add up a program."""
-    products = other_bytes = 0
+def count_memory_traffic(module: Module) -> HbmBytes:
+    """Return the bytes that products, and all other instructions, read and write."""
+    products = remaining = 0
     for executed in module.executed:
-        num_bytes = executed.times * memory_bytes(executed.instruction)
+        num_bytes = executed.times * memory_traffic(executed.instruction)
         if num_bytes and multiplies(executed.instruction):
             products += num_bytes
         else:
-            other_bytes += num_bytes
-    return HbmBytes(products, other_bytes)
+            remaining += num_bytes
+    return HbmBytes(products, remaining)
 
 
-def memory_bytes(instruction: Instruction) -> int:
-    """Estimate what an instruction reads from and writes to main memory.
+def memory_traffic(instruction: Instruction) -> int:
+    """Estimate the bytes that an instruction reads from and writes to main memory.
 
-    A slice reads what it takes, an update in place writes what is new, also inside a
-    fusion. What lies in a memory of the core (TPU) costs nothing here.
+    A slice reads only its result, and an in-place update writes only the update, also
+    inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
     if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
         return 0
@@ -46,12 +45,12 @@ def memory_bytes(instruction: Instruction) -> int:
         return 0
     operands = instruction.operands
     if instruction.opcode in ("fusion", "fusion-start"):
-        inside = instruction.called[0]
+        body = instruction.called[0]
         read = sum(
-            min(_main_bytes(operand), _read_by_fusion(number, inside))
+            min(_main_bytes(operand), _read_by_fusion(number, body))
             for number, operand in enumerate(operands)
         )
-        return read + _written_by_fusion(inside)
+        return read + _written_by_fusion(body)
     read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
     if instruction.opcode in ("dynamic-slice", "gather", "slice"):
         read = min(written, read)
@@ -63,7 +62,7 @@ def memory_bytes(instruction: Instruction) -> int:
         part = instruction.arrays[len(operands)]
         read, written = min(read, part.num_bytes), _main_bytes_of([part])
     elif instruction.opcode.endswith("-start"):
-        written = 0  # the result is a tuple that names the operand too
+        written = 0  # the result is a tuple that lists the operand too
     return read + written
 
 
@@ -75,43 +74,43 @@ def _main_bytes_of(arrays: Iterable[HloArray]) -> int:
     return sum(array.num_bytes for array in arrays if array.space == 0)
 
 
-def _read_by_fusion(number: int, inside: Computation) -> int:
-    """Count what a fusion reads of an operand, all of it unless only slices."""
-    params = (i for i in inside.order if i.opcode == "parameter")
+def _read_by_fusion(number: int, body: Computation) -> int:
+    """Count the bytes of an operand that a fusion reads."""
+    params = (i for i in body.order if i.opcode == "parameter")
     return _read_of(next(i for i in params if int(i.arguments) == number))
 
 
 def _read_of(value: Instruction) -> int:
+    """Count the bytes of a value that are read: all of it, unless only sliced."""
     total = 0
     for user in dict.fromkeys(value.users):
-        if user is value.within.root and user.opcode == "tuple":
-            continue  # the list of the results
-        first = user.operands[0] is value
-        if user.opcode in ("dynamic-slice", "slice", "gather") and first:
+        if user is value.computation.root and user.opcode == "tuple":
+            continue  # the list of the fusion's results
+        is_first = user.operands[0] is value
+        if user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
             total += user.num_bytes
         elif user.opcode == "bitcast" or _is_bitcast(user):
             total += _read_of(user)
-        elif user.opcode == "fusion":  # TPU: a product's operand that is made with it
+        elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(
                 _read_by_fusion(number, user.called[0])
                 for number, operand in enumerate(user.operands)
                 if operand is value
             )
-        elif not (user.opcode == "dynamic-update-slice" and first):
+        elif not (user.opcode == "dynamic-update-slice" and is_first):
             return value.num_bytes
     return total
 
 
 def _is_bitcast(fusion: Instruction) -> bool:
-    """Tell whether a fusion inside another one only gives its operand another shape."""
+    """Return whether a nested fusion only changes the shape of its operand."""
     if fusion.opcode != "fusion":
         return False
     return {i.opcode for i in fusion.called[0].order} <= {"parameter", "bitcast"}
 
 
-def _written_by_fusion(inside: Computation) -> int:
-    root = inside.root
-    total = 0
+def _written_by_fusion(body: Computation) -> int:
+    root, total = body.root, 0
     for result in root.operands if root.opcode == "tuple" else [root]:
         size = _main_bytes(result)
         while result.opcode == "bitcast":

@@ -1,9 +1,8 @@
-"""The text of an optimized HLO module, as `compiled.as_text()` gives it.
+"""Parse the text of an optimized HLO module, as `compiled.as_text()` returns it.
 
-Only as much of the language as counting needs: computations, their instructions in
-scheduled order, arrays, which computation calls which. A line that cannot be read is
-listed in `Module.unread`, never left out silently. The text is that of a program for
-TPU, GPU or CPU, as one device runs it.
+The parser reads what counting needs: computations, their instructions in scheduled
+order, arrays, and which computation calls which. A line that it cannot read is listed
+in `Module.unread`. The text describes the program of one TPU, GPU or CPU device.
 """
 
 import functools
@@ -19,12 +18,12 @@ _OPCODE = re.compile(r" ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _END = re.compile(r"\}(, execution_thread=.*)?")
 _BODY = r" body=%([\w.-]+)"
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
 @dataclass(frozen=True)
 class HloArray:
-    """One array of a value. `space` is its memory; 0 is the device's main memory."""
+    """An array of a value. Memory space 0 is the device's main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -32,7 +31,7 @@ class HloArray:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without padding; 0 for tokens."""
+        """The size without padding; 0 for tokens."""
         bits = re.search(r"\d+", self.dtype)
         width = 8 if self.dtype == "pred" else int(bits[0]) if bits else 0
         return math.ceil(math.prod(self.dims) * width / 8)
@@ -40,43 +39,42 @@ class HloArray:
 
 @dataclass(eq=False)
 class Instruction:
-    """One line of `within`: `name = arrays opcode(arguments), attributes`."""
+    """A line of a computation: `name = arrays opcode(arguments), attributes`."""
 
     name: str
     opcode: str
-    arrays: tuple[HloArray, ...]  # a tuple's, nested ones too, in order
+    arrays: tuple[HloArray, ...]  # the elements of a tuple, flattened
     arguments: str
     attributes: str
-    within: "Computation" = field(repr=False)
+    computation: "Computation" = field(repr=False)
 
     @functools.cached_property
     def operand_names(self) -> list[str]:
-        """The names of the operands."""
+        """The operands' names."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
     def operands(self) -> "list[Instruction]":
-        """The instructions that make the operands."""
-        return [self.within.instructions[name] for name in self.operand_names]
+        """The instructions that produce the operands."""
+        return [self.computation.instructions[name] for name in self.operand_names]
 
     @property
     def users(self) -> "list[Instruction]":
-        """Who uses the result."""
-        return self.within.users.get(self.name, [])
+        """The instructions that use the result."""
+        return self.computation.users.get(self.name, [])
 
     @functools.cached_property
     def op_name(self) -> str:
-        """Its name in the traced program; "" if XLA does not give one."""
-        match = _OP_NAME.search(self.attributes)
-        return match[1] if match else ""
+        """The scopes and primitive of the traced program, or "" if XLA dropped them."""
+        return self.find(_OP_NAME)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the result."""
+        """The size of the result, without padding."""
         return sum(array.num_bytes for array in self.arrays)
 
     def find(self, pattern: str) -> str:
-        """Return the group of a pattern searched in the attributes, else ""."""
+        """Return the first group of a pattern in the attributes, or ""."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
@@ -87,60 +85,60 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which element a get-tuple-element takes."""
+        """The element that a get-tuple-element selects."""
         return int(self.find(r" index=(\d+)"))
 
     @property
     def body(self) -> "Computation":
         """The body of a `while`."""
-        return self.within.module.computations[self.find(_BODY)]
+        return self.computation.module.computations[self.find(_BODY)]
 
     @property
     def loop(self) -> "Loop":
-        """The loop that a `while` is, of a module that was read with its loops."""
-        return self.within.module.loops[self.body.name]
+        """The loop of a `while`, once `trip_counts.read_module` has found it."""
+        return self.computation.module.loops[self.body.name]
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations that it runs once: a fusion's, a call's, the branches."""
+        """The computations of a fusion or call, or the branches of a conditional."""
         names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
-        if self.opcode in ("call", "call-start"):  # the latter on a TPU's SparseCore
+        if self.opcode in ("call", "call-start"):
             names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)
-        return [self.within.module.computations[name] for name in names]
+        return [self.computation.module.computations[name] for name in names]
 
     @property
-    def inside(self) -> "Iterator[Instruction]":
-        """All instructions inside a fusion or an asynchronous wrapper, also nested."""
+    def nested(self) -> "Iterator[Instruction]":
+        """All instructions inside a fusion or an asynchronous wrapper, depth first."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
-                yield from instruction.inside
+                yield from instruction.nested
 
     @property
-    def parts(self) -> "list[Instruction]":
-        """Itself and what it holds that the program does not run on its own."""
-        return [self, *(() if self.opcode in ("call", "conditional") else self.inside)]
+    def with_nested(self) -> "list[Instruction]":
+        """Itself and what is fused into it; called computations run by themselves."""
+        return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
 
 
 @dataclass(eq=False)
 class Computation:
-    """Instructions by name, in the order in which they are scheduled."""
+    """Instructions in the order in which they are scheduled."""
 
     name: str
     module: "Module" = field(repr=False)
-    instructions: dict[str, Instruction]
+    instructions: dict[str, Instruction]  # keys are names
     root: Instruction = field(init=False)
 
     @functools.cached_property
     def order(self) -> list[Instruction]:
-        """The instructions as they are scheduled."""
+        """The instructions as scheduled."""
         return list(self.instructions.values())
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who uses each result."""
+        """The instructions that use each result, by its name."""
         users = dict[str, list[Instruction]]()
         for instruction in self.order:
             for operand in instruction.operand_names:
@@ -150,39 +148,43 @@ class Computation:
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while` that instructions stand in."""
+    """A `while` loop."""
 
     body: Computation
-    op_name: str  # the loop's name, or the most frequent prefix of those in its body
+    op_name: str  # its name, or else the most frequent prefix in its body
     trips: int
     instruction: Instruction
 
 
 @dataclass(frozen=True)
 class Executed:
-    """An instruction that the program runs on its own, not as part of a fusion."""
+    """An instruction that the program runs by itself, not inside a fusion."""
 
     instruction: Instruction
-    times: int  # in one run of the program
+    times: int  # executions in one run of the program
     loops: tuple[Loop, ...]  # outermost first
 
 
 @dataclass(eq=False)
 class Module:
-    """A program."""
+    """A parsed program.
+
+    unread: lines that were not understood, and loops without a known trip count.
+    executed: filled by `trip_counts.read_module`, like `loops`, by name of the body.
+    """
 
     computations: dict[str, Computation] = field(default_factory=dict)
     entry: Computation = field(init=False)
-    unread: list[str] = field(default_factory=list)  # lines, and loops' trips
+    unread: list[str] = field(default_factory=list)
     executed: list[Executed] = field(default_factory=list)
-    loops: dict[str, Loop] = field(default_factory=dict)  # keyed by name of the body
+    loops: dict[str, Loop] = field(default_factory=dict)
 
 
 def parse(text: str) -> Module:
-    """Read a module, without what it executes (train/plan/compiled/trip_counts.py).
+    """Parse a module; `trip_counts.read_module` adds what it executes.
 
     Raises:
-        ValueError: if the text is not that of an HLO module.
+        ValueError: if the text is not an HLO module.
     """
     module, header, lines = Module(), None, list[str]()
     for line in text.splitlines():
@@ -196,10 +198,10 @@ def parse(text: str) -> Module:
             header = None
         elif line.startswith("  ") or not lines:
             lines.append(line)
-        else:  # a kernel's metadata goes over several lines
+        else:  # a kernel's metadata spans several lines
             lines[-1] += "\n" + line
     if not hasattr(module, "entry"):
-        raise ValueError("this is not the text of an HLO module: no ENTRY computation")
+        raise ValueError("the text is not an HLO module: it has no ENTRY computation")
     return module
 
 
@@ -224,20 +226,18 @@ def _instruction(name: str, text: str, computation: Computation) -> Instruction 
     if not opcode:
         return None
     close = _closing(text, opcode.end() - 1)
-    arrays = tuple(_array(*groups) for groups in _ARRAY.findall(text[:end]))
-    arguments, attributes = text[opcode.end() : close], text[close + 1 :]
     return Instruction(
-        name,
-        opcode[1],
-        arrays=arrays,
-        arguments=arguments,
-        attributes=attributes,
-        within=computation,
+        name=name,
+        opcode=opcode[1],
+        arrays=tuple(_array(match) for match in _ARRAY.finditer(text[:end])),
+        arguments=text[opcode.end() : close],
+        attributes=text[close + 1 :],
+        computation=computation,
     )
 
 
 def _closing(text: str, start: int) -> int:
-    """Find the parenthesis that closes the one at `start`; strings do not count."""
+    """Find the parenthesis that closes the one at `start`, ignoring strings."""
     depth = 0
     for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -246,29 +246,31 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _array(dtype: str, dims: str, layout: str) -> HloArray:
-    space = re.search(r"S\((\d+)\)", layout)
-    sizes = (int(size.lstrip(" <=")) for size in dims.split(",") if size)
-    return HloArray(dtype, tuple(sizes), int(space[1]) if space else 0)
+def _array(match: re.Match[str]) -> HloArray:
+    space = re.search(r"S\((\d+)\)", match[3] or "")
+    sizes = (int(size.lstrip(" <=")) for size in match[2].split(",") if size)
+    return HloArray(match[1], tuple(sizes), int(space[1]) if space else 0)
 
 
-def is_kept(body: Computation, element: int) -> bool:
-    """Tell whether a loop with this body leaves an element of its state as it was."""
+def is_loop_invariant(body: Computation, element: int) -> bool:
+    """Return whether every trip of a loop leaves an element of its state unchanged."""
     if body.root.opcode != "tuple":
         return False
-    producer = body.root.operands[element]
+    value = body.root.operands[element]
     while True:
-        if producer.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            (producer,) = producer.operands
-        elif producer.opcode != "get-tuple-element":
+        if value.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+            (value,) = value.operands
+        elif value.opcode != "get-tuple-element":
             return False
         else:
-            (source,) = producer.operands
+            (source,) = value.operands
             if source.opcode == "parameter":
-                return producer.index == element
-            if source.opcode != "while" or not is_kept(source.body, producer.index):
+                return value.index == element
+            if source.opcode != "while" or not is_loop_invariant(
+                source.body, value.index
+            ):
                 return False
             (start,) = source.operands
             if start.opcode != "tuple":
                 return False
-            producer = start.operands[producer.index]
+            value = start.operands[value.index]

@@ -1,7 +1,7 @@
-"""A few figures about a compiled step that people ask for.
+"""Summarise what the compiler made of a step.
 
-They say whether the state is updated in place, which kernels run, what the largest
-buffers are, which copies are large, and in which dtypes products are computed.
+The summary says whether the state is updated in place, which kernels run, what the
+largest buffers are, which copies cost much, and the dtypes of products.
 """
 
 import re
@@ -10,20 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_of, producers, scope
+from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import multiplied
-from train.plan.compiled.hbm_bytes import NOTHING_MOVES, count_hbm_bytes, memory_bytes
+from train.plan.compiled.hbm_bytes import (
+    NOTHING_MOVES,
+    count_memory_traffic,
+    memory_traffic,
+)
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
-_MUCH = 0.01  # the fraction of all bytes to and from memory from which a copy is shown
+_EXPENSIVE = 0.01  # part of all main-memory traffic
 _MOVES = {"copy", "transpose"}
 _FREE = {"parameter", "bitcast", "reshape", "tuple", "constant"}
-# How XLA marks things, not kernels.
+# Custom calls that are markers of XLA, not kernels.
 _MARKS = (
     *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
@@ -31,7 +35,7 @@ _MARKS = (
 
 
 class InPlace(NamedTuple):
-    """updated: arrays with a place of an argument's; others: those without."""
+    """The names of the state's arrays that are, and are not, updated in place."""
 
     updated: list[str]
     others: list[str]
@@ -39,7 +43,14 @@ class InPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy or transpose: its bytes to and from memory, `share` of all."""
+    """A copy or transpose that costs much memory traffic.
+
+    name: the name of its instruction.
+    times: executions in one step.
+    bytes: its memory traffic in one step.
+    share: the part of all memory traffic.
+    what: its place in the step, and lines of source.
+    """
 
     name: str
     times: int
@@ -50,13 +61,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The figures of one device.
+    """The summary of a compiled step for one device.
 
-    in_place: the arrays of the state by whether the step updates them in place.
-    kernels: how often each custom call runs, by its name.
+    in_place: the arrays of the state that are, and are not, updated in place.
+    kernels: executions of each custom call, by name.
     buffers: the largest buffers.
-    copies: copies above one percent of the bytes to and from memory.
-    operand_bytes: bytes of the operands of products and attention kernels, by dtype.
+    copies: the copies above one percent of all memory traffic.
+    operand_bytes: the bytes that products and attention kernels multiply, by dtype.
     """
 
     in_place: InPlace
@@ -67,9 +78,9 @@ class Inspection:
 
 
 def inspect(text: str, state: Sequence[str]) -> Inspection:
-    """Look into a compiled step, of `compiled.as_text()`.
+    """Summarise a compiled step, given its `compiled.as_text()`.
 
-    `state` names the arrays of the state, which are its first results.
+    `state` names the arrays of the state, which are the program's first results.
     """
     module, lines = read_module(text), SourceLines(text)
     return Inspection(
@@ -82,66 +93,64 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
 
 
 def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
-    """Sort a program's first results, by their names, by whether an argument gave room.
+    """Split a program's first results, given their names, by whether they alias.
 
-    A donated argument that nothing needs any more gives its memory to a result of the
-    same shape, dtype and layout; the first line of the program says which.
+    XLA reuses the memory of a donated argument for a result of the same shape, dtype
+    and layout; the first line of the program lists these pairs.
     """
     header = text[: text.find("\n")]
     aliased = {int(number or 0) for number in _ALIAS.findall(header)}
     updated = [name for i, name in enumerate(names) if i in aliased]
-    return InPlace(updated, [name for i, name in enumerate(names) if i not in aliased])
+    others = [name for i, name in enumerate(names) if i not in aliased]
+    return InPlace(updated, others)
 
 
 def _kernels(module: Module) -> dict[str, int]:
     counts = Counter[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 counts[_kernel_name(inner)] += executed.times
     return {name: n for name, n in counts.most_common() if name not in _MARKS}
 
 
 def _kernel_name(call: Instruction) -> str:
-    """Return the target; of Pallas' kernels, which share one, their own name."""
-    base_name = re.sub(r"(\.\d+|\.clone)+$", "", call.name)
-    return base_name if call.target == "tpu_custom_call" else call.target
+    """Return the target; Pallas kernels share one, so for them their own name."""
+    if call.target == "tpu_custom_call":
+        return re.sub(r"(\.\d+|\.clone)+$", "", call.name)
+    return call.target
 
 
 def _copies(module: Module, lines: SourceLines) -> list[Copied]:
-    total, copies = count_hbm_bytes(module).total, list[Copied]()
+    total, copies = count_memory_traffic(module).total, list[Copied]()
     for executed in module.executed:
         instruction = executed.instruction
         if not _only_moves(instruction):
             continue
-        num_bytes = executed.times * memory_bytes(instruction)
-        if num_bytes > _MUCH * total:
-            names = (producer.op_name for producer in producers(instruction))
-            part = next(filter(None, map(part_of, names)), "")
-            words = (
-                f"{scope(executed, instruction)} {part}".strip(),
-                lines.line_of(instruction),
-            )
-            label = ", ".join(filter(None, words))
-            share = num_bytes / total
-            copies.append(
-                Copied(instruction.name, executed.times, num_bytes, share, label)
-            )
-    return sorted(copies, key=lambda one: -one.bytes)
+        traffic = executed.times * memory_traffic(instruction)
+        if traffic <= _EXPENSIVE * total:
+            continue
+        names = (producer.op_name for producer in producers(instruction))
+        part = next(filter(None, map(part_in_name, names)), "")
+        scope = f"{scope_of(executed, instruction)} {part}".strip()
+        what = ", ".join(filter(None, (scope, lines.line_of(instruction))))
+        share = traffic / total
+        copies.append(Copied(instruction.name, executed.times, traffic, share, what))
+    return sorted(copies, key=lambda copy: -copy.bytes)
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Tell whether an instruction, or all that a fusion holds, copies or transposes."""
+    """Return whether an instruction, or all that it fuses, copies or transposes."""
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner in instruction.inside} - _FREE
+    opcodes = {inner.opcode for inner in instruction.nested} - _FREE
     return bool(opcodes) and opcodes <= _MOVES
 
 
 def _operand_bytes(module: Module) -> dict[str, int]:
     sizes = Counter[str]()
     for executed in module.executed:
-        for inner in executed.instruction.parts:
+        for inner in executed.instruction.with_nested:
             for array in multiplied(inner):
                 sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())

@@ -1,7 +1,7 @@
-"""Which devices take part in a collective: axes of the mesh, and the network between.
+"""Find the devices that a collective joins: their mesh axes and the network.
 
-The text of a program numbers devices by their place in `mesh.devices.flat`; that of one
-slice of several (TPU), by their place among those of the slice.
+The text of a program numbers devices by their position in `mesh.devices.flat`. For
+several TPU slices it numbers the devices of one slice by their position in that slice.
 """
 
 import re
@@ -17,30 +17,30 @@ _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
 def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
-    """Read the groups of a collective.
+    """Return the group of devices that a collective joins.
 
     Args:
         instruction: the collective.
-        mesh: of the devices.
-        dims: of a TPU's torus that it uses at once; None: all that a group spans.
+        mesh: the mesh of the devices.
+        dims: how many dims of a TPU's torus it uses at once; None: all that it spans.
 
     Raises:
-        ValueError: if they are written in a way that is not known.
+        ValueError: if the notation of the groups is unknown.
     """
     pairs = instruction.find(r" source_target_pairs=\{(.*?\})\}")
     if pairs:
         ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
     else:
         ids = replica_groups(instruction.attributes, mesh.devices.size)
-    group = group_at(_on_mesh(ids, mesh), mesh, dims)
+    group = group_at(_mesh_positions(ids, mesh), mesh, dims)
     if not pairs:
         return group
-    axis_size = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
-    return replace(group, size=axis_size)
+    size = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
+    return replace(group, size=size)
 
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
-    """Read between which slices the hosts transfer, and along which axes those lie."""
+    """Return the group of slices between which the hosts transfer."""
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes = tuple(
         name
@@ -48,30 +48,30 @@ def slices_group(send: Instruction, mesh: Mesh) -> Group:
         if np.any(slices != np.take(slices, [0], axis))
     )
     target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
-    if not target:  # pairs of devices: each slice sends to one
+    if not target:  # The target lists pairs of devices: each slice sends to one.
         return Group(axes, len(np.unique(slices)), "DCN")
-    wanted = set[int]()
+    members = set[int]()
     for part in target.split(","):
         first, _, last = part.partition(":")
-        wanted |= {*range(int(first) - 1, int(last or first))}  # they count from 1
-    return Group(axes, len(wanted), "DCN")
+        members |= {*range(int(first) - 1, int(last or first))}  # counted from 1
+    return Group(axes, len(members), "DCN")
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Give the device numbers as [groups, size].
+    """Return the device numbers as an array [groups, size].
 
     Raises:
-        ValueError: if they are written in a way that is not known.
+        ValueError: if the notation of the groups is unknown.
     """
-    listed = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
-    text = listed[1] if listed else ""
+    match = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
+    text = match[1] if match else ""
     named = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
     if named:
         return _named_groups(named[1], named[2])
     if text.startswith("{{"):
-        nested = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
-        assert nested
-        groups = re.findall(r"\{([\d,]+)\}", nested[1])
+        listed = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
+        assert listed
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     if text.startswith("["):
         return _iota(text)
@@ -93,7 +93,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Read `mesh['a'=2,'b'=4] {'b'}`, perhaps with device ids, perhaps `'b':(1)2`.
+    """Read `mesh['a'=2,'b'=4] {'b'}`, with optional device ids and parts `'b':(1)2`.
 
     Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
     """
@@ -102,29 +102,29 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     listed = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
     if listed and listed[1].startswith("["):
-        ids = _iota(listed[1])  # its dims are not those of the mesh
+        ids = _iota(listed[1])  # Its shape may differ from the mesh's.
     elif listed:
         ids = np.array([int(n) for n in re.findall(r"\d+", listed[1])])
     ids = ids.reshape([*sizes.values()])
     chosen = list[int]()
-    for name, major, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
-        position = names.index(name)
-        if size:  # a part of an axis: cut it into three
-            parts = (int(major), int(size), sizes[name] // int(major) // int(size))
-            ids = ids.reshape(*ids.shape[:position], *parts, *ids.shape[position + 1 :])
-            names[position : position + 1] = [f"{name}<", name, f"{name}>"]
+    for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+        dim = names.index(name)
+        if size:  # A part of an axis: split the axis into three.
+            split = int(outer), int(size), sizes[name] // int(outer) // int(size)
+            ids = ids.reshape((*ids.shape[:dim], *split, *ids.shape[dim + 1 :]))
+            names[dim : dim + 1] = [f"{name}<", name, f"{name}>"]
             sizes[name] = int(size)
-            position += 1
+            dim += 1
         chosen.append(names.index(name))
     ids = np.moveaxis(ids, chosen, range(-len(chosen), 0))
     return ids.reshape(-1, int(np.prod(ids.shape[-len(chosen) :])))
 
 
-def _on_mesh(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Turn the numbers in a program into places in `mesh.devices.flat`."""
+def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Convert the numbers in a program to positions in `mesh.devices.flat`."""
     devices = list(mesh.devices.flat)
     slices = [getattr(device, "slice_index", 0) for device in devices]
     if devices[0].platform != "tpu" or len(set(slices)) == 1:
         return ids
-    first = [index for index, number in enumerate(slices) if number == slices[0]]
+    first = [position for position, index in enumerate(slices) if index == slices[0]]
     return np.array(first)[ids]

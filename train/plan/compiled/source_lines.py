@@ -1,7 +1,7 @@
-"""Which line of this program's source an instruction of a compiled step comes from.
+"""Find the source lines that an instruction of a compiled step comes from.
 
-XLA's text ends in tables of stack frames, each with its caller; an instruction names
-one. Of a frame's callers those in this source count, of each file the innermost:
+XLA's text ends in tables of stack frames, each with its caller, and an instruction
+refers to one. Only frames in this repository are shown, the innermost of each file:
 `model/linear.py:56 < model/layers.py:190`.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from train.plan.compiled.hlo import Instruction
 
 ROOT = Path(__file__).resolve().parents[3]
-_ROOMS = tuple(f"{ROOT}/{room}/" for room in ("model", "train", "data"))
+_PACKAGES = tuple(f"{ROOT}/{package}/" for package in ("model", "train", "data"))
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(
@@ -21,33 +21,34 @@ _SHOWN = 2  # files
 
 
 class SourceLines:
-    """The stack frames of a program; none where its text has no tables."""
+    """The stack frames of a program; empty if its text has no tables."""
 
     def __init__(self, text: str):
-        """Read the tables of an optimized module's text."""
+        """Read the tables at the end of an optimized module's text."""
         files = dict(_FILE.findall(_table(text, "FileNames")))
-        places = _LOCATION.findall(_table(text, "FileLocations"))
-        self._places = {
-            number: (files.get(file, ""), line) for number, file, line in places
+        locations = _LOCATION.findall(_table(text, "FileLocations"))
+        self._locations = {
+            location: (files.get(file, ""), line) for location, file, line in locations
         }
         frames = _FRAME.findall(_table(text, "StackFrames"))
-        # XLA of jax 0.10 writes each caller's number plus one; the first has none.
-        more = int(frames[0][2] or 0) if frames else 0
+        # XLA of jax 0.10 adds one to each caller's number; the first frame has none.
+        offset = int(frames[0][2] or 0) if frames else 0
         self._frames = dict[int, tuple[str, int]]()
-        for number, location, caller in frames:
-            parent = int(caller or 0) - more
-            self._frames[int(number)] = location, parent if parent < int(number) else 0
+        for frame, location, caller in frames:
+            parent = int(caller or 0) - offset
+            self._frames[int(frame)] = location, parent if parent < int(frame) else 0
 
     def line_of(self, instruction: Instruction) -> str:
-        """Return the lines an instruction comes from, innermost first; or ""."""
-        frame, locations = int(instruction.find(r" stack_frame_id=(\d+)") or 0), {}
+        """Return the lines that an instruction comes from, innermost first, or ""."""
+        frame = int(instruction.find(r" stack_frame_id=(\d+)") or 0)
+        lines = dict[str, str]()
         while frame in self._frames:
             location, frame = self._frames[frame]
-            file, line = self._places.get(location, ("", ""))
-            if file.startswith(_ROOMS):
-                locations.setdefault(file.removeprefix(f"{ROOT}/"), line)
-        lines = [f"{file}:{line}" for file, line in locations.items()]
-        return " < ".join(lines[:_SHOWN])
+            file, line = self._locations.get(location, ("", ""))
+            if file.startswith(_PACKAGES):
+                lines.setdefault(file.removeprefix(f"{ROOT}/"), line)
+        shown = [f"{file}:{line}" for file, line in lines.items()]
+        return " < ".join(shown[:_SHOWN])
 
 
 def _table(text: str, title: str) -> str:

@@ -1,12 +1,15 @@
-"""List the instructions that a compiled program executes, and how often.
+"""Read what a compiled program executes, and how often.
 
-The text contains trip counts for CPU and GPU. For TPU they are found by running the
+The text for CPU and GPU contains trip counts. For TPU they are found by evaluating the
 loop's counter: its start, its step and the condition. A loop whose counter cannot be
-read counts once and is listed in `Module.unread`. A branch of a conditional counts as
-often as a scope in it says (model/scopes.py), at least once if it is ever taken, and
-otherwise always. GPUs run a first iteration outside its loop: all its branches count.
+evaluated counts once and is listed in `Module.unread`.
+
+A branch of a conditional counts as often as a scope in it states (model/scopes.py), at
+least once unless that is never; without such a scope, always. GPUs peel the first
+iteration off a loop: all its branches count.
 """
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from train.plan.compiled.hlo import (
     Instruction,
     Loop,
     Module,
-    is_kept,
+    is_loop_invariant,
     parse,
 )
 from train.plan.cost import taken_part
@@ -25,119 +28,125 @@ from train.plan.cost import taken_part
 _MOST_TRIPS = 1_000_000
 _FORWARDED = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "and": lambda a, b: a & b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
 }
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
 }
 
-# The value of a computation's parameter: (its number, its element or None) -> value.
+# Looks up a parameter's value: (its number, its tuple element or None) -> value.
 Values = Callable[[int, int | None], int | None]
 
 
 def read_module(text: str) -> Module:
-    """Read a module with what it executes.
+    """Parse a module and list what it executes.
 
     Raises:
-        ValueError: if the text is not that of an HLO module.
+        ValueError: if the text is not an HLO module.
     """
     module = parse(text)
-    _run(module.entry, 1, (), lambda number, element: None)
+    _list_executed(module.entry, 1, (), _unknown)
     return module
 
 
-def _run(
+def _unknown(number: int, element: int | None) -> int | None:
+    return None
+
+
+def _list_executed(
     computation: Computation, times: int, loops: tuple[Loop, ...], values: Values
 ) -> None:
-    """List what a computation executes, loops and calls included."""
+    """List what a computation executes, including its loops and calls."""
     module = computation.module
     for instruction in computation.order:
         module.executed.append(Executed(instruction, times, loops))
         if instruction.opcode == "while":
-            loop = _loop(instruction, values)
+            loop = _read_loop(instruction, values)
             module.loops[loop.body.name] = loop
-            constants = _before(instruction, values)
+            initial = _initial_state(instruction, values)
 
-            def invariant(
-                number: int, element: int | None, loop=loop, constants=constants
-            ):
-                if element is None or not is_kept(loop.body, element):
+            def invariant(number: int, element: int | None, loop=loop, initial=initial):
+                if element is None or not is_loop_invariant(loop.body, element):
                     return None
-                return constants(element)
+                return initial(element)
 
-            _run(loop.body, times * loop.trips, (*loops, loop), invariant)
+            _list_executed(loop.body, times * loop.trips, (*loops, loop), invariant)
         elif instruction.opcode in ("call", "conditional"):
             for called in instruction.called:
-                scopes = (i.op_name for i in called.order)
-                conditional, op_name = instruction.opcode != "call", instruction.op_name
-                part = taken_part(scopes, op_name) if conditional else None
-                minimum = 1 if part else 0
-                often = times if part is None else max(minimum, round(times * part))
-                _run(called, often, loops, lambda number, element: None)
+                branch_times = times
+                if instruction.opcode == "conditional":
+                    scopes = (inner.op_name for inner in called.order)
+                    part = taken_part(scopes, instruction.op_name)
+                    if part is not None:
+                        branch_times = max(1 if part else 0, round(times * part))
+                _list_executed(called, branch_times, loops, _unknown)
 
 
-def _loop(loop: Instruction, values: Values) -> Loop:
-    trip_count = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
-    trips = int(trip_count) if trip_count else _trips(loop, values)
+def _read_loop(loop: Instruction, values: Values) -> Loop:
+    stated = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
+    trips = int(stated) if stated else _count_trips(loop, values)
+    module = loop.computation.module
     if trips is None:
-        loop.within.module.unread.append(f"trip count of {loop.name}: counted as 1")
+        module.unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
-    starts = Counter(
-        i.op_name.rpartition("/body/")[0]
-        for i in loop.body.order
-        if "/body/" in i.op_name
+    prefixes = Counter(
+        inner.op_name.rpartition("/body/")[0]
+        for inner in loop.body.order
+        if "/body/" in inner.op_name
     )
-    usual = starts.most_common(1)[0][0] if starts else ""
+    usual = prefixes.most_common(1)[0][0] if prefixes else ""
     return Loop(loop.body, loop.op_name or usual, trips, loop)
 
 
-def _before(loop: Instruction, values: Values) -> Callable[[int], int | None]:
-    """Return the elements of a loop's state as they are when it starts."""
+def _initial_state(loop: Instruction, values: Values) -> Callable[[int], int | None]:
+    """Return a function that evaluates an element of a loop's initial state."""
     (start,) = loop.operands
 
-    def before(element: int) -> int | None:
-        is_tuple = start.opcode == "tuple"
-        return _evaluate(start.operands[element], values) if is_tuple else None
+    def initial(element: int) -> int | None:
+        if start.opcode != "tuple":
+            return None
+        return _evaluate(start.operands[element], values)
 
-    return before
+    return initial
 
 
-def _trips(loop: Instruction, values: Values) -> int | None:
-    """Count the trips of a loop by running its counter, None if that cannot be read."""
-    condition = loop.within.module.computations[loop.find(r" condition=%([\w.-]+)")]
-    root, start_value = loop.body.root, _before(loop, values)
+def _count_trips(loop: Instruction, values: Values) -> int | None:
+    """Count the trips of a loop by running its counter, or None if it is unknown."""
+    computations = loop.computation.module.computations
+    condition = computations[loop.find(r" condition=%([\w.-]+)")]
+    root, initial = loop.body.root, _initial_state(loop, values)
     state = dict[int, int | None]()
 
     def element_of(number: int, element: int | None) -> int | None:
         if element is None:
             return None
         if element not in state:
-            state[element] = start_value(element)
+            state[element] = initial(element)
         return state[element]
 
     for trips in range(_MOST_TRIPS):
-        goes_on = _evaluate(condition.root, element_of)
-        if not goes_on:
-            return None if goes_on is None else trips
+        continues = _evaluate(condition.root, element_of)
+        if not continues:
+            return None if continues is None else trips
         if root.opcode != "tuple":
             return None
-        steps = root.operands
         state |= {
-            element: _evaluate(steps[element], element_of) for element in [*state]
+            element: _evaluate(root.operands[element], element_of)
+            for element in list(state)
         }
     return None
 
 
 def _evaluate(instruction: Instruction, values: Values) -> int | None:
-    """Return the value of an integer scalar, None if it is not known."""
+    """Return the value of an integer scalar, or None if it is unknown."""
     opcode, arguments = instruction.opcode, instruction.arguments
     if opcode == "constant":
         return int(arguments) if re.fullmatch(r"-?\d+", arguments) else None
@@ -148,8 +157,9 @@ def _evaluate(instruction: Instruction, values: Values) -> int | None:
         (source,), index = operands, instruction.index
         if source.opcode == "parameter":
             return values(int(source.arguments), index)
-        is_tuple = source.opcode == "tuple"
-        return _evaluate(source.operands[index], values) if is_tuple else None
+        if source.opcode != "tuple":
+            return None
+        return _evaluate(source.operands[index], values)
     if opcode in _FORWARDED:
         return _evaluate(operands[0], values)
     if opcode == "fusion":

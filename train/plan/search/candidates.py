@@ -10,8 +10,13 @@ from model.config import ModelConfig
 from train.config import MESH_AXES, Config, DcnConfig
 from train.errors import ConfigError
 from train.mesh_sizes import axis_sizes
-from train.plan.precision import changed
-from train.plan.recomputing import parsed, typed, ways, ways_beside
+from train.plan.precision import with_changes
+from train.plan.recomputing import (
+    format_policy,
+    parse_policy,
+    policies_for,
+    policies_with_offload,
+)
 
 _ALWAYS = ("data", "fsdp", "tensor")  # typed even where they are 1
 _MOST_TENSOR = 16
@@ -83,10 +88,10 @@ class Layout:
         )
         train = replace(
             config.train,
-            remat=parsed(self.remat),
+            remat=parse_policy(self.remat),
             accumulation_steps=self.accumulation_steps,
         )
-        return changed(replace(config, mesh=mesh, train=train), self.changes)
+        return with_changes(replace(config, mesh=mesh, train=train), self.changes)
 
 
 def layouts(
@@ -147,11 +152,11 @@ def variants(
     microbatch every device has whole rows for each of the `passes` of a pipeline.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    alternatives = ways_beside(offload)
+    alternatives = policies_with_offload(offload)
     numbers = _powers_of_two(batch_size // (shards * passes))
     return [
-        replace(layout, remat=typed(way), accumulation_steps=steps)
-        for way in reversed(ways(model))
+        replace(layout, remat=format_policy(way), accumulation_steps=steps)
+        for way in reversed(policies_for(model))
         for steps in numbers
         if way in alternatives
     ]
@@ -168,7 +173,7 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
     return Layout(
         **sizes,
         **{f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES},
-        remat=typed(config.train.remat),
+        remat=format_policy(config.train.remat),
         accumulation_steps=config.train.accumulation_steps,
     )
 

@@ -28,7 +28,7 @@ from train.mesh import Device
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.config import MARGIN
 from train.plan.plan import compile_and_read
-from train.plan.recomputing import typed
+from train.plan.recomputing import format_policy
 from train.plan.search.candidates import Layout, layout_of
 from train.plan.search.result import (
     Candidate,
@@ -156,7 +156,7 @@ def choose(
             tensor=1,
             dcn_data=parts,
             dcn_fsdp=1,
-            remat=typed(config.train.remat),
+            remat=format_policy(config.train.remat),
             accumulation_steps=config.train.accumulation_steps,
         )
     budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plan.compiled.attribution import part_of, scope, serves
+from train.plan.compiled.attribution import operand_uses, part_in_name, scope_of
 from train.plan.compiled.flops import product_flops
 from train.plan.compiled.trip_counts import read_module
 
@@ -47,8 +47,8 @@ backend_config={{"known_trip_count":{{"n":"4"}}}}
 def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
     module = read_module(STEP.format(product=product, gather=gather, user=user))
     (found,) = [e for e in module.executed if e.instruction.opcode == opcode]
-    assert scope(found, found.instruction) == "layers backward"
-    return serves(found, found.instruction)
+    assert scope_of(found, found.instruction) == "layers backward"
+    return operand_uses(found, found.instruction)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def uses(opcode: str, product: str = "", gather: str = "", user: str = ""):
     ],
 )
 def test_a_name_tells_the_parts_that_it_stands_in(name, part):
-    assert part_of(name) == part
+    assert part_in_name(name) == part
 
 
 def test_what_has_no_name_is_for_what_its_neighbours_are_for():
@@ -78,9 +78,9 @@ def test_what_has_no_name_is_for_what_its_neighbours_are_for():
 def test_every_product_of_a_step_stands_in_a_part(stored_step, name):
     module = stored_step(name).module
     names = {
-        part_of(inner.op_name)
+        part_in_name(inner.op_name)
         for executed in module.executed
-        for inner in executed.instruction.parts
+        for inner in executed.instruction.with_nested
         if product_flops(inner)
     }
     layer = {"attention.query", "attention.key", "attention.output"}

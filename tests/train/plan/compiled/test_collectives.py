@@ -9,7 +9,7 @@ from tests.train.compiled import DOWN, MATRICES, NORMS, B, D, L, T, V
 from train.plan.compiled.collectives import (
     Collective,
     outside_layers,
-    totals,
+    sum_collectives,
 )
 from train.plan.cost import sent_bytes
 
@@ -42,7 +42,7 @@ class TestData:
 
     def test_each_gradient_is_reduced_once(self, step):
         size = BF16 * (L * MATRICES + 2 * V * D) + F32 * NORMS
-        (row,) = totals(step.collectives)
+        (row,) = sum_collectives(step.collectives)
         assert (row.axes, row.network, row.kind) == (("data",), "ICI", "all-reduce")
         assert payload(step.collectives) == size
         assert row.payload - size <= 64  # loss, norm, number of targets
@@ -104,7 +104,7 @@ class TestFsdp:
 
     def test_gathers_run_behind_products(self, step):
         gathers = [c for c in step.collectives if c.kind == "all-gather"]
-        (row,) = totals(c for c in gathers if c.is_async)
+        (row,) = sum_collectives(c for c in gathers if c.is_async)
         assert row.overlapped > 0.5
 
 
@@ -114,7 +114,7 @@ def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
     for kind, share in (("all-gather", 0.6), ("reduce-scatter", 0.4)):  # short rows
         found = [c for c in large(step.collectives) if c.kind == kind]
         assert all(c.is_async for c in found)
-        (row,) = totals(found)
+        (row,) = sum_collectives(found)
         assert row.overlapped > share
 
 
@@ -162,7 +162,7 @@ class TestTensor:
 
     def test_both_axes_at_once(self, stored_step):
         step = stored_step("tensor")
-        kinds = {(row.axes, row.kind) for row in totals(step.collectives)}
+        kinds = {(row.axes, row.kind) for row in sum_collectives(step.collectives)}
         layers = [c for c in step.collectives if c.scope == "layers forward"]
         reduces = [c for c in large(layers) if c.group.axes == ("tensor",)]
         assert (

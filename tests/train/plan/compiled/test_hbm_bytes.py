@@ -3,7 +3,7 @@
 import pytest
 
 from tests.train.compiled import in_one
-from train.plan.compiled.hbm_bytes import memory_bytes
+from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import parse
 from train.plan.compiled.trip_counts import read_module
 
@@ -32,7 +32,7 @@ def test_slices_and_updates_move_what_they_touch():
     """A row is read and a row is written; the other operand lies in the core."""
     module = read_module(FUSED)
     index, row = 4, 4 * 64
-    assert memory_bytes(module.entry.root) == index + 2 * row
+    assert memory_traffic(module.entry.root) == index + 2 * row
 
 
 NESTED = """HloModule nested
@@ -71,7 +71,7 @@ def test_a_fusion_inside_another_reads_what_it_takes():
     """One row of sixteen for a product, and all of what is only shaped for it."""
     module = read_module(NESTED)
     index, row, weight, result = 4, 4 * 64, 4 * 4 * 64, 4 * 4
-    moved = memory_bytes(module.entry.root)
+    moved = memory_traffic(module.entry.root)
     assert moved == index + row + weight + result
 
 
@@ -98,7 +98,7 @@ ENTRY %main (a: f32[16,64], b: f32[1,64], c: f32[2,64]) -> (f32[1,64], f32[16,64
 def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing():
     """One row in, one row out, and the shard of the collective."""
     module = read_module(PASSING)
-    moved = memory_bytes(module.entry.root)
+    moved = memory_traffic(module.entry.root)
     assert moved == (1 + 1 + 2) * 64 * 4
 
 
@@ -118,4 +118,4 @@ def test_copies_between_memories_move_what_they_copy(result, instruction, moved)
         f"  ROOT %c = {result} {instruction}"
     )
     module = parse(text)
-    assert memory_bytes(module.entry.root) == moved * 64 * 4
+    assert memory_traffic(module.entry.root) == moved * 64 * 4

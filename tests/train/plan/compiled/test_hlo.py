@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plan.compiled.hlo import HloArray, is_kept, parse
+from train.plan.compiled.hlo import HloArray, is_loop_invariant, parse
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -45,7 +45,7 @@ def test_instructions_are_read():
     assert entry["f"].called == [module.computations["fused"]]
     assert entry["r"].called == []  # what adds is no part of the program's work
     assert entry["t"].operand_names == ["f", "r"]
-    assert [i.name for i in entry["f"].inside] == ["p", "neg"]
+    assert [i.name for i in entry["f"].nested] == ["p", "neg"]
     assert [i.name for i in entry["f"].users] == ["call", "t"]
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_listed():
 
 
 def test_something_else_is_refused():
-    with pytest.raises(ValueError, match="not the text of an HLO module"):
+    with pytest.raises(ValueError, match="not an HLO module"):
         parse("module @jit_step {\n}\n")
 
 
@@ -117,6 +117,8 @@ ENTRY %main (x: s32[]) -> s32[] {
 def test_a_loop_keeps_what_passes_through_loops_inside():
     bodies = parse(LOOPS).computations
     inner, outer = bodies["inner"], bodies["outer"]
-    assert [is_kept(inner, element) for element in (0, 1)] == [False, True]
+    assert [is_loop_invariant(inner, element) for element in (0, 1)] == [False, True]
     # The second takes the first's place; the third is what the inner loop counted.
-    assert [is_kept(outer, element) for element in range(3)] == [*(True, False, False)]
+    assert [is_loop_invariant(outer, element) for element in range(3)] == [
+        *(True, False, False)
+    ]

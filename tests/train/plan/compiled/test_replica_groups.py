@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.compiled import in_one
 from train.hardware.interconnect import Group
-from train.plan.compiled.collectives import ledger
+from train.plan.compiled.collectives import list_collectives
 from train.plan.compiled.hlo import parse
 from train.plan.compiled.replica_groups import group_of, replica_groups
 from train.plan.compiled.trip_counts import read_module
@@ -118,7 +118,9 @@ _xla_megascale_transfer_type="ONE_TO_ONE"}, backend_config={}"""
 
 
 def test_hosts_send_from_one_slice_to_another():
-    (permute,) = ledger(read_module(in_one(SEND)), a_mesh((2, 4, 1), slices=2))
+    (permute,) = list_collectives(
+        read_module(in_one(SEND)), a_mesh((2, 4, 1), slices=2)
+    )
     assert permute.kind == "collective-permute"
     assert permute.group == Group(("data",), 2, "DCN")
     assert permute.payload == permute.sent == 2 * 8 * 128

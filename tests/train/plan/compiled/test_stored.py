@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from tests.train.compiled import KEPT, STEPS, STORE, compile_steps, read_step
-from train.plan.compiled.collectives import totals
+from train.plan.compiled.collectives import sum_collectives
 from train.plan.compiled.flops import count_flops
 
 
@@ -37,7 +37,7 @@ def test_a_stored_step_is_what_is_compiled_today(stored_step, renewed, name):
     text = gzip.decompress((folder / f"{name}.txt.gz").read_bytes()).decode()
     today = read_step(stored.program, text)
     assert count_flops(today.module) == count_flops(stored.module)
-    assert totals(today.collectives, by_use=True) == totals(
+    assert sum_collectives(today.collectives, by_use=True) == sum_collectives(
         stored.collectives, by_use=True
     )
     kinds = memory[name].keys() - {"generated_code"}  # differs by environment

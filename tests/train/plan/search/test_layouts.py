@@ -9,7 +9,7 @@ from train.hardware.targets import parse_target
 from train.plan import precision, recomputing
 from train.plan.budget import MemoryBudget, memory_budget
 from train.plan.plan import estimate
-from train.plan.precision import CHANGES, changed, combinations
+from train.plan.precision import CHANGES, combinations, with_changes
 from train.plan.recomputing import WAYS
 from train.plan.search import weigh
 from train.plan.search.result import (
@@ -123,7 +123,9 @@ def test_changes_go_with_each_other_but_two_of_one_key_do_not(composed):
     for changes in found:
         assert len({CHANGES[change].key for change in changes}) == len(changes)
     for changes in found[:6]:
-        assert changed(config, changes) == composed(*MODEL, "optimizer=adamw", *changes)
+        assert with_changes(config, changes) == composed(
+            *MODEL, "optimizer=adamw", *changes
+        )
     settled = composed(*MODEL, "optimizer.moment_dtype=bfloat16")
     assert not any(
         "moment_dtype" in c for changes in combinations(settled) for c in changes

@@ -13,7 +13,7 @@ from train.plan.aot import OutOfMemory
 from train.plan.budget import MemoryBudget
 from train.plan.config import PlanConfig
 from train.plan.plan import estimate
-from train.plan.recomputing import typed
+from train.plan.recomputing import format_policy
 from train.plan.search import search as searching
 from train.plan.search import weigh
 from train.plan.search.result import (
@@ -134,7 +134,7 @@ def test_of_each_way_to_recompute_the_best_is_compiled_first(config, devices, ro
     found = search(config, devices, room)
     queue = [one.layout for one in searching._queue(found.weighed, found.given)]
     assert queue[0] == found.given
-    assert {layout.remat for layout in queue[1:4]} == {*map(typed, FEW)}
+    assert {layout.remat for layout in queue[1:4]} == {*map(format_policy, FEW)}
     fitting = [one.layout for one in found.weighed if one.fits]
     assert len(queue) == len(set(queue)) == len({*fitting, found.given})
 

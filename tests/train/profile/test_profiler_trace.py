@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from train.profile.trace import Event, _extend, time_spent
+from train.profile.profiler_trace import Event, extend_events, time_spent
 
 
 def spent(*events, rank=lambda event: 0, begin=0.0, end=100.0):
@@ -50,5 +50,5 @@ def test_only_the_traced_steps_count():
 def test_what_other_threads_go_on_with_lasts_until_their_end():
     """Of two runs of one instruction each has its own end."""
     events = [Event(50, 52, "a", ""), Event(0, 2, "a", ""), Event(5, 9, "b", "")]
-    found = _extend(events, {"a": [61.0, 8.0], "c": [70.0]})
+    found = extend_events(events, {"a": [61.0, 8.0], "c": [70.0]})
     assert [event.end for event in found] == [8, 9, 61]

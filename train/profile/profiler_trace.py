@@ -72,11 +72,11 @@ def read_trace(file: Path) -> Trace:
     if mark is None:
         raise ValueError(f"{file}: these are not the steps of a run")
     begin, end = mark
-    extended = {name: _extend(events, ends) for name, events in devices.items()}
+    extended = {name: extend_events(events, ends) for name, events in devices.items()}
     return Trace(begin, end, extended)
 
 
-def _extend(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
+def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
     """Extend events that other threads help with to their ends."""
     sorted_ends = {name: sorted(times) for name, times in ends.items()}
     next_ends, result = Counter[str](), list[Event]()
