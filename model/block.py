@@ -28,8 +28,8 @@ class Block(nnx.Module):
         """Make one layer, with experts if it is `routed`, otherwise with one MLP."""
         placement, self.dropout = config.norm_placement, config.dropout.residual
 
-        def norm_unless(other: NormPlacement) -> Normalize | None:
-            if placement is other:
+        def norm_unless(excluded: NormPlacement) -> Normalize | None:
+            if placement is excluded:
                 return None
             return Normalize(config, config.norm, embed=config.embed_dim)
 

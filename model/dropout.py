@@ -18,19 +18,19 @@ from model.execution import CallContext
 
 
 def drop(
-    x: Float[Array, "B T *dims"], rate: float, place: str, call: CallContext
+    x: Float[Array, "B T *dims"], rate: float, site: str, call: CallContext
 ) -> Float[Array, "B T *dims"]:
     """Set a fraction of the elements to zero, and scale the others to the same mean.
 
     Args:
         x: rows of positions.
         rate: the fraction, below 1.
-        place: the place in the layer. Different places drop independently.
+        site: the name of the place in the layer. Different sites drop independently.
         call: the context, with keys of positions or without.
     """
     if not rate:
         return x
-    keys_BT = call.fold_in(zlib.crc32(place.encode())).keys_BT
+    keys_BT = call.fold_in(zlib.crc32(site.encode())).keys_BT
     if keys_BT is None:
         return x
     draw = partial(jax.random.bernoulli, p=1 - rate, shape=x.shape[2:])

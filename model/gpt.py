@@ -31,7 +31,7 @@ from model.rope import Rotations, rotations
 from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
-# For each place in a group of layers, keys and values [L, B, S, K, H].
+# Keys and values [L, B, S, K, H] for each place in a group of layers.
 Cache = tuple[KeysValues, ...]
 
 
@@ -53,13 +53,13 @@ class GPT(nnx.Module):
         # Layers with different parameters are different stacks. Groups of layers may
         # end with a layer of experts, after layers without.
         experts, first = config.expert_layers, config.layers_before_experts
-        between = config.num_layers - first - experts if experts else 0
-        last = config.num_layers - first - between
+        in_groups = config.num_layers - first - experts if experts else 0
+        last = config.num_layers - first - in_groups
 
         def stack(depth: int) -> Block | None:
             return make_stack(config, depth, False, rngs) if depth else None
 
-        self.dense_layers, self.layers_between = stack(first), stack(between)
+        self.dense_layers, self.layers_between = stack(first), stack(in_groups)
         self.layers = make_stack(config, last, experts > 0, rngs)
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
@@ -169,7 +169,7 @@ class GPT(nnx.Module):
             ((self.layers_between, self.layers), slice(num_dense, None)),
         ):
             stacks = [stack for stack in stacks if stack is not None]
-            # Of a pipeline, the parameters may be those of one stage's layers.
+            # In a pipeline, the parameters may be those of one stage's layers.
             depth = sum(map(depth_of, stacks))
             kinds = LayerKinds(local[layers][:depth], precise[layers])
             loops += [(stacks, kinds)] if stacks else []

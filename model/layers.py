@@ -94,7 +94,10 @@ class SelfAttention(nnx.Module):
 
         bias = config.bias or config.qkv_bias
         inward = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
-        axes, kv_axes = (("embed", of, "head_dim") for of in ("heads", "kv_heads"))
+        axes, kv_axes = (
+            ("embed", "heads", "head_dim"),
+            ("embed", "kv_heads", "head_dim"),
+        )
         self.query = inward("query", "btd,dnh->btnh", (D, N, H), axes)
         self.key = inward("key", "btd,dkh->btkh", (D, K, H), kv_axes)
         self.value = inward("value", "btd,dkh->btkh", (D, K, H), kv_axes)
@@ -148,7 +151,7 @@ class SelfAttention(nnx.Module):
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }
         if cache is None:
-            dropping = partial(drop, rate=self.dropout, place="weights", call=call)
+            dropping = partial(drop, rate=self.dropout, site="weights", call=call)
             o_BTNH = attention(
                 q_BTNH,
                 k_BTKH,

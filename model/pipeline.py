@@ -41,7 +41,7 @@ Run = Callable[
 
 
 class _Microbatch(NamedTuple):
-    """What layers read of one microbatch, or [M, ...] of all of them."""
+    """The values that layers read for one microbatch, or [M, ...] for all of them."""
 
     rows: Any
     segment_ids_BT: jax.Array | None

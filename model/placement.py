@@ -1,4 +1,4 @@
-"""Where the arrays of a program lie on the mesh, as far as the model must know it.
+"""The placement of a program's arrays on the mesh, as far as the model must know it.
 
 The mesh axes that shard the batch are manual: the program runs on each device's part of
 the batch (train/rows.py), and states each gather and each reduction over these axes.

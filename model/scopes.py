@@ -16,21 +16,21 @@ def part_scope(name: str) -> AbstractContextManager:
     return jax.named_scope(f"part.{name}")
 
 
-def expected(rows: int, of: int) -> AbstractContextManager:
+def expected(rows: int, total: int) -> AbstractContextManager:
     """Return a scope for arrays of which only some rows are in use on average."""
-    return jax.named_scope(f"expected.{rows}.{of}")
+    return jax.named_scope(f"expected.{rows}.{total}")
 
 
-def computed(blocks: int, of: int) -> AbstractContextManager:
+def computed(blocks: int, total: int) -> AbstractContextManager:
     """Return a scope for an attention kernel that computes only some blocks."""
-    return jax.named_scope(f"computed.{blocks}.{of}")
+    return jax.named_scope(f"computed.{blocks}.{total}")
 
 
-def in_branch(run: Callable[..., Any], times: int, of: int) -> Callable[..., Any]:
+def in_branch(run: Callable[..., Any], times: int, total: int) -> Callable[..., Any]:
     """Return a branch whose scope states how often it is taken."""
 
     def branch(*arguments: Any) -> Any:
-        with jax.named_scope(f"taken.{times}.{of}"):
+        with jax.named_scope(f"taken.{times}.{total}"):
             return run(*arguments)
 
     return branch

@@ -101,11 +101,11 @@ def run_stacks(
         x_BTD: the input.
         execution: how the program runs the model.
         call: the context of this call.
-        kinds: the kinds of the layers. If the layers at one place of all groups have
+        kinds: the kinds of the layers. If the layers in one slot of all groups have
             the same kind, it is static.
         unroll: layers in each iteration, rounded to whole groups; -1 means all of
             them, without a loop.
-        caches: the caches of the layers at each place of a group.
+        caches: the caches of the layers in each slot of a group.
         first: the number of the first of these layers.
 
     Returns:
@@ -146,17 +146,15 @@ def run_stacks(
         )
     longer_caches, routings, noted = zip(*outputs, strict=True)
     if call.taps is not None:
-        call.taps.put(
-            jax.tree.map(lambda *places: jnp.stack(places, 1).ravel(), *noted)
-        )
+        call.taps.put(jax.tree.map(lambda *slots: jnp.stack(slots, 1).ravel(), *noted))
     return x_BTD, longer_caches if caches else None, routings[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The body of the scan: one layer at each place of a group.
+    """The body of the scan: one layer in each slot of a group.
 
-    blocks: the layer at each place, without parameters.
+    blocks: the layer in each slot, without parameters.
     sizes: the number of layers of each stack in a group.
     looped: whether an iteration is one layer.
     """
@@ -173,10 +171,10 @@ class _Group:
         pairs = zip(stacked, self.sizes, strict=True)
         params = [layer for stack, n in pairs for layer in _unstack(stack, n)]
         outputs = list[_Outputs]()
-        for place, fields in enumerate(zip(numbers, params, *inputs, strict=True)):
-            layer = _Layer(*fields)
+        layers = map(_Layer, numbers, params, *inputs)
+        for slot, layer in enumerate(layers):
             run = rematerialized(
-                partial(self._run_layer, place),
+                partial(self._run_layer, slot),
                 self.execution.remat,
                 self.execution.offload,
                 looped=self.looped,
@@ -186,16 +184,16 @@ class _Group:
             outputs.append(output)
         return x_BTD, outputs
 
-    def _run_layer(self, place: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
+    def _run_layer(self, slot: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
         (local, precise), size = self.kinds, len(self.blocks)
         call = self.call if layer.number is None else self.call.fold_in(layer.number)
-        is_local = local[place]
+        is_local = local[slot]
         if layer.is_local is not None:
             is_local = Local(layer.is_local, sum(local), len(local))
 
         def run(x_BTD: Float[Array, "B T D"], params: Any, cache: Any, precise: bool):
             taps = None if call.taps is None else Taps(exact=precise)
-            x_BTD, cache, routing = nnx.merge(self.blocks[place], params)(
+            x_BTD, cache, routing = nnx.merge(self.blocks[slot], params)(
                 x_BTD,
                 self.execution,
                 call._replace(taps=taps, high_precision=precise),
@@ -206,12 +204,12 @@ class _Group:
 
         arguments = layer_input(x_BTD), layer.params, layer.cache
         if layer.is_precise is None:
-            return run(*arguments, precise=precise[place])
-        times, of = sum(precise[place::size]), len(precise[place::size])
+            return run(*arguments, precise=precise[slot])
+        times, total = sum(precise[slot::size]), len(precise[slot::size])
         return jax.lax.cond(
             layer.is_precise,
-            in_branch(partial(run, precise=True), times, of),
-            in_branch(partial(run, precise=False), of - times, of),
+            in_branch(partial(run, precise=True), times, total),
+            in_branch(partial(run, precise=False), total - times, total),
             *arguments,
         )
 
@@ -219,11 +217,11 @@ class _Group:
 def _flags(
     kinds: Sequence[bool], size: int, groups: int, start: jax.Array | int
 ) -> list[Any]:
-    """Return the kinds [groups] of the layers at each place, or None if all are equal.
+    """Return the kinds [groups] of the layers in each slot, or None if all are equal.
 
     Of a pipeline's kinds, the groups of this stage begin at `start`.
     """
-    orders = [kinds[place::size] for place in range(size)]
+    orders = [kinds[slot::size] for slot in range(size)]
     flags = [jnp.asarray(order) if len({*order}) > 1 else None for order in orders]
     if len(orders[0]) == groups:
         return flags

@@ -57,7 +57,7 @@ def count_rounding(
 
 
 class Taps:
-    """Collects the figures of one layer, or of stacks of layers, while it is traced."""
+    """Collects the figures of one layer, or of stacks of layers, during tracing."""
 
     def __init__(self, exact: bool = False) -> None:
         """Begin a layer; `exact` means that it rounds nothing, but other layers do."""

@@ -38,7 +38,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     blocks = [_lay(inner, granule) for granule in granules]
     grid = np.array(blocks).reshape(*dcn, *inner)
     rank = len(MESH_AXES)
-    # Each axis has one dim of `grid` between slices and one within a slice.
+    # The dims of `grid` for each axis: between slices, and within a slice.
     order = np.arange(2 * rank).reshape(2, rank).T
     if devices[0].platform == "tpu":
         fsdp = MESH_AXES.index("fsdp")

@@ -115,10 +115,10 @@ def culprit(
             return candidate
     if earlier is None:
         return None
-    old = [*_values(earlier, _ACTIVATIONS), *_values(earlier, _GRADIENTS)]
+    previous = [*_values(earlier, _ACTIVATIONS), *_values(earlier, _GRADIENTS)]
     growth, candidate = max(
-        (now.value / max(then.value, _TINY), now)
-        for now, then in zip([*forward, *backward], old, strict=True)
+        (new.value / max(old.value, _TINY), new)
+        for new, old in zip([*forward, *backward], previous, strict=True)
     )
     return candidate if growth > _GROWTH else None
 

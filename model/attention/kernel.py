@@ -128,8 +128,10 @@ def attention(
     else:
         # The mask of a kernel is fixed when it is compiled. Therefore local layers take
         # one branch, and the others take another one.
-        in_window = in_branch(attend(window=window), local.times, local.of)
-        everywhere = in_branch(attend(window=None), local.of - local.times, local.of)
+        in_window = in_branch(attend(window=window), local.times, local.total)
+        everywhere = in_branch(
+            attend(window=None), local.total - local.times, local.total
+        )
         run = partial(jax.lax.cond, local.flag, in_window, everywhere)
     return run(q, k, v, segment_ids_BT, sinks_N).astype(q_BTNH.dtype)
 

@@ -14,12 +14,12 @@ class Local(NamedTuple):
 
     flag: true in a local layer.
     times: the number of local layers among the layers of the scan.
-    of: the number of layers of the scan.
+    total: the number of layers of the scan.
     """
 
     flag: Bool[Array, ""]
     times: int
-    of: int
+    total: int
 
 
 def reach(
