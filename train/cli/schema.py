@@ -59,10 +59,7 @@ def convert(
     for path, value in leaves(values):  # pydantic takes true for 1
         key = ".".join(map(str, path))
         hint = type_of(schema, key)[0]
-        if isinstance(value, bool) and bare_type(hint) in (
-            int,
-            float,
-        ):
+        if isinstance(value, bool) and bare_type(hint) in (int, float):
             rule = must_be(type_in_words(hint), schema, key)
             mistakes[path] = Mistake(key, value, rule)
     try:
