@@ -265,10 +265,10 @@ def make_program(
         config.schedule,
         schedule_steps or train.num_steps,
         infos,
-        how.compute_dtype,
-        mesh,
-        specs,
-        config.seed,
+        compute_dtype=how.compute_dtype,
+        mesh=mesh,
+        specs=specs,
+        seed=config.seed,
         platform=devices[0].platform,
     )
     state = abstract_state(config.model, optimizer, train)

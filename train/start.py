@@ -165,7 +165,7 @@ def _train(trainer: Trainer) -> int:
         steps = trainer.checkpoints.saved.steps()
         _check_skips(trainer, max((s for s in steps if s <= rewind_to), default=0))
     state = trainer.checkpoints.saved.restore(
-        program.state, at_most=rewind_to, repack=program.optimizer.storage.repacked
+        program.state, at_most=rewind_to, repack=program.optimizer.storage.convert
     )
     step = 0 if state is None else int(state.step)
     run.events.lap("restore", step=step)
