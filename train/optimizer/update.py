@@ -292,10 +292,10 @@ def make_optimizer(
 def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
     """Return whether layers are updated one by one.
 
-    Offloaded moments need it, and so do eight-bit moments on a GPU, where XLA would hold
-    those of all layers in float32 at once. The latter excludes Muon, which exchanges all
-    matrices together, Adafactor, which has no eight-bit moments, and pipelines, whose
-    stages hold different layers.
+    Offloaded moments need it, and so do eight-bit moments on a GPU, where XLA would
+    hold those of all layers in float32 at once. The latter excludes Muon, which
+    exchanges all matrices together, Adafactor, which has no eight-bit moments, and
+    pipelines, whose stages hold different layers.
     """
     if config.offload:
         return True
