@@ -259,7 +259,7 @@ def make_program(
         config.schedule,
         schedule_steps or train.num_steps,
         infos,
-        compute=execution.numerics.compute_dtype,
+        compute_dtype=execution.numerics.compute_dtype,
         mesh=mesh,
         specs=specs,
         seed=config.seed,

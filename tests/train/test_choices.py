@@ -16,8 +16,8 @@ from model.layers import activate, stds
 from model.params import Kind, ParamInfo
 from model.rope import frequencies
 from train.config import OptimizerConfig, ScheduleConfig
-from train.optimizer.moments import Storage
-from train.optimizer.schedule import factor
+from train.optimizer.moments import MomentStorage
+from train.optimizer.schedule import make_schedule
 from train.optimizer.update import make_optimizer
 
 ROOT = Path(__file__).parents[2]
@@ -50,13 +50,13 @@ DOORS = {
     "rope scaling": lambda: frequencies(
         8, 1e4, with_new(RopeScaling(original_length=8), "kind")
     ),
-    "schedule": lambda: factor(with_new(ScheduleConfig(), "name"), 10),
+    "schedule": lambda: make_schedule(with_new(ScheduleConfig(), "name"), 10),
     "optimizer": lambda: make_optimizer(
         with_new(OptimizerConfig(), "name"), ScheduleConfig(), 10, INFOS
     ),
     "moments": lambda: with_new(
-        Storage(OptimizerConfig().moment_dtype, INFOS, 0), "dtype"
-    ).packed({"w": ONES}, jnp.int32(0)),
+        MomentStorage(OptimizerConfig().moment_dtype, INFOS, 0), "dtype"
+    ).encode({"w": ONES}, jnp.int32(0)),
 }
 
 

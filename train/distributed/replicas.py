@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.params import named
-from train.optimizer.rounding import mixed, places
+from train.optimizer.rounding import entry_ids, hash_bits
 
 
 class Finding(NamedTuple):
@@ -150,5 +150,5 @@ def _copy_axes(sharding: NamedSharding) -> list[int]:
 def _checksum(part: jax.Array) -> jax.Array:
     """Sum up the mixed bits of all numbers, each mixed with its place."""
     bits = part.view(f"uint{8 * part.dtype.itemsize}")
-    numbers = mixed(bits.astype(jnp.uint32) ^ places(part.shape))
+    numbers = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(part.shape))
     return jnp.sum(numbers, dtype=jnp.uint32)

@@ -1,1 +1,1 @@
-"""The optimizer: schedules, AdamW, and Muon at any number of devices."""
+"""Optimizers, schedules, and the formats in which moments are stored."""

@@ -1,9 +1,9 @@
-"""Adafactor: of each matrix' mean square only the means of rows and columns are kept.
+"""Adafactor: the mean square of a matrix is kept as the means of its rows and columns.
 
-optax has it too, for arrays of which it factors the two largest dims, layers' or a
-head's among them, and of which all layers share a limit and a scale. Here a stack is
-its matrices one by one, heads are part of a matrix as they are to Muon, and what is
-kept has the parameter's rank, so that `state_shardings` lays it out.
+optax's version factors the two largest dims of an array, even if they count layers or
+belong to one head, and all layers share a limit and a scale. Here each matrix of a
+stack is updated by itself, and heads are part of a matrix, as in Muon. The means have
+the parameter's rank, so that `state_shardings` applies to them.
 
 Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the constants of
 section 9.
@@ -18,16 +18,16 @@ import optax
 
 from model.params import ParamInfo, is_info
 
-_LEAST_SQUARE, _LEAST_SCALE = 1e-30, 1e-3
-_LIMIT = 1.0  # the largest root mean square of an update
-_EXPONENT = 0.8  # the decay is 1 - t**-0.8
+_MIN_SQUARE, _MIN_SCALE = 1e-30, 1e-3
+_MAX_UPDATE_RMS = 1.0
+_DECAY_EXPONENT = 0.8  # the decay after t updates is 1 - t**-0.8
 
 
 class Factored(NamedTuple):
     """The mean squares of a parameter [..., I, O].
 
-    rows: their means over outputs, whose dims are 1; of a vector all of them.
-    columns: their means over inputs, whose dims are 1; None of vectors.
+    rows: the means over the output dims, which are 1. A vector keeps every entry.
+    columns: the means over the input dims, which are 1. A vector has None.
     """
 
     rows: jax.Array
@@ -42,27 +42,29 @@ class AdafactorState(NamedTuple):
 
 
 def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
-    """Divide gradients by factored root mean squares, limit and scale the result.
+    """Divide gradients by factored root mean squares, then limit and scale the result.
 
-    Without momentum. The step is relative: times the root mean square of the
-    parameter, so a learning rate means the same at any width.
+    There is no momentum. The step is relative to the parameter's root mean square, so a
+    learning rate means the same at any width.
 
     Args:
         infos: tree of `ParamInfo`.
     """
 
     def init(params: Any) -> AdafactorState:
-        start = jax.tree.map(_empty, infos, params, is_leaf=is_info)
-        return AdafactorState(jnp.zeros((), jnp.int32), start)
+        squares = jax.tree.map(_zeros, infos, params, is_leaf=is_info)
+        return AdafactorState(jnp.zeros((), jnp.int32), squares)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state.count + 1
-        decay = 1 - count.astype(jnp.float32) ** -_EXPONENT
-
-        def follow(info: ParamInfo, grad: jax.Array, old: Factored) -> Factored:
-            return _followed(info, grad, old, decay)
-
-        squares = jax.tree.map(follow, infos, updates, state.squares, is_leaf=is_info)
+        decay = 1 - count.astype(jnp.float32) ** -_DECAY_EXPONENT
+        squares = jax.tree.map(
+            lambda info, grad, squares: _averaged(info, grad, squares, decay),
+            infos,
+            updates,
+            state.squares,
+            is_leaf=is_info,
+        )
         updates = jax.tree.map(
             _direction, infos, updates, squares, params, is_leaf=is_info
         )
@@ -71,7 +73,7 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _empty(info: ParamInfo, param: jax.Array) -> Factored:
+def _zeros(info: ParamInfo, param: jax.Array) -> Factored:
     inputs, outputs = param.shape[: info.split], param.shape[info.split :]
     rows = jnp.zeros((*inputs, *(1 for _ in outputs)), jnp.float32)
     if not outputs:
@@ -80,19 +82,20 @@ def _empty(info: ParamInfo, param: jax.Array) -> Factored:
     return Factored(rows, jnp.zeros((*inputs[: info.stack], *ones, *outputs)))
 
 
-def _followed(
-    info: ParamInfo, grad: jax.Array, old: Factored, decay: jax.Array
+def _averaged(
+    info: ParamInfo, grad: jax.Array, squares: Factored, decay: jax.Array
 ) -> Factored:
-    """Return the mean squares after one more gradient."""
-    squares, first, split = grad * grad + _LEAST_SQUARE, info.stack, info.split
+    """Return the mean squares, to which a gradient was added."""
+    square = grad * grad + _MIN_SQUARE
 
-    def mean(old: jax.Array, start: int, stop: int) -> jax.Array:
-        new = jnp.mean(squares, tuple(range(start, stop)), keepdims=True)
-        return decay * old + (1 - decay) * new
+    def average(mean: jax.Array, start: int, stop: int) -> jax.Array:
+        new = jnp.mean(square, tuple(range(start, stop)), keepdims=True)
+        return decay * mean + (1 - decay) * new
 
-    rows = mean(old.rows, split, grad.ndim)
-    columns = None if old.columns is None else mean(old.columns, first, split)
-    return Factored(rows, columns)
+    rows = average(squares.rows, info.split, grad.ndim)
+    if squares.columns is None:
+        return Factored(rows, None)
+    return Factored(rows, average(squares.columns, info.stack, info.split))
 
 
 def _direction(
@@ -103,12 +106,12 @@ def _direction(
         inputs = tuple(range(info.stack, info.split))
         mean = jnp.mean(squares.rows, inputs, keepdims=True)
         update *= jax.lax.rsqrt(squares.columns / mean)
-    update /= jnp.maximum(1.0, _root_mean_square(info, update) / _LIMIT)
-    return update * jnp.maximum(_root_mean_square(info, param), _LEAST_SCALE)
+    update /= jnp.maximum(1.0, _root_mean_square(info, update) / _MAX_UPDATE_RMS)
+    return update * jnp.maximum(_root_mean_square(info, param), _MIN_SCALE)
 
 
 def _root_mean_square(info: ParamInfo, x: jax.Array) -> jax.Array:
-    """Return the root mean square of each matrix, whose padding is zero."""
+    """Return the root mean square of each matrix. Padding is zero and not counted."""
     dims = tuple(range(info.stack, x.ndim))
     size = info.size(x.shape) // math.prod(x.shape[: info.stack])
     return jnp.sqrt(jnp.sum(x * x, dims, keepdims=True) / size)

@@ -1,11 +1,13 @@
-"""An update layer by layer, of moments that lie in host memory, or in eight bits.
+"""Updates one layer at a time, for moments in host memory or in eight bits.
 
-Arrays W[L, ...] are updated in a loop over their layers: a layer's moments come to the
-device, and go back once they are updated, so that those of two layers at most are
-there, and in float32. Tables move whole. Moments of vectors stay on the device: they
-are few, and XLA:TPU cannot take one layer's from a host's [L, D] of eight bits (libtpu
-0.0.50). The result is that of one update of everything, bit by bit: of other parameters
-an update needs the norm of all gradients, no more.
+Arrays W[L, ...] are updated in a loop over their layers. The moments of a layer are
+copied to the device, updated and copied back, so that the device holds the moments of
+at most two layers, and only these in float32. Tables are moved whole. Moments of
+vectors stay on the device: they are few, and XLA:TPU cannot read one layer of an
+eight-bit [L, D] in host memory (libtpu 0.0.50).
+
+The result is bitwise equal to one update of all parameters: an update needs nothing of
+other parameters but the norm of all gradients.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from model.params import STACKED
 from train.optimizer.moments import is_eight_bits
 
 # (gradients, moments, parameters, first layer) -> (parameters, moments, whether the
-# update is accepted), of some of the parameters.
+# update is accepted), for a part of the parameters.
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 
 
@@ -29,108 +31,109 @@ def layer_by_layer(
     """Return parameters and moments after an update, and whether it was accepted.
 
     Args:
-        update: a function of trees in which leaves may be missing (`optax.MaskedNode`).
+        update: works on trees in which some leaves are left out (`optax.MaskedNode`).
         grads: tree of arrays.
         moments: the state of an optax transformation.
         params: tree of arrays.
-        on_host: whether moments are in host memory, except those of vectors, and
-            counts.
-        in_place: whether new moments replace the old ones in each iteration. Otherwise
-            they are stacked again, and the host holds both until the end of the loop.
+        on_host: whether moments of matrices and tables are in host memory.
+        in_place: whether each iteration writes new moments over the previous ones.
+            Otherwise the loop stacks new moments, and the host holds both.
     """
-    home = jax.memory.Space.Host if on_host else jax.memory.Space.Device
+    space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
-        layer_grads, layer_moments, layer_params = (
-            _only(stack, tree) for tree in (grads, moments, params)
+        local_grads, local_moments, local_params = (
+            _leaves_of(stack, tree) for tree in (grads, moments, params)
         )
         if stack is None:
-            layer_params, layer_moments, fine = update(
-                layer_grads, _to_device(layer_moments, 2), layer_params, 0
+            local_params, local_moments, part_accepted = update(
+                local_grads, _to_device(local_moments, 2), local_params, 0
             )
-            parts.append((layer_params, _moved(layer_moments, 2, home)))
-        elif jax.tree.leaves(layer_grads):
-            *part, fine = _in_loop(
+            parts.append((local_params, _move(local_moments, 2, space)))
+        elif jax.tree.leaves(local_grads):
+            *part, part_accepted = _update_stack(
                 update,
-                layer_grads,
-                moments=layer_moments,
-                params=layer_params,
-                home=home,
+                local_grads,
+                local_moments,
+                local_params,
+                space=space,
                 in_place=in_place,
             )
             parts.append((*part,))
         else:
             continue
-        accepted &= fine
-    return *jax.tree.map(_given, *parts, is_leaf=_is_whole), accepted
+        accepted &= part_accepted
+    params, moments = jax.tree.map(_present, *parts, is_leaf=_is_whole)
+    return params, moments, accepted
 
 
-def _in_loop(
-    update: Update, grads: Any, moments: Any, params: Any, home: Any, in_place: bool
+def _update_stack(
+    update: Update, grads: Any, moments: Any, params: Any, *, space: Any, in_place: bool
 ) -> tuple[Any, Any, jax.Array]:
     """Update stacked layers one by one."""
     depth = len(jax.tree.leaves(params)[0])
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
-        params, kept = carry
-        own = _to_device(_at(kept if in_place else moments, i), 3)
-        new_params, new, fine = update(_at(grads, i), own, _at(params, i), i)
-        params = _put(params, new_params, i)
+        params, carried = carry
+        layer_moments = _to_device(_layer(carried if in_place else moments, i), 3)
+        new_params, new, accepted = update(
+            _layer(grads, i), layer_moments, _layer(params, i), i
+        )
+        params = _with_layer(params, new_params, i)
         if in_place:
-            return (params, _put(kept, _moved(new, 3, home), i)), ((), fine)
+            carried = _with_layer(carried, _move(new, 3, space), i)
+            return (params, carried), ((), accepted)
         new = jax.tree.map(lambda x: x[0] if x.ndim else x, new)
-        return (params, ()), (_moved(new, 2, home), fine)
+        return (params, ()), (_move(new, 2, space), accepted)
 
-    start = params, moments if in_place else ()
-    (params, kept), (stacked, fine) = jax.lax.scan(iterate, start, jnp.arange(depth))
-    return params, kept if in_place else stacked, jnp.all(fine)
+    carry = params, moments if in_place else ()
+    (params, carried), (stacked, accepted) = jax.lax.scan(
+        iterate, carry, jnp.arange(depth)
+    )
+    return params, carried if in_place else stacked, jnp.all(accepted)
 
 
-def _only(stack: str | None, tree: Any) -> Any:
-    """Leave out of a tree all but scalars and the leaves of one stack of layers."""
+def _leaves_of(stack: str | None, tree: Any) -> Any:
+    """Mask all leaves but scalars and those of one stack of layers (None: no stack)."""
 
-    def kept(path: tuple[Any, ...], leaf: Any) -> Any:
+    def select(path: tuple[Any, ...], leaf: Any) -> Any:
         names = (getattr(key, "key", None) for key in path)
-        own = next((name for name in names if name in STACKED), None)
+        leaf_stack = next((name for name in names if name in STACKED), None)
         is_count = getattr(leaf, "ndim", None) == 0
-        return leaf if own == stack or is_count else MaskedNode()
+        return leaf if leaf_stack == stack or is_count else MaskedNode()
 
-    return jax.tree_util.tree_map_with_path(kept, tree, is_leaf=is_eight_bits)
-
-
-def _given(*parts: Any) -> Any:
-    """Return a leaf of the part that has it; a scalar is the same in all."""
-    return next(part for part in parts if not _is_left_out(part))
+    return jax.tree_util.tree_map_with_path(select, tree, is_leaf=is_eight_bits)
 
 
-def _is_left_out(leaf: object) -> bool:
-    return isinstance(leaf, MaskedNode)
+def _present(*leaves: Any) -> Any:
+    """Return the first leaf that is not masked; all parts have the same scalars."""
+    return next(leaf for leaf in leaves if not isinstance(leaf, MaskedNode))
 
 
 def _is_whole(leaf: object) -> bool:
-    return _is_left_out(leaf) or is_eight_bits(leaf)
+    return isinstance(leaf, MaskedNode) or is_eight_bits(leaf)
 
 
-def _to_device(tree: Any, dims: int) -> Any:
-    return _moved(tree, dims, jax.memory.Space.Device)
+def _to_device(tree: Any, min_dims: int) -> Any:
+    return _move(tree, min_dims, jax.memory.Space.Device)
 
 
-def _moved(tree: Any, dims: int, space: Any) -> Any:
-    """Move arrays with at least `dims` dims."""
+def _move(tree: Any, min_dims: int, space: Any) -> Any:
+    """Move the arrays that have at least this number of dims."""
     return jax.tree.map(
-        lambda x: jax.device_put(x, space) if x.ndim >= dims else x, tree
+        lambda x: jax.device_put(x, space) if x.ndim >= min_dims else x, tree
     )
 
 
-def _at(tree: Any, i: jax.Array) -> Any:
-    """Return one layer's part [1, ...] of stacked leaves."""
+def _layer(tree: Any, i: jax.Array) -> Any:
+    """Return layer i [1, ...] of stacked leaves."""
     index = jax.lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: index(x, i) if x.ndim else x, tree)
 
 
-def _put(tree: Any, layer: Any, i: jax.Array) -> Any:
-    """Return stacked leaves with another layer's part."""
+def _with_layer(tree: Any, layer: Any, i: jax.Array) -> Any:
+    """Return stacked leaves in which layer i is replaced."""
     update = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(
-        lambda x, part: update(x, part, i, 0) if x.ndim else x, tree, layer
+        lambda x, new: update(x, new, i, 0) if x.ndim else x, tree, layer
     )

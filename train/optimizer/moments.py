@@ -1,24 +1,24 @@
-"""How moments are kept between steps: in float32, bfloat16 or eight bits.
+"""Store moments between steps in float32, bfloat16 or eight bits.
 
-An update computes in float32: moments are unpacked before it, and packed after it with
-stochastic rounding (train/optimizer/rounding.py). This works entry by entry, and gives
-the same on every mesh: only maxima of other devices are needed, which are exact in any
-order.
+An update computes in float32. Moments are decoded before it and encoded after it, with
+stochastic rounding (train/optimizer/rounding.py). Each entry is encoded by itself, with
+the same result on every mesh: only maxima are needed of other devices, and these are
+exact in any order.
 
-Eight bits are the code c of a level c**p, times a scale:
+Eight bits hold the code c of a level c**p, times a scale:
 
-- The scale of an entry of a matrix is the smaller of the largest entries of its row and
-  its column. One large entry therefore coarsens only itself, as with blocks. Blocks
-  would have to fit into the shards of every mesh, and into a TPU's tiles. Source:
-  rank-1 normalization of Li, Chen and Zhu, Memory Efficient Optimizers with 4-bit
-  States, arXiv:2309.01507, section 4.2.
+- The scale of an entry is the smaller of two maxima: that of its row and that of its
+  column in the parameter's matrix. So one large entry makes only itself coarser. Blocks
+  achieve this too, but they would have to fit the shards of every mesh and the tiles of
+  a TPU. Source: rank-1 normalization of Li, Chen and Zhu, Memory Efficient Optimizers
+  with 4-bit States, arXiv:2309.01507, section 4.2.
 - A mean has a sign and 127 levels with p = 2. A mean square has 255 levels with p = 4,
-  because its square root, by which the update divides the mean, then has p = 2 too.
-  Levels become finer towards zero: below a thousandth of the scale there are still four
-  or eight levels, where evenly spaced levels have none.
-- A mean square never becomes zero unless its scale is zero (the least level is 1),
-  because the update divides by it; section 4.1 of the same source shows the damage. If
-  a whole row or column is zero, so are its scale and its unpacked values.
+  because the update divides by its root, which then has p = 2 as well. So levels become
+  finer towards zero: below a thousandth of the scale there are still four levels, or
+  eight. Evenly spaced levels have none there.
+- The update divides by a mean square, so the least code of one is 1: it is zero only if
+  its scale is. Section 4.1 of the same source shows the damage otherwise. The scale is
+  zero if all of a row or column is zero, and then every entry decodes to zero.
 """
 
 from collections.abc import Mapping
@@ -33,46 +33,40 @@ from model.params import ParamInfo, is_info
 from train.config import MomentDtype
 from train.optimizer.rounding import key_of_step, random_bits, to_bfloat16
 
-_SQUARES = "nu"  # optax's name of means of squares: without a sign
+_MEAN_SQUARES = "nu"  # optax's name of the moments that have no sign
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class EightBits(NamedTuple):
-    """An array of shape [..., I, O] as codes, with the largest entries of its parts.
+    """An array [..., I, O] as codes, with the maxima of its rows and columns.
 
-    codes: int8, or of a mean square uint8, of the array's shape.
-    rows: float32, of the array's shape but for the dims of outputs, which are 1; of
-        vectors those of inputs are, too.
-    columns: the same, but only those of inputs are 1; None of vectors.
+    codes: int8 with the array's shape; uint8 for a mean square.
+    rows: float32 maxima over the output dims, which are 1. A vector has one maximum.
+    columns: float32 maxima over the input dims, which are 1. A vector has None.
     """
 
     codes: jax.Array
     rows: jax.Array
     columns: jax.Array | None
 
-    @property
-    def scale(self) -> jax.Array:
-        """The level of the highest code, of each entry."""
-        return _least(self.rows, self.columns)
-
 
 @dataclass(frozen=True, eq=False)
-class Storage:
-    """How weights and moments are stored between updates, which compute in float32.
+class MomentStorage:
+    """Encodes moments and rounds weights after an update in float32.
 
-    dtype: the dtype of the moments.
+    dtype: the format of moments.
     infos: tree of `ParamInfo`.
-    seed: the seed of stochastic rounding.
+    seed: seed of the stochastic rounding.
     """
 
     dtype: MomentDtype
     infos: Any
     seed: int
 
-    def packed(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
-        """Return optax's state with its moments as they are stored after a step.
+    def encode(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
+        """Return optax's state with its moments in the format of the storage.
 
-        Stacked layers may be only a part of all layers, beginning at `layer`.
+        Stacked arrays may hold only some layers, beginning with `layer`.
         """
         if self.dtype is MomentDtype.float32:
             return state
@@ -80,9 +74,9 @@ class Storage:
         pairs = jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info)
         infos = dict(pairs)
 
-        def pack(path: Any, leaf: jax.Array) -> Any:
-            ends = (path[start:] for start in range(len(path)))
-            info = next((infos[end] for end in ends if end in infos), None)
+        def encode(path: Any, leaf: jax.Array) -> Any:
+            suffixes = (path[start:] for start in range(len(path)))
+            info = next((infos[end] for end in suffixes if end in infos), None)
             if info is None:  # a count
                 return leaf
             bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
@@ -92,24 +86,24 @@ class Storage:
                 case MomentDtype.bfloat16:
                     return to_bfloat16(leaf, bits)
                 case MomentDtype.int8:
-                    fields = (getattr(part, "name", None) for part in path)
-                    return to_eight_bits(leaf, info, _SQUARES not in fields, bits)
+                    fields = (getattr(entry, "name", None) for entry in path)
+                    return to_eight_bits(leaf, info, _MEAN_SQUARES not in fields, bits)
                 case _:
                     assert_never(self.dtype)
 
-        return jax.tree_util.tree_map_with_path(pack, state)
+        return jax.tree_util.tree_map_with_path(encode, state)
 
-    def repacked(self, state: Any, step: jax.Array) -> Any:
-        """Convert a state whose moments were stored in another way."""
-        state = jax.device_put(state, jax.memory.Space.Device)  # also from host memory
-        return self.packed(unpacked(state), step)
+    def convert(self, state: Any, step: jax.Array) -> Any:
+        """Return a state in another format, or in host memory, as it is stored here."""
+        state = jax.device_put(state, jax.memory.Space.Device)
+        return self.encode(decode(state), step)
 
-    def rounded(
+    def round_weights(
         self, weights: Any, params: Any, step: jax.Array, layer: Any = 0
     ) -> Any:
         """Return float32 weights in the dtypes of the parameters that they replace.
 
-        Of stacked layers there may be only some, from `layer` on.
+        Stacked arrays may hold only some layers, beginning with `layer`.
         """
 
         def rounded(path: Any, weight: jax.Array, param: jax.Array) -> jax.Array:
@@ -121,63 +115,63 @@ class Storage:
         return jax.tree_util.tree_map_with_path(rounded, weights, params)
 
 
-def unpacked(state: Any) -> Any:
+def decode(state: Any) -> Any:
     """Return an optimizer's state with its moments in float32."""
 
-    def unpack(leaf: Any) -> Any:
+    def decode_leaf(leaf: Any) -> Any:
         if is_eight_bits(leaf):
             return from_eight_bits(leaf)
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
-    return jax.tree.map(unpack, state, is_leaf=is_eight_bits)
+    return jax.tree.map(decode_leaf, state, is_leaf=is_eight_bits)
 
 
-def as_kept_before(wanted: Any, saved: Mapping[str, Any]) -> Any:
-    """Return what to load of moments that are wanted in another format than saved.
+def in_saved_format(wanted: Any, saved: Mapping[str, Any]) -> Any:
+    """Return wanted moments as a checkpoint holds them, in eight bits or not.
 
     Args:
         wanted: tree of `jax.ShapeDtypeStruct` with shardings.
-        saved: shapes and dtypes by name.
+        saved: the saved shapes and dtypes by name.
     """
 
-    def as_saved(path: Any, leaf: Any) -> Any:
+    def saved_format(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if is_eight_bits(leaf) and name in saved:
             return leaf.codes.update(dtype=jnp.float32)
         if is_eight_bits(leaf) or f"{name}.codes" not in saved:
             return leaf
-        parts = (saved.get(f"{name}.{field}") for field in EightBits._fields)
-        return EightBits(*(_beside(leaf, part) for part in parts))
+        fields = (saved.get(f"{name}.{field}") for field in EightBits._fields)
+        return EightBits(*(_sharded_like(leaf, field) for field in fields))
 
-    return jax.tree_util.tree_map_with_path(as_saved, wanted, is_leaf=is_eight_bits)
+    return jax.tree_util.tree_map_with_path(saved_format, wanted, is_leaf=is_eight_bits)
 
 
-def _beside(leaf: Any, part: Any) -> Any:
-    """Describe codes or maxima of an array, which are sharded as it is."""
-    if part is None:  # vectors have none
+def _sharded_like(leaf: Any, field: Any) -> Any:
+    """Describe codes or maxima with the sharding of the array that they encode."""
+    if field is None:  # a vector has no columns
         return None
     spec = (*leaf.sharding.spec, *(None for _ in leaf.shape))
-    dims = zip(part.shape, leaf.shape, spec, strict=False)
-    entries = (entry if own == dim else None for own, dim, entry in dims)
-    where = NamedSharding(leaf.sharding.mesh, PartitionSpec(*entries))
-    return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=where)
+    dims = zip(field.shape, leaf.shape, spec, strict=False)
+    entries = (entry if size == full else None for size, full, entry in dims)
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*entries))
+    return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
 
 def is_eight_bits(node: object) -> bool:
-    """Return whether a node of a state is an array kept in eight bits."""
+    """Return whether a node of a state is an array in eight bits."""
     return isinstance(node, EightBits)
 
 
 def to_eight_bits(
     x: jax.Array, info: ParamInfo, signed: bool, bits: jax.Array
 ) -> EightBits:
-    """Round an array stochastically to eight bits.
+    """Round an array to codes stochastically.
 
     Args:
         x: float32, with the parameter's shape.
-        info: the parameter's `ParamInfo`.
-        signed: whether it is a mean. Otherwise it is a mean square, and not negative.
-        bits: uint32 random bits, with the same shape.
+        info: the parameter's metadata.
+        signed: True for a mean, False for a mean square.
+        bits: random uint32 with the same shape.
     """
     size, first, split = jnp.abs(x), info.stack, info.split
     is_vector = split == x.ndim
@@ -186,30 +180,30 @@ def to_eight_bits(
     if not is_vector:
         columns = jnp.max(size, tuple(range(first, split)), keepdims=True)
     top, power = _levels(signed)
-    part = size / jnp.maximum(_least(rows, columns), _TINY)
-    root = jnp.sqrt(part) if signed else jnp.sqrt(jnp.sqrt(part))
-    below = jnp.floor(root * top)
-    level, low, high = part * float(top) ** power, below**power, (below + 1) ** power
-    chance = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
-    code = jnp.where(level - low > chance * (high - low), below + 1, below)
+    fraction = size / jnp.maximum(_scale(rows, columns), _TINY)
+    root = jnp.sqrt(fraction) if signed else jnp.sqrt(jnp.sqrt(fraction))
+    code = jnp.floor(root * top)
+    level, low, high = fraction * float(top) ** power, code**power, (code + 1) ** power
+    threshold = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
+    code = jnp.where(level - low > threshold * (high - low), code + 1, code)
     code = jnp.clip(code, 0 if signed else 1, top)
     code = jnp.where(x < 0, -code, code) if signed else code
     return EightBits(code.astype(jnp.int8 if signed else jnp.uint8), rows, columns)
 
 
 def from_eight_bits(x: EightBits) -> jax.Array:
-    """Return the float32 array that codes stand for."""
+    """Return the float32 array that the codes represent."""
     signed = x.codes.dtype == jnp.int8
     top, power = _levels(signed)
-    part = x.codes.astype(jnp.float32) / top
-    level = part * jnp.abs(part) if signed else part**power
-    return level * x.scale
+    root = x.codes.astype(jnp.float32) / top
+    level = root * jnp.abs(root) if signed else root**power
+    return level * _scale(x.rows, x.columns)
 
 
 def _levels(signed: bool) -> tuple[int, int]:
-    """Return the highest code, and the power of a code that is its level."""
+    """Return the highest code, and the exponent that turns codes into levels."""
     return (127, 2) if signed else (255, 4)
 
 
-def _least(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
+def _scale(rows: jax.Array, columns: jax.Array | None) -> jax.Array:
     return rows if columns is None else jnp.minimum(rows, columns)

@@ -1,4 +1,7 @@
-"""Muon: momentum, brought near an orthogonal matrix."""
+"""Muon: orthogonalized momentum.
+
+Source: https://kellerjordan.github.io/posts/muon/.
+"""
 
 import math
 from functools import partial
@@ -20,49 +23,52 @@ from train.optimizer.whole import on_whole_matrices
 def muon(
     config: OptimizerConfig,
     infos: Any,
-    compute: DTypeLike,
+    *,
+    compute_dtype: DTypeLike,
     mesh: Mesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformation:
-    """Momentum, orthogonalized, scaled by shape.
-
-    Source: https://kellerjordan.github.io/posts/muon/.
+    """Return the transformation of gradients into updates, for matrices.
 
     Args:
-        config: its rates.
-        infos: tree of `ParamInfo`; what is not a matrix is left out.
-        compute: dtype of the products' operands, and of what devices exchange.
-        mesh: whose devices share the work; None: there is one.
-        specs: tree of the parameters' PartitionSpecs on it.
+        config: rates, momentum and decay.
+        infos: tree of `ParamInfo`. Only matrices are updated.
+        compute_dtype: the dtype of the products' operands and of the exchange.
+        mesh: the devices that share the work; None for one device.
+        specs: tree of the parameters' PartitionSpecs on the mesh.
     """
     leaves = jax.tree.leaves(infos, is_leaf=is_info)
     matrices = [info for info in leaves if info.kind is Kind.matrix]
-    orthogonal = partial(orthogonalize, compute=compute)
+    function = partial(orthogonalize, compute_dtype=compute_dtype)
 
-    def alone(arrays: list[jax.Array]) -> list[jax.Array]:
+    def locally(arrays: list[jax.Array]) -> list[jax.Array]:
         stacks = [
-            x.reshape(-1, *fans(x.shape, info))
+            x.reshape(-1, *_fans(x.shape, info))
             for x, info in zip(arrays, matrices, strict=True)
         ]
         return [
-            orthogonal(stack).reshape(x.shape)
+            function(stack).reshape(x.shape)
             for stack, x in zip(stacks, arrays, strict=True)
         ]
 
-    def together(arrays: list[jax.Array]) -> list[jax.Array]:
+    def on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:
         assert mesh is not None
         flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         pairs = zip(leaves, flat, strict=True)
-        places = [spec for info, spec in pairs if info.kind is Kind.matrix]
         return on_whole_matrices(
-            orthogonal, arrays, infos=matrices, places=places, mesh=mesh, dtype=compute
+            function,
+            arrays,
+            infos=matrices,
+            specs=[spec for info, spec in pairs if info.kind is Kind.matrix],
+            mesh=mesh,
+            dtype=compute_dtype,
         )
 
     def directions(updates: Any, params: Any) -> Any:
         arrays, tree = jax.tree.flatten(updates)
         with part_scope("muon"):
-            results = (together if mesh and mesh.size > 1 else alone)(arrays)
-            return tree.unflatten(map(_scaled, results, matrices))
+            results = (on_mesh if mesh and mesh.size > 1 else locally)(arrays)
+            return tree.unflatten(map(_scale, results, matrices))
 
     return optax.chain(
         optax.trace(config.muon_momentum, nesterov=True),
@@ -72,33 +78,33 @@ def muon(
     )
 
 
-def fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
+def _fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a parameter's matrices."""
     inputs, outputs = shape[info.stack : info.split], shape[info.split :]
     return math.prod(inputs), math.prod(outputs)
 
 
-def _scaled(x: jax.Array, info: ParamInfo) -> jax.Array:
-    fan_in, fan_out = fans(x.shape, info)
+def _scale(x: jax.Array, info: ParamInfo) -> jax.Array:
+    fan_in, fan_out = _fans(x.shape, info)
     return max(1.0, fan_out / fan_in) ** 0.5 * x
 
 
-def orthogonalize(x_LIO: jax.Array, compute: DTypeLike) -> jax.Array:
-    """Bring the singular values of each matrix of a stack near 1.
+def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
+    """Return a stack of matrices with singular values near 1.
 
-    Five Newton-Schulz steps of the quintic a x + b x x'x + c x x'x x'x, each one
-    batched product over the stack: the result is that of the matrices one by one.
+    Five Newton-Schulz steps compute the quintic a x + b x x'x + c x x'x x'x. Each step
+    is a batched product over the stack, so matrices do not affect each other.
 
     Args:
         x_LIO: L matrices of I inputs and O outputs, float32.
-        compute: dtype of the products' operands; sums are float32.
+        compute_dtype: the dtype of the products' operands; sums are float32.
     """
     tall = x_LIO.shape[1] > x_LIO.shape[2]
     x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # the smaller dim squared is cheaper
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
-        xx = product("lio,ljo->lij", x, x, compute)
-        mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute)
-        x = a * x + product("lij,ljo->lio", mix, x, compute)
+        xx = product("lio,ljo->lij", x, x, compute_dtype)
+        mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute_dtype)
+        x = a * x + product("lij,ljo->lio", mix, x, compute_dtype)
     return x.swapaxes(1, 2) if tall else x

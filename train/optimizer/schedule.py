@@ -1,4 +1,4 @@
-"""The schedule: the factor on learning rates, step by step."""
+"""The schedule: the factor on learning rates at each step."""
 
 from collections.abc import Callable
 from typing import assert_never
@@ -10,11 +10,13 @@ import optax
 from train.config import Schedule, ScheduleConfig
 
 
-def factor(config: ScheduleConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Return the schedule as a function of the step, 1 at its peak.
+def make_schedule(
+    config: ScheduleConfig, num_steps: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the schedule as a function of the step; its peak is 1.
 
-    Linear warm-up, then: `constant`; `cosine` down to the final fraction at num_steps;
-    `wsd` level, then linear down over the last steps, to the final fraction too.
+    After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
+    at num_steps, and `wsd` stays at 1 and falls linearly over the last steps.
     """
     warmup, final = config.warmup_steps, config.final_fraction
     match config.name:
@@ -22,7 +24,7 @@ def factor(config: ScheduleConfig, num_steps: int) -> Callable[[jax.Array], jax.
             body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
         case Schedule.wsd:
             begin = config.falls_from(num_steps) - warmup
-            body = _falling(begin, config.decay_within(num_steps), final)
+            body = _linear_decay(begin, config.decay_within(num_steps), final)
         case Schedule.constant:
             body = optax.constant_schedule(1.0)
         case _:
@@ -33,11 +35,14 @@ def factor(config: ScheduleConfig, num_steps: int) -> Callable[[jax.Array], jax.
     )
 
 
-def _falling(begin: int, decay: int, final: float) -> Callable[[jax.Array], jax.Array]:
-    """Return a factor of 1 that falls in `decay` steps to exactly the final one."""
+def _linear_decay(
+    begin: int, decay_steps: int, final: float
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a factor that falls linearly from 1 to exactly the final fraction."""
 
     def factor(step: jax.Array) -> jax.Array:
-        part = jnp.maximum(step - begin, 0) / max(1, decay)
-        return jnp.where(step < begin + decay, 1.0 - (1.0 - final) * part, final)
+        fraction = jnp.maximum(step - begin, 0) / max(1, decay_steps)
+        decayed = 1.0 - (1.0 - final) * fraction
+        return jnp.where(step < begin + decay_steps, decayed, final)
 
     return factor

@@ -1,9 +1,9 @@
 """One update of the weights, and the average of weights.
 
-optax computes a direction; this module scales it by the schedule at the *step*, which a
-skipped update does not hold back, and applies it. All of it is in float32, whatever the
-dtype of weights and moments: what it leaves in bfloat16 or eight bits is rounded at
-random, and no copy of it in float32 is kept. An average is always kept in float32.
+optax computes a direction. This module scales it by the schedule at the *step*, which
+advances even if an update is skipped, and applies it. It computes in float32, whatever
+the dtypes of weights and moments are. What is stored in bfloat16 or eight bits is
+rounded stochastically, without a float32 copy. The average is always float32.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import layer_by_layer
-from train.optimizer.moments import Storage, unpacked
+from train.optimizer.moments import MomentStorage, decode
 from train.optimizer.muon import muon
-from train.optimizer.schedule import factor
+from train.optimizer.schedule import make_schedule
 
 
 class OptimizerState(NamedTuple):
-    """optax's own state, and the average of weights (None unless asked for)."""
+    """The state of the optax transformation, and the average of weights or None."""
 
     transform: Any
     average: Any
@@ -34,30 +34,36 @@ class OptimizerState(NamedTuple):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A direction, the factor on it, and how to take a step."""
+    """Updates parameters and the optimizer's state.
+
+    transform: turns gradients into directions.
+    schedule: the factor on learning rates at a step.
+    storage: the format of moments between updates.
+    by_layer: whether layers are updated one by one.
+    in_place: see `layer_by_layer`.
+    """
 
     config: OptimizerConfig
     transform: optax.GradientTransformation
-    factor: Callable[[jax.Array], jax.Array]  # the schedule, a function of the step
-    storage: Storage  # how weights and moments are stored
-    by_layer: bool = False  # whether layers are updated one by one
-    in_place: bool = True  # as `layer_by_layer` has it
+    schedule: Callable[[jax.Array], jax.Array]
+    storage: MomentStorage
+    by_layer: bool = False
+    in_place: bool = True
 
     def init(self, params: Any) -> OptimizerState:
-        """Start: moments at zero, the average at the weights."""
+        """Return moments of zero, and averages equal to the weights."""
         average = None
         if self.config.ema_decay is not None:
             average = averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
-            # Without a barrier XLA computes the result of zeros while compiling, for
-            # seconds.
+            # Without it, XLA spends seconds on folding constants when it compiles.
             state = jax.lax.optimization_barrier(state)
-        return OptimizerState(self.storage.packed(state, jnp.int32(0)), average)
+        return OptimizerState(self.storage.encode(state, jnp.int32(0)), average)
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Return the learning rate for the update after `step` updates."""
-        return self.config.learning_rate * self.factor(step)
+        return self.config.learning_rate * self.schedule(step)
 
     def update(
         self,
@@ -68,53 +74,57 @@ class Optimizer:
         step: Any,
         accepted: jax.Array | bool = True,
     ) -> tuple[Any, OptimizerState, jax.Array]:
-        """Return the parameters and the optimizer's state after one update.
+        """Return new parameters, the new state, and whether the update is accepted.
 
-        The last result tells whether the update is accepted: it is not if it would
-        write a NaN or an overflow. An update that is not accepted leaves all as it was.
-        Where layers are updated one by one, each layer is checked by itself: others may
-        have moved before one is refused.
+        An update that would write a NaN or an infinity is not accepted. Then parameters
+        and state stay unchanged. If layers are updated one by one, each is checked by
+        itself, and layers before a rejected one have changed.
+
+        Args:
+            grads: tree of gradients.
+            norm: the norm of all gradients.
+            state: the previous state.
+            params: the previous parameters.
+            step: the number of completed updates.
+            accepted: False rejects the update in any case.
         """
-        factor = self.factor(step)
+        rate = self.schedule(step)
 
         def update(
-            grads: Any, moments_before: Any, params: Any, layer: Any
+            grads: Any, moments: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            moved, moments = self._moved(grads, moments_before, params, norm, factor)
+            weights, new_moments = self._apply(grads, moments, params, norm, rate)
 
-            def num_spoiled(grads: Any, moments_before: Any, params: Any) -> jax.Array:
-                new = moved, moments
+            def num_overflows(grads: Any, moments: Any, params: Any) -> jax.Array:
+                new = weights, new_moments
                 if self.config.name is not OptimizerName.muon:
-                    new = self._moved(grads, moments_before, params, norm, factor)
-                count = _num_spoiled(new[0], _float32_tree(params), jnp.square)
-                return count + _num_spoiled(
-                    new[1], unpacked(moments_before), _rounded_up
-                )
+                    new = self._apply(grads, moments, params, norm, rate)
+                count = _num_overflows(new[0], _float32_tree(params), jnp.square)
+                return count + _num_overflows(new[1], decode(moments), _rounded_up)
 
-            spoiled = jnp.float32(0)
+            overflows = jnp.float32(0)
             if may_overflow(self.config):
-                # The check is a branch, so that the update compiles to the same bits as
-                # without it. The branch computes the update again, which reads the
-                # state again. Muon is excluded, because its products are expensive.
-                spoiled = jax.lax.cond(
+                # Inside a branch, the check does not change how XLA compiles the values
+                # that are written, so their bits stay the same. The branch computes the
+                # update again and reads the state twice, except for Muon, whose
+                # products are expensive.
+                overflows = jax.lax.cond(
                     accepted,
-                    num_spoiled,
+                    num_overflows,
                     lambda *_: jnp.float32(0),
-                    grads,
-                    moments_before,
-                    params,
+                    *(grads, moments, params),
                 )
-            fine = accepted & (spoiled == 0)
-            new = self.storage.rounded(moved, params, step, layer)
-            moments = self.storage.packed(moments, step, layer)
-            return *_chosen(fine, (new, moments), (params, moments_before)), fine
+            ok = accepted & (overflows == 0)
+            new_params = self.storage.round_weights(weights, params, step, layer)
+            new_moments = self.storage.encode(new_moments, step, layer)
+            return *_select(ok, (new_params, new_moments), (params, moments)), ok
 
         if self.by_layer:
             params, moments, accepted = layer_by_layer(
                 update,
                 grads,
-                moments=state.transform,
-                params=params,
+                state.transform,
+                params,
                 on_host=self.config.offload,
                 in_place=self.in_place,
             )
@@ -122,29 +132,27 @@ class Optimizer:
             params, moments, accepted = update(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
         if decay is not None:
-            moved = jax.tree.map(
+            new_average = jax.tree.map(
                 lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
             )
-            average = _chosen(accepted, moved, average)
+            average = _select(accepted, new_average, average)
         return params, OptimizerState(moments, average), accepted
 
-    def _moved(
-        self,
-        grads: Any,
-        moments_before: Any,
-        params: Any,
-        norm: jax.Array,
-        factor: jax.Array,
+    def _apply(
+        self, grads: Any, moments: Any, params: Any, norm: jax.Array, rate: jax.Array
     ) -> tuple[Any, Any]:
         """Return float32 weights and moments after an update."""
         if self.config.clip_norm is not None:
             scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
         grads, weights = _float32_tree(grads), _float32_tree(params)
-        moments = unpacked(moments_before)
-        directions, moments = self.transform.update(grads, moments, weights)
-        moved = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
-        return moved, moments
+        directions, moments = self.transform.update(grads, decode(moments), weights)
+        weights = jax.tree.map(lambda w, d: w - rate * d, weights, directions)
+        return weights, moments
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def _float32_tree(tree: Any) -> Any:
@@ -152,69 +160,69 @@ def _float32_tree(tree: Any) -> Any:
 
 
 def _rounded_up(x: jax.Array) -> jax.Array:
-    return 1.01 * x  # more than what rounding to bfloat16 adds
+    return 1.01 * x  # rounding to bfloat16 adds less
 
 
-def _num_spoiled(
-    new: Any, old: Any, use: Callable[[jax.Array], jax.Array]
+def _num_overflows(
+    new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Count the entries of a tree that are of no use any more.
+    """Count the entries of a tree that an update makes useless.
 
     Args:
-        new: what is to be written, before it is rounded.
-        old: what it replaces.
-        use: what must be finite of an entry: of a weight its square, for norms.
+        new: the values to be written, before they are rounded.
+        old: the values that they replace.
+        bound: a function of an entry that must be finite. Norms need the squares of
+            weights.
     """
 
     def count(new: jax.Array, old: jax.Array) -> jax.Array:
         if not jnp.issubdtype(new.dtype, jnp.floating):
             return jnp.float32(0)
-        spoiled = jnp.isfinite(use(old)) & ~jnp.isfinite(use(new))
-        return jnp.sum(spoiled, dtype=jnp.float32)
+        overflows = jnp.isfinite(bound(old)) & ~jnp.isfinite(bound(new))
+        return jnp.sum(overflows, dtype=jnp.float32)
 
     return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
 
 
-def _chosen(accepted: jax.Array, new: Any, old: Any) -> Any:
+def _select(accepted: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
 
 
 def may_overflow(config: OptimizerConfig) -> bool:
-    """Return whether an update by finite gradients may exceed the range of float32.
+    """Return whether finite gradients may lead to weights that overflow float32.
 
-    The check of an update reads the whole state again. It is left out if no entry
-    moves by more than 1e12, and decay shrinks weights: then 10 million steps stay below
+    The check of an update reads the whole state once more. It is not needed if no entry
+    moves by more than 1e12 and decay shrinks weights: then 10 million steps stay below
     1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
-    that Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean
-    square is. Lion's direction is at most 1, and that of Muon below the root of a dim.
+    Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square
+    is. Lion's direction is at most 1, and Muon's is below the root of a dim.
     """
     groups = [(config.learning_rate, config.weight_decay)]
     match config.name:
         case OptimizerName.lion:
-            reach = 1.0
+            max_direction = 1.0
         case OptimizerName.adafactor:
             return True
         case OptimizerName.adamw | OptimizerName.muon:
             if config.clip_norm is None:
                 return True
-            reach = max(1e6, config.clip_norm / ((1 - config.b1) * config.epsilon))
+            adam = config.clip_norm / ((1 - config.b1) * config.epsilon)
+            max_direction = max(1e6, adam)
             if config.name is OptimizerName.muon:
                 groups.append((config.muon_learning_rate, config.muon_weight_decay))
         case _:
             assert_never(config.name)
-    return any(rate * reach > 1e12 or rate * decay > 1 for rate, decay in groups)
+    return any(
+        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in groups
+    )
 
 
 def averages(params: Any) -> Any:
-    """Return averages that start at the weights, in float32.
+    """Return averages equal to the weights, in float32.
 
-    Copies: parameters and averages are both donated to the step.
+    They are copies, because parameters and averages are both donated to the step.
     """
     return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-
-
-def _as_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def make_optimizer(
@@ -222,7 +230,8 @@ def make_optimizer(
     schedule: ScheduleConfig,
     num_steps: int,
     infos: Any,
-    compute: DTypeLike = jnp.float32,
+    *,
+    compute_dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     specs: Any = None,
     seed: int = 0,
@@ -231,15 +240,15 @@ def make_optimizer(
     """Build the optimizer.
 
     Args:
-        config: which, and its rates.
+        config: the kind of optimizer, and its rates.
         schedule: the factor on the rates.
-        num_steps: the schedule's length.
+        num_steps: the length of the schedule.
         infos: tree of `ParamInfo`.
-        compute: dtype of the operands of Muon's products.
-        mesh: whose devices share Muon's work.
-        specs: tree of the parameters' PartitionSpecs on it.
-        seed: of random rounding.
-        platform: that it runs on.
+        compute_dtype: the dtype of the operands of Muon's products.
+        mesh: the devices that share Muon's work.
+        specs: tree of the parameters' PartitionSpecs on the mesh.
+        seed: the seed of stochastic rounding.
+        platform: the platform of the devices.
     """
     decayed = jax.tree.map(
         lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
@@ -249,7 +258,7 @@ def make_optimizer(
             direction = scale_by_adafactor(infos)
         case OptimizerName.lion:
             direction = optax.scale_by_lion(config.b1, config.b2)
-        case OptimizerName.adamw | OptimizerName.muon:  # Muon's vectors use AdamW
+        case OptimizerName.adamw | OptimizerName.muon:
             direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
         case _:
             assert_never(config.name)
@@ -258,37 +267,39 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale(config.learning_rate),
     )
-    if config.name is OptimizerName.muon:
+    if config.name is OptimizerName.muon:  # Adam's direction is for all but matrices
         labels = jax.tree.map(
             lambda info: "muon" if info.kind is Kind.matrix else "adamw",
             infos,
             is_leaf=is_info,
         )
-        matrices = muon(config, infos, compute, mesh, specs)
+        matrices = muon(
+            config, infos, compute_dtype=compute_dtype, mesh=mesh, specs=specs
+        )
         transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
-    storage = Storage(config.moment_dtype, infos, seed)
-    # Ahead of time XLA:GPU is not told which arguments lie in host memory.
-    in_place = not (config.offload and platform == "gpu")
     return Optimizer(
         config,
         transform,
-        factor=factor(schedule, num_steps),
-        storage=storage,
+        make_schedule(schedule, num_steps),
+        MomentStorage(config.moment_dtype, infos, seed),
         by_layer=_by_layer(config, platform, mesh),
-        in_place=in_place,
+        # XLA:GPU does not learn which arguments are in host memory when it compiles
+        # ahead of time.
+        in_place=not (config.offload and platform == "gpu"),
     )
 
 
 def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
-    """Choose whether layers are updated one by one.
+    """Return whether layers are updated one by one.
 
-    XLA:GPU holds moments of eight bits of all layers at once in float32. Muon's
-    matrices travel together, Adafactor has no moments of eight bits, and stages of a
-    pipeline have other layers each.
+    Offloaded moments need it, and so do eight-bit moments on a GPU, where XLA would
+    hold those of all layers in float32 at once. The latter excludes Muon, which
+    exchanges all matrices together, Adafactor, which has no eight-bit moments, and
+    pipelines, whose stages hold different layers.
     """
+    if config.offload:
+        return True
     staged = mesh is not None and mesh.shape["pipeline"] > 1
-    in_eight = config.moment_dtype is MomentDtype.int8
-    elementwise = (
-        config.name in (OptimizerName.adamw, OptimizerName.lion) and not staged
-    )
-    return config.offload or (platform == "gpu" and in_eight and elementwise)
+    separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
+    eight_bits = config.moment_dtype is MomentDtype.int8
+    return platform == "gpu" and eight_bits and separable and not staged

@@ -11,7 +11,7 @@ from typing import Any
 from model.config import VOCAB_MULTIPLE
 from model.params import named
 from train.errors import ConfigError, Mistake
-from train.optimizer.moments import as_kept_before
+from train.optimizer.moments import in_saved_format
 from train.state import TrainState
 
 _MAY_CEASE = ("optimizer.average.", "recent.")
@@ -30,7 +30,7 @@ def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
     """
     optimizer = {"transform": like.optimizer.transform}
     wanted = {"step": like.step, "params": like.params, "optimizer": optimizer}
-    wanted = as_kept_before(wanted, saved)
+    wanted = in_saved_format(wanted, saved)
     if _has_average(saved, like):
         wanted["optimizer"]["average"] = like.optimizer.average
     if like.recent is not None:

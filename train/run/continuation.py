@@ -16,7 +16,7 @@ from model.params import named
 from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
-from train.optimizer.schedule import factor
+from train.optimizer.schedule import make_schedule
 from train.run.contents import fits_padded
 from train.run.digests import newest_description
 from train.run.metrics import read_events
@@ -191,7 +191,10 @@ def _schedule_steps(config: Config, before: int, newest: int) -> int:
                 "run.allow_change=[schedule.final_fraction]"
             )
         return before
-    rate, remedy = factor(schedule, before), "one of that length needs another run.name"
+    rate, remedy = (
+        make_schedule(schedule, before),
+        "one of that length needs another run.name",
+    )
     if schedule.name is Schedule.wsd:
         remedy = f"add run.rewind_to={falls_from}, if a checkpoint up to there is kept"
     log.warning(

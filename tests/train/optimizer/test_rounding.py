@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.optimizer.rounding import key_of_step, places, random_bits, to_bfloat16
+from train.optimizer.rounding import entry_ids, key_of_step, random_bits, to_bfloat16
 
 NUMBERS = np.array([1.001, -3.1415927, 0.1, 1e-30, -1e30, 2e-38, 65537.0, 0.0], "f4")
 
@@ -42,4 +42,4 @@ def test_bits_differ_by_seed_step_name_and_place():
     for i, one in enumerate(drawn):
         for other in drawn[:i]:
             assert (one == other).mean() < 1e-3
-    assert len(np.unique(places((3, 5, 64, 64)))) == 3 * 5 * 64 * 64
+    assert len(np.unique(entry_ids((3, 5, 64, 64)))) == 3 * 5 * 64 * 64

@@ -10,7 +10,7 @@ import pytest
 
 from model.params import Kind, ParamInfo
 from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
-from train.optimizer.schedule import factor
+from train.optimizer.schedule import make_schedule
 from train.optimizer.update import make_optimizer, may_overflow
 
 INFOS = {
@@ -49,7 +49,7 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
     """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2, in float64."""
     params = draw(0)
     ours = take_steps(ADAMW, params, 6, WARMING)
-    schedule = factor(WARMING, 6)
+    schedule = make_schedule(WARMING, 6)
     for name in SHAPES:
         theta = np.float64(params[name])
         m = v = np.zeros_like(theta)
@@ -135,7 +135,7 @@ def test_muon_is_for_matrices_only():
 def test_a_schedule_ends_at_its_final_fraction_exactly(name, final):
     """As the step computes it: compiled, of a step that the compiler does not know."""
     config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=final)
-    rate = jax.jit(factor(config, 1600))
+    rate = jax.jit(make_schedule(config, 1600))
     assert float(rate(1599)) > final
     assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(final)] * 2
 
@@ -156,7 +156,7 @@ def test_a_schedule_ends_at_its_final_fraction_exactly(name, final):
 )
 def test_schedules_at_known_points(name, extra, points):
     config = ScheduleConfig(**{"name": Schedule[name], "warmup_steps": 10, **extra})
-    schedule = factor(config, num_steps=100)
+    schedule = make_schedule(config, num_steps=100)
     for step, value in points.items():
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6), step
 
@@ -165,14 +165,14 @@ def test_schedules_at_known_points(name, extra, points):
 def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
     """Of 120 steps 30 % are 36, which begin at step 84 at the earliest."""
     config = ScheduleConfig(Schedule.wsd, warmup_steps=warmup, final_fraction=0)
-    schedule = factor(config, num_steps=120)
+    schedule = make_schedule(config, num_steps=120)
     for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6)
     assert config.falls_from(120) == start
 
 
 def test_without_warmup_the_first_step_is_whole():
-    assert float(factor(LEVEL, 10)(jnp.int32(0))) == 1
+    assert float(make_schedule(LEVEL, 10)(jnp.int32(0))) == 1
 
 
 def test_a_run_that_goes_on_keeps_its_first_schedule(configure, programs):

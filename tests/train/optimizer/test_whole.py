@@ -73,10 +73,10 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
         ("data", "fsdp", "tensor", "expert"),
         (jax.sharding.AxisType.Auto,) * 4,
     )
-    places = [PartitionSpec(*map(TABLES[table].get, i.axes)) for i in infos]
+    specs = [PartitionSpec(*map(TABLES[table].get, i.axes)) for i in infos]
     placed = [
         jax.device_put(a, NamedSharding(mesh, p))
-        for a, p in zip(arrays, places, strict=True)
+        for a, p in zip(arrays, specs, strict=True)
     ]
 
     @jax.jit
@@ -84,10 +84,10 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
         return on_whole_matrices(
             lambda x: orthogonalize(x, jnp.float32),
             arrays,
-            infos,
-            places,
-            mesh,
-            jnp.float32,
+            infos=infos,
+            specs=specs,
+            mesh=mesh,
+            dtype=jnp.float32,
         )
 
     for name, own, one in zip(SHAPES, ours(placed), alone(arrays, infos), strict=True):

@@ -39,7 +39,9 @@ def test_matrices_that_travel_are_there_twice_beside_the_gradients(
     programs, monkeypatch
 ):
     """Parts of all layers' that are packed, and what became of them."""
-    monkeypatch.setattr("train.optimizer.packing._AT_ONCE", 1)  # one a round
+    monkeypatch.setattr(
+        "train.optimizer.assignment._MAX_BATCH_ENTRIES", 1
+    )  # one a round
     small = "data.batch_size=2", "data.sequence_length=16", "model.num_layers=8"
     muon = "optimizer=muon", "mesh.fsdp=2", "train.remat=full"
     program = programs(*small, *muon, devices=2)

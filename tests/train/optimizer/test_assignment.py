@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from train.optimizer.packing import Matrices, deal
+from train.optimizer.assignment import Matrices, assign
 
 
 def llama3_8b(fsdp: int, tensor: int = 1) -> list[Matrices]:
@@ -23,19 +23,19 @@ def busiest(rounds, ways):
 @pytest.mark.parametrize("devices", [1, 2, 3, 8, 24, 64, 100, 224, 256])
 def test_every_matrix_is_taken_once(devices):
     parameters = llama3_8b(1)
-    _, rounds = deal(parameters, (1, 1), {"data": devices})
+    _, rounds = assign(parameters, (1, 1), {"data": devices})
     taken = [
         (run.parameter, i)
         for r in rounds
-        for run in r.runs
+        for run in r.spans
         for i in range(run.start, run.stop)
     ]
     assert sorted(taken) == [(p, i) for p in range(7) for i in range(32)]
     for r in rounds:
         assert (
-            sum(run.stop - run.start for run in r.runs) <= r.number * r.batch * devices
+            sum(run.stop - run.start for run in r.spans) <= r.number * r.batch * devices
         )
-        for run in r.runs:
+        for run in r.spans:
             part = parameters[run.parameter]
             assert part.rows <= r.rows
             assert part.columns <= r.columns
@@ -47,13 +47,13 @@ def test_every_matrix_is_taken_once(devices):
 def test_the_busiest_device_has_little_more_than_its_share(ways, most):
     parameters = llama3_8b(*ways)
     all_work = sum(m.count * m.work(ways) for m in parameters)
-    work, _ = busiest(deal(parameters, ways, {})[1], ways)
+    work, _ = busiest(assign(parameters, ways, {})[1], ways)
     assert work * math.prod(ways) <= most * all_work
 
 
 def test_with_more_devices_than_matrices_there_is_one_round():
     """One matrix of 4,096 x 14,336 each, 0.12 GB there and back."""
-    (rounds,) = deal(llama3_8b(256), (256, 1), {"data": 2})[1]
+    (rounds,) = assign(llama3_8b(256), (256, 1), {"data": 2})[1]
     work, size = busiest([rounds], (256, 1))
     assert work == Matrices(1, 4096, 14336).work()
     assert size == 2 * 4096 * 14336
@@ -61,13 +61,13 @@ def test_with_more_devices_than_matrices_there_is_one_round():
 
 def test_copies_help_only_where_that_saves_work():
     copies = {"data": 2, "expert": 2}
-    assert deal(llama3_8b(8), (8, 1), copies)[0] == ("data", "expert")
-    assert deal(llama3_8b(128), (128, 1), copies)[0] == ("data",)
-    assert deal(llama3_8b(256), (256, 1), copies)[0] == ()
+    assert assign(llama3_8b(8), (8, 1), copies)[0] == ("data", "expert")
+    assert assign(llama3_8b(128), (128, 1), copies)[0] == ("data",)
+    assert assign(llama3_8b(256), (256, 1), copies)[0] == ()
 
 
 def test_small_matrices_go_as_one_batch_and_large_ones_in_a_loop():
-    small = deal([Matrices(24, 96, 3072)], (8, 1), {})[1]
+    small = assign([Matrices(24, 96, 3072)], (8, 1), {})[1]
     assert [(r.number, r.batch) for r in small] == [(1, 3)]
-    large = deal([Matrices(96, 512, 14336)], (8, 1), {})[1]
+    large = assign([Matrices(96, 512, 14336)], (8, 1), {})[1]
     assert [(r.number, r.batch) for r in large] == [(12, 1)]

@@ -1,0 +1,131 @@
+"""Assign Muon's matrices to devices, in rounds.
+
+In each round a device takes a batch of whole matrices, and the round costs what its
+largest matrix costs. So matrices of one size fill as many rounds as they can. If some
+remain, the next smaller ones complete that round, padded with zeros to its size: zero
+rows and columns stay zero and change nothing else. If there are more devices than
+matrices, some devices idle.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_MAX_BATCH_ENTRIES = 2**26  # entries that a device orthogonalizes as one batch
+# Replicas share the work if this reduces it to less than this fraction.
+_WORTHWHILE_FRACTION = 0.9
+
+
+class Matrices(NamedTuple):
+    """The local parts [count, rows, columns] of a parameter's matrices."""
+
+    count: int
+    rows: int
+    columns: int
+
+    def work(self, num_shards: tuple[int, int] = (1, 1)) -> int:
+        """Return the multiplications of a Newton-Schulz step on one whole matrix.
+
+        Args:
+            num_shards: the number of parts of the rows and of the columns.
+        """
+        rows, columns = self.rows * num_shards[0], self.columns * num_shards[1]
+        short, long = min(rows, columns), max(rows, columns)
+        return 2 * short**2 * long + short**3
+
+
+class Span(NamedTuple):
+    """Matrices `start` to `stop` of the parameter with this index."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class Rounds(NamedTuple):
+    """Rounds in which each device takes a batch of matrices of one size.
+
+    rows, columns: the size of a local part, padding included.
+    number: the number of rounds.
+    batch: the number of matrices that a device takes in a round.
+    spans: the matrices, in the order of their assignment.
+    """
+
+    rows: int
+    columns: int
+    number: int
+    batch: int
+    spans: tuple[Span, ...]
+
+
+def assign(
+    parameters: Sequence[Matrices],
+    num_shards: tuple[int, int],
+    replicas: Mapping[str, int],
+) -> tuple[tuple[str, ...], list[Rounds]]:
+    """Assign all matrices to the devices that hold parts of them, and to replicas.
+
+    Args:
+        parameters: the local parts of each parameter.
+        num_shards: the number of parts of the rows and of the columns.
+        replicas: sizes of the mesh axes along which devices hold the same parts.
+
+    Returns:
+        The axes of `replicas` along which devices take different matrices, because that
+        saves work, and the rounds.
+    """
+    axes, devices = (), math.prod(num_shards)
+    rounds = _fill_rounds(parameters, num_shards, devices)
+    for axis, size in replicas.items():
+        shared = _fill_rounds(parameters, num_shards, devices * size)
+        limit = _WORTHWHILE_FRACTION * _work(rounds, num_shards)
+        if _work(shared, num_shards) < limit:
+            axes, devices, rounds = (*axes, axis), devices * size, shared
+    return axes, rounds
+
+
+def _fill_rounds(
+    parameters: Sequence[Matrices], num_shards: tuple[int, int], devices: int
+) -> list[Rounds]:
+    order = sorted(
+        range(len(parameters)),
+        key=lambda i: parameters[i].work(num_shards),
+        reverse=True,
+    )
+    remaining = {i: Span(i, 0, parameters[i].count) for i in order}
+    rounds = []
+    while remaining:
+        largest = parameters[next(iter(remaining))]
+        rows, columns = largest.rows, largest.columns
+        num_equal = sum(
+            span.stop - span.start
+            for i, span in remaining.items()
+            if parameters[i][1:] == largest[1:]
+        )
+        number = max(1, num_equal // devices)
+        spans, free = list[Span](), number * devices
+        for i, span in list(remaining.items()):
+            if parameters[i].rows > rows or parameters[i].columns > columns:
+                continue
+            stop = min(span.stop, span.start + free)
+            free -= stop - span.start
+            spans += [Span(i, span.start, stop)] if stop > span.start else []
+            remaining[i] = Span(i, stop, span.stop)
+            if stop == span.stop:
+                del remaining[i]
+        entries = rows * columns * math.prod(num_shards)
+        batch = max(
+            n
+            for n in range(1, number + 1)
+            if number % n == 0 and (n == 1 or n * entries <= _MAX_BATCH_ENTRIES)
+        )
+        rounds.append(Rounds(rows, columns, number // batch, batch, tuple(spans)))
+    return rounds
+
+
+def _work(rounds: Sequence[Rounds], num_shards: tuple[int, int]) -> int:
+    """Return the multiplications of a Newton-Schulz step on the busiest device."""
+    return sum(
+        r.number * r.batch * Matrices(1, r.rows, r.columns).work(num_shards)
+        for r in rounds
+    )
