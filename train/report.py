@@ -28,7 +28,7 @@ def main(asked: ReportConfig) -> int:
         ConfigError: naming each directory that holds no run; or what cannot be written.
     """
     from train.console import print_table
-    from train.run.comparison import compare
+    from train.run.comparison import compare_runs
     from train.run.folder import run_folder
     from train.run.page import write_page
     from train.run.report import TEMPLATE, write_report
@@ -44,7 +44,7 @@ def main(asked: ReportConfig) -> int:
             rule += "name a copy of the run where you may write"
             raise ConfigError([Mistake("runs", str(folders[0]), rule)]) from None
         return 0
-    output, data = run_folder(asked.output, "output"), compare(folders)
+    output, data = run_folder(asked.output, "output"), compare_runs(folders)
     for title, headers, rows in data["tables"]:
         print_table(rows, headers, title)
         print()

@@ -36,7 +36,7 @@ def main(config: ProfileConfig) -> int:
 
     Raises:
         ConfigError: if there is no such run or profile, or the run is not training.
-        Exit: if the trainer does not answer, or has ended.
+        Exit: if the trainer does not find_profile, or has ended.
     """
     from train.run.starts import existing_run
 
@@ -59,16 +59,16 @@ def main(config: ProfileConfig) -> int:
 def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
     """Write a request into the run's folder and wait for the profile."""
     from train.run.lease import read_owner
-    from train.run.profiles import answer, ask, withdraw
+    from train.run.profiles import find_profile, request_profile, withdraw_request
 
     owner = read_owner(os.fspath(folder))
     if owner is None or owner.alive() is False:
         rule = "must name a run that is training now, and no process trains this one. "
         rule += "Start it, or set profile.steps=[first,last] for its next start"
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
-    token, start = ask(folder, config.num_steps), time.monotonic()
+    token, start = request_profile(folder, config.num_steps), time.monotonic()
     try:
-        while (profile := answer(folder, token)) is None:
+        while (profile := find_profile(folder, token)) is None:
             time.sleep(_POLL_S)
             if owner.alive() is False:
                 raise Exit(CRASHED, f"{owner} ended before it answered")
@@ -77,7 +77,7 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
                 raise Exit(CRASHED, f"{message}: it may be compiling, or stuck")
         return profile
     finally:
-        withdraw(folder)
+        withdraw_request(folder)
 
 
 def _show(folder: epath.Path) -> None:

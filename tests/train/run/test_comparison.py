@@ -10,7 +10,7 @@ from train.cli.schema import to_yaml
 from train.config import Config, OptimizerConfig
 from train.errors import ConfigError
 from train.report import ReportConfig, main
-from train.run.comparison import compare
+from train.run.comparison import compare_runs
 from train.run.evaluations import write_evaluation
 
 
@@ -72,7 +72,7 @@ def test_the_best_and_the_last_validation_loss_of_every_run_stand_under_their_na
         ]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    data = compare([epath.Path(tmp_path / name) for name in losses])
+    data = compare_runs([epath.Path(tmp_path / name) for name in losses])
     (_, headers, figures), *_ = data["tables"]
     up, down = (dict(zip(headers, row, strict=True)) for row in figures)
     names = "Last validation loss", "Best validation loss", "At step"

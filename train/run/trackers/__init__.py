@@ -1,1 +1,1 @@
-"""The libraries that trackers are written with, each behind a `Writer`."""
+"""A `Writer` for the library of each tracker."""
