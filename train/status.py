@@ -24,7 +24,7 @@ from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
-from train.run.goodput import BUCKETS, Goodput, Start, account, finite
+from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
 from train.run.lease import read_owner
 from train.run.metrics import Validations, newest_metrics, read_events, read_validations
 from train.run.starts import existing_run, newest_start, read_results
@@ -286,7 +286,7 @@ def _print(status: Status) -> None:
     )
 
 
-def _steps(start: Start) -> list[str]:
+def _steps(start: StartAccount) -> list[str]:
     steps = (start.first_step, start.last_step)
     return ["-" if step is None else f"{step:,}" for step in steps]
 

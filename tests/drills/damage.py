@@ -91,7 +91,7 @@ def every_step_damaged(ground: Ground) -> str:
     for _ in range(2):
         fleet = run.start()
         expect("exit codes", fleet.wait(), [65])
-        assert "not starting over" in fleet.said(), fleet.said()
+        assert "does not start over" in fleet.said(), fleet.said()
         assert (run.path / "metrics.jsonl").read_bytes() == metrics, "lines changed"
     shutil.copytree(good, run.folder(10))
     goes_on(run, 10)

@@ -216,7 +216,7 @@ def storage_that_does_not_answer(ground: Ground) -> str:
             command("needs fsfreeze", "fsfreeze", "--unfreeze", disk)
         expect("exit codes", fleet.wait(), [0])
         failed = alarms(fleet)
-        said = "the save before is not through yet", "the storage has not answered"
+        said = "the previous save is still running", "the storage has not answered"
         assert all(any(text in line for text in said) for line in failed)
         expect("leftovers", run.leftovers(), [])
         ground.check(run)

@@ -76,7 +76,7 @@ def killed_between_rename_and_seal(ground: Ground) -> str:
     _unseal(only, HALF)
     fleet = only.finish("checkpoint.keep_every_steps=20")
     assert f"from step {HALF}\n" in fleet.said(), fleet.said()[-2000:]
-    assert "taken unverified, for want of another" in fleet.said(), fleet.said()
+    assert "used unverified, because no other is left" in fleet.said(), fleet.said()
     assert HALF in only.sealed(), only.sealed()
     ground.check(only)
     return (

@@ -121,7 +121,7 @@ def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
     from train.console import print_table
     from train.evaluate.tasks import Asked, Tasks, load_tasks
     from train.load_run import load_run
-    from train.run.evaluations import scored
+    from train.run.evaluations import format_scores
 
     wanted = Asked(config.tasks, config.task_path, config.limit, config.num_fewshot)
     loaded = dict[str, Any]()
@@ -133,7 +133,7 @@ def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     with jax.set_mesh(program.mesh):
         metrics = tasks.scores(params)
-    rows = [row[:3] for row in scored(metrics)]
+    rows = [row[:3] for row in format_scores(metrics)]
     title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
     print_table(rows, ["task", "metric", "value"], title)
     question = {key: getattr(config, key) for key in ("tasks", *_OF_TASKS)}

@@ -15,7 +15,7 @@ from train.console import printable
 from train.evaluate.validation import Score, as_metrics
 from train.masking import mask
 from train.program import Program
-from train.run.evaluations import scored
+from train.run.evaluations import format_scores
 from train.run.goodput import account
 from train.run.metrics import (
     Validation,
@@ -98,7 +98,7 @@ def print_results(
     if scored_often and (best := scored_often.best).step != step:
         print(f"best        {best} at step {best.step:,}, while training")
     judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
-    for task, metric, value, *_ in scored(judged):
+    for task, metric, value, *_ in format_scores(judged):
         print(f"task        {task} {metric} {value}")
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")

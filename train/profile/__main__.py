@@ -65,7 +65,7 @@ def main(config: ProfileConfig) -> int:
 def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
     """Write a request into the run's folder and wait for the profile."""
     from train.run.lease import read_owner
-    from train.run.profiles import answer, request_profile, withdraw
+    from train.run.profiles import find_profile, request_profile, withdraw_request
 
     owner = read_owner(os.fspath(folder))
     if owner is None or owner.alive() is False:
@@ -74,7 +74,7 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
     token, start = request_profile(folder, config.num_steps), time.monotonic()
     try:
-        while (profile := answer(folder, token)) is None:
+        while (profile := find_profile(folder, token)) is None:
             time.sleep(_POLL_S)
             if owner.alive() is False:
                 raise Exit(CRASHED, f"{owner} ended before it answered")
@@ -83,7 +83,7 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
                 raise Exit(CRASHED, f"{message}: it may be compiling, or stuck")
         return profile
     finally:
-        withdraw(folder)
+        withdraw_request(folder)
 
 
 def _show(folder: epath.Path) -> None:

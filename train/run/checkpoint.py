@@ -1,11 +1,11 @@
-"""Save the train state in the background, and seal it.
+"""Save the train state in the background and seal each step with digests.
 
-Saves are asynchronous, appear atomically, and are then sealed with digests of all their
-files. train/run/restore.py decides from which of them a start continues.
+A step appears atomically; its digests then let a start verify every file. Which step a
+start restores: train/run/restore.py.
 
-A save that cannot begin, or fails, costs a warning, and earlier checkpoints stay. The
-run ends only after `checkpoint.max_failed_saves` failures in a row, or if the last save
-fails.
+A save that fails, or cannot begin, costs a warning; the saved steps stay. The run ends
+only after more than `checkpoint.max_failed_saves` failures in a row, or if its last
+save fails.
 """
 
 import json
@@ -31,14 +31,15 @@ from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 10.0  # how long a save waits for the one before, then makes way for it
+_GRACE_S = 10.0  # a save is skipped if the previous one takes this much longer
 
 
 class Checkpoints:
     """Saves steps under `<run_dir>/checkpoints`.
 
-    saved: the steps there are.
-    failures: saves in a row that came to nothing; process 0's count.
+    Attributes:
+        saved: the steps in the folder.
+        failures: the number of saves that failed in a row, on process 0.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Checkpoints:
         before_save: Callable[[], None] = lambda: None,
         run_id: str | None = None,
     ):
-        """Open the folder; made if missing, leftovers of dead saves removed.
+        """Open the folder; make it if missing, and remove what killed saves left.
 
-        `before_save` is called on process 0: an OSError there fails the save. Steps
-        are marked with `run_id`, and those of another run are not used.
+        Process 0 calls `before_save` before each save; an OSError there fails the
+        save. Steps are marked with `run_id`, and those of another run are not used.
         """
         self._run_id = run_id
         self._before_save, self._cluster = before_save, cluster
@@ -66,8 +67,8 @@ class Checkpoints:
         self._saving: tuple[int, Future[None]] | None = None
         self._marking: tuple[int, Future[str | None]] | None = None
         self._attempts = 0
-        self._best: float | None = None  # None: not yet asked for
-        self._score: tuple[int, float] | None = None  # of the last judged step
+        self._best: float | None = None  # None until it is read
+        self._score: tuple[int, float] | None = None  # of the last evaluated step
         self.failures = 0
 
     def due(self, step: int) -> bool:
@@ -75,9 +76,9 @@ class Checkpoints:
         return step % self._config.save_interval_steps == 0
 
     def judge(self, step: int, loss: float) -> bool:
-        """Note the validation loss of a step; should it be saved as the best so far?
+        """Note the validation loss of a step; return whether it is the best so far.
 
-        All processes must ask, and all get the same answer.
+        All processes must call this together, and get the same answer.
         """
         if not self._config.keep_best or not math.isfinite(loss):
             return False
@@ -89,7 +90,7 @@ class Checkpoints:
         return loss < best
 
     def overdue(self) -> bool:
-        """Return, True once, whether the time since the last save calls for one."""
+        """Return whether a save is due by time; True only once until the next save."""
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = minutes >= self._config.save_interval_minutes
         overdue, self._told_overdue = overdue and not self._told_overdue, overdue
@@ -101,11 +102,10 @@ class Checkpoints:
         """Copy the state off the devices and write it in the background.
 
         Args:
-            step: the number of completed updates.
-            state: arrays on the devices, which may be donated when this returns.
-            metadata: JSON that is stored with the state: step, run, config, data
-                fingerprints, mesh, versions.
-            last: no save will follow, so wait for the one in flight first.
+            step: completed updates.
+            state: on the devices; may be donated as soon as this returns.
+            metadata: JSON that is saved with the state, the step and the run's id.
+            last: no other save will follow; wait for the one in flight first.
 
         Returns:
             Why this save, or the previous one, failed; None if neither did.
@@ -130,19 +130,23 @@ class Checkpoints:
         return decision["failure"]
 
     def _decide(self, step: int, size: int, last: bool) -> dict[str, Any]:
-        """Decide, on process 0, whether to save, and what became of the save before."""
+        """Decide, on process 0, whether to save, and settle the previous save."""
         failure, ended = None, self._saving is None or self._saving[1].done()
         if self._saving and ended:
-            before, saving = self._saving
+            previous_step, saving = self._saving
             error = saving.exception()
             self.failures = self.failures + 1 if error else 0
             if error:
-                failure = f"the save of step {before} failed: {_one_line(error)}"
-                self._remove(before, whole=before == step or self._other_sealed(before))
+                failure = f"the save of step {previous_step} failed: {_one_line(error)}"
+                self._remove(
+                    previous_step,
+                    including_step=previous_step == step
+                    or self._other_sealed(previous_step),
+                )
         save = step not in self.saved.steps() or failure is not None
         obstacle = None
         if not ended:
-            obstacle = "the save before is not through yet"
+            obstacle = "the previous save is still running"
         elif save:
             obstacle = self._mark_begun(step, size, last)
         if obstacle:
@@ -153,7 +157,7 @@ class Checkpoints:
             limit = f"checkpoint.max_failed_saves={self._config.max_failed_saves}"
             fatal = f"{self.failures} saves in a row failed, above {limit}: {failure}"
         elif obstacle and last:
-            fatal = f"the last save came to nothing: {obstacle}"
+            fatal = f"the last save failed: {obstacle}"
         return {
             "save": save and not fatal,
             "ended": ended,
@@ -166,16 +170,16 @@ class Checkpoints:
         others = (self._directory / str(s) for s in self.saved.steps() if s != step)
         return any(map(is_sealed, others))
 
-    def _remove(self, step: int, whole: bool) -> None:
-        """Remove what a failed save left, before a good step makes way for it.
+    def _remove(self, step: int, including_step: bool) -> None:
+        """Remove what a failed save left, before retention deletes a good step for it.
 
-        A step that lacks its seal alone stays, unless `whole`: where it has taken the
-        place of the only other one it is all there is.
+        A step that lacks only its seal stays unless `including_step`:
+        it may be the only step left.
         """
         try:
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 partial.rmtree()  # a full disk has no room for it
-            if whole:
+            if including_step:
                 (self._directory / str(step)).rmtree(missing_ok=True)
                 unsealed_mark(self._directory, step).unlink(missing_ok=True)
         except OSError as error:
@@ -184,29 +188,28 @@ class Checkpoints:
             )
 
     def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
-        """Mark a step that is about to be written, and return why it cannot be.
+        """Mark a step that is about to be written; return what prevents its save.
 
-        A thread writes the mark, and training does not wait for it if the storage does
-        not answer.
+        A thread writes the mark, so that a silent storage does not stop training.
         """
-        of = None
+        marked_step = None
         while True:
             if not self._marking:
-                marking = self._sealer.submit(self._write_mark, step, size, of)
+                marking = self._sealer.submit(self._write_mark, step, size, marked_step)
                 self._marking = step, marking
-            of, marking = self._marking
+            marked_step, marking = self._marking
             wait([marking], None if last else _GRACE_S)
             if not marking.done():
-                return f"the storage has not answered since step {of}"
+                return f"the storage has not answered since step {marked_step}"
             self._marking = None
-            if of == step:
+            if marked_step == step:
                 return marking.result()
 
-    def _write_mark(self, step: int, size: int, given_up: int | None) -> str | None:
+    def _write_mark(self, step: int, size: int, abandoned: int | None) -> str | None:
         mark = unsealed_mark(self._directory, step)
         try:
-            if given_up is not None:  # when its mark came too late
-                unsealed_mark(self._directory, given_up).unlink(missing_ok=True)
+            if abandoned is not None:  # its mark came too late
+                unsealed_mark(self._directory, abandoned).unlink(missing_ok=True)
             self._before_save()
             if not is_remote(self._directory):
                 free = shutil.disk_usage(self._directory).free
@@ -222,10 +225,16 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
         self._attempts += 1
-        judged = self._score if self._score and self._score[0] == step else None
-        given = {"metrics": judged and {SCORE: judged[1]}, "custom_metadata": metadata}
+        scored_step, loss = self._score or (None, None)
+        metrics = {SCORE: loss} if scored_step == step else None
         try:
-            written = self._orbax.save_async(step, as_saved(state), force=True, **given)
+            written = self._orbax.save_async(
+                step,
+                as_saved(state),
+                force=True,
+                metrics=metrics,
+                custom_metadata=metadata,
+            )
         except Exception as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -235,7 +244,7 @@ class Checkpoints:
         self._saving = step, sealing
 
     def _seal(self, step: int, attempt: int, written: Any) -> None:
-        """Hash the files of a step, each process a part of them; process 0 seals it."""
+        """Hash the files of a step, a share on each process; process 0 seals it."""
         cluster, folder = self._cluster, self._directory / str(step)
         key = f"seal/{attempt}"
         written.result()
@@ -255,33 +264,33 @@ class Checkpoints:
         """Wait for the save in flight.
 
         Raises:
-            Exit: it failed; it was the last one.
+            Exit: the save failed.
         """
         if not self._saving:
             return
         step, saving = self._saving
         self._saving = None
         error = saving.exception()
-        if wrong := self._cluster.first_error(_one_line(error) if error else None):
+        if failure := self._cluster.first_error(_one_line(error) if error else None):
             raise Exit(
                 CRASHED,
-                f"the last save, of step {step}, failed: {wrong}. Nothing older was "
-                f"touched: the same command goes on from there",
+                f"the last save, of step {step}, failed: {failure}. Older steps are "
+                f"intact: the same command continues from them",
             )
 
     def finish(self, timeout_s: float) -> None:
-        """Let the save in flight come to its end, unless saves have failed before."""
+        """Wait for the save in flight, unless earlier saves have failed."""
         if self._saving and not self.failures:
             wait([self._saving[1]], timeout_s)
 
     def close(self) -> None:
-        """Wait for the save in flight, and let go of the folder."""
+        """Wait for the save in flight, and close the folder."""
         self.wait()
         self._sealer.shutdown()
         self._orbax.close()
 
 
 def _one_line(error: BaseException) -> str:
-    """Shorten an error to a line: Orbax gives a thousand."""
+    """Return the first line of an error; Orbax writes a thousand."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,4 +1,4 @@
-"""Several runs side by side: last and best figures, curves, where configs differ."""
+"""Compare several runs: last and best figures, curves, and differences of configs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from etils import epath
 
 from train.identity import flatten
-from train.run.evaluations import Scored, evaluation_scores
+from train.run.evaluations import Scored, read_scores
 from train.run.goodput import finite
 from train.run.report import Point, Row, chart, finite_points, series_of
 from train.run.starts import read_run
@@ -21,23 +21,23 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
 )
-_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # axis -> metric
+_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # axis: its metric
 _FIGURES = (
     *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
     *("Best validation loss", "At step", "Bits per byte there"),
 )
-_OWN = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
+_IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 
 
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
-    """Return what a page shows of several runs, as plain values.
+    """Return the content of a page that compares runs, as plain values.
 
     Args:
-        folders: of the runs, each with a config.yaml.
+        folders: the folders of the runs, each with a config.yaml.
 
     Returns:
-        Tables as (title, headers, rows), and charts by the axis they are drawn over; a
-        run that does not know its FLOPs is missing over those.
+        Tables as (title, headers, rows), and charts by their axis. A run without logged
+        FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
@@ -47,8 +47,12 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     )
     configs = [flatten(read_run(str(folder))) for folder in folders]
     figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
-    runs = zip(folders, rows.values(), strict=True)
-    marks = _marks([evaluation_scores(folder, of_run) for folder, of_run in runs])
+    marks = _marks(
+        [
+            read_scores(folder, of_run)
+            for folder, of_run in zip(folders, rows.values(), strict=True)
+        ]
+    )
     return {
         "name": ", ".join(names),
         "tables": [
@@ -80,23 +84,27 @@ def _shown(value: float | None) -> str:
 
 
 def _marks(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
-    """Return a row for each score, asked for in one way: each run's newest."""
+    """Return a row for each score and its options: the newest value of each run."""
     newest = list[dict[str, str]]()
-    for of_run in runs:
+    for run_scores in runs:
         cells = dict[str, str]()
-        for each in sorted(of_run, key=lambda each: each.step):
-            name = " ".join(filter(None, (each.of, each.metric, each.how)))
-            cells[name] = f"{each.value} at step {each.step:,}"
+        for score in sorted(run_scores, key=lambda score: score.step):
+            name = " ".join(filter(None, (score.subject, score.metric, score.options)))
+            cells[name] = f"{score.value} at step {score.step:,}"
         newest.append(cells)
-    names = dict.fromkeys(name for of_run in newest for name in of_run)
-    return [[name, *(of_run.get(name, "-") for of_run in newest)] for name in names]
+    names = dict.fromkeys(name for run_scores in newest for name in run_scores)
+    return [
+        [name, *(run_scores.get(name, "-") for run_scores in newest)] for name in names
+    ]
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Return a row for each key whose values differ, but for where a run lies."""
+    """Return a row for each differing key, except for paths of the run."""
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys]
-    return [row for row in rows if len({*row[1:]}) > 1 and not row[0].startswith(_OWN)]
+    return [
+        row for row in rows if len({*row[1:]}) > 1 and not row[0].startswith(_IGNORED)
+    ]
 
 
 def _charts(rows: Mapping[str, Sequence[Row]], axis: str | None) -> list[Any]:
@@ -110,10 +118,14 @@ def _charts(rows: Mapping[str, Sequence[Row]], axis: str | None) -> list[Any]:
 
 
 def _over(rows: Sequence[Row], key: str, axis: str | None) -> list[Point]:
-    """Return a metric over steps, or over what each of them adds to another."""
+    """Return a metric over steps, or over a metric that grows evenly with them."""
     points = series_of(rows, key)
     if axis is None:
         return points
-    known = [row for row in rows if row.get(axis) and row.get("step")]
-    each = known[-1][axis] / known[-1]["step"] if known else None
-    return [(x * each, y) for x, y in points] if each else []
+    rows_with_axis = [row for row in rows if row.get(axis) and row.get("step")]
+    per_step = (
+        rows_with_axis[-1][axis] / rows_with_axis[-1]["step"]
+        if rows_with_axis
+        else None
+    )
+    return [(x * per_step, y) for x, y in points] if per_step else []

@@ -1,8 +1,8 @@
-"""Compare the contents of a checkpoint with the state to restore.
+"""Choose the arrays of a saved step to load into a state.
 
-From one start to the next a run may begin or cease to keep an average of weights or
-recent steps, keep its moments in another format, or pad its vocabulary. All else must
-be as it was saved.
+Between two starts, a run may begin or cease to keep averaged weights or recent losses,
+change the format of its moments, or pad its vocabulary. Everything else must have the
+shape that was saved.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ _MAY_CEASE = ("optimizer.average.", "recent.")
 
 
 def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return what to load for a state, without the parts that have to be initialised.
+    """Return the arrays to load for a state, without those that must be initialised.
 
     Args:
-        saved: shapes and dtypes of the saved arrays, by name.
+        saved: shapes and dtypes, by name.
         like: `jax.ShapeDtypeStruct` leaves with shardings.
 
     Raises:
-        ConfigError: naming an array that is wanted and was not saved, or the other way
-            round, or has another shape.
+        ConfigError: naming an array that is missing on either side or has another
+            shape.
     """
     optimizer = {"transform": like.optimizer.transform}
     wanted = {"step": like.step, "params": like.params, "optimizer": optimizer}
@@ -34,18 +34,18 @@ def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
     if _has_average(saved, like):
         wanted["optimizer"]["average"] = like.optimizer.average
     if like.recent is not None:
-        before = saved.get("recent.values")
-        if before is not None and before.shape == like.recent.values.shape:
+        saved_values = saved.get("recent.values")
+        if saved_values is not None and saved_values.shape == like.recent.values.shape:
             wanted["recent"] = like.recent
     _check(saved, wanted, {name for name in saved if not name.startswith(_MAY_CEASE)})
     return wanted
 
 
 def best_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return what to load to evaluate: the average of weights if kept, else weights.
+    """Return the parameters to load for evaluation, averaged ones if they were saved.
 
     Raises:
-        ConfigError: as `to_load`, of these alone.
+        ConfigError: as `to_load`, for these arrays alone.
     """
     wanted: dict[str, Any] = {"params": like.params}
     if _has_average(saved, like):
@@ -60,39 +60,41 @@ def _has_average(saved: Mapping[str, Any], like: TrainState) -> bool:
 
 
 def _check(saved: Mapping[str, Any], wanted: Any, needed: set[str]) -> None:
-    """Check that what is wanted was saved, in its shape, and that all needed is wanted.
+    """Check that wanted arrays were saved in their shape, and needed ones are wanted.
 
-    Weights come first: moments follow them.
+    Weights are checked first, because the moments follow them.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in named(wanted)}
     names = sorted(shapes.keys() | needed, reverse=True)
     for name in names:
         if name not in saved:
             raise _misfit(name, "was not saved")
-        before = tuple(saved[name].shape)
+        saved_shape = tuple(saved[name].shape)
         if name not in shapes:
             raise _misfit(name, "was saved, and has no place")
-        if not fits_padded(before, shapes[name]):
+        if not fits_padded(saved_shape, shapes[name]):
             wanted_shape = f"{shapes[name]} is wanted"
-            raise _misfit(name, f"was saved with the shape {before}, {wanted_shape}")
+            raise _misfit(
+                name, f"was saved with the shape {saved_shape}, {wanted_shape}"
+            )
 
 
-def fits_padded(before: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a shape is the one that was saved, but for padding.
+def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a shape equals the saved one, up to padding of the vocabulary.
 
-    Runs of before vocabularies were padded hold tables of 50,257 rows, say, where
-    50,304 are wanted: a dim may grow to the next multiple of 128, with zeros.
+    Older runs saved, say, 50,257 rows instead of 50,304: a dim may grow to the next
+    multiple of 128, with zeros.
     """
-    return len(before) == len(shape) and all(
-        dim in (own, -(-own // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
-        for dim, own in zip(shape, before, strict=True)
+    return len(saved_shape) == len(shape) and all(
+        dim in (saved_dim, -(-saved_dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+        for dim, saved_dim in zip(shape, saved_shape, strict=True)
     )
 
 
-def _misfit(name: str, what: str) -> ConfigError:
-    """Name the part of the config of which an array follows that is another now."""
+def _misfit(name: str, problem: str) -> ConfigError:
+    """Return the error that names the config key from which a shape follows."""
     key, remedy = "model", "start another run.name"
     if name.startswith("optimizer.transform."):
         key, remedy = "optimizer.name", f"{remedy} with init_from=<this run>"
-    rule = f"is another than that of the checkpoint: {name} {what}; take it back, or "
+    rule = f"differs from the checkpoint: {name} {problem}. Take it back, or "
     return ConfigError([Mistake(key, "", rule + remedy)])

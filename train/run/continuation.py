@@ -1,4 +1,4 @@
-"""Whether a start may go on with a run, and how: compared with those before it."""
+"""Decide whether a start may continue a run, by comparing it with earlier starts."""
 
 import logging
 import re
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class Continuation(NamedTuple):
-    """How a start goes on from those before it.
+    """How a start continues the run.
 
-    schedule_steps: the schedule's length, train.num_steps of the first start; `wsd`
-        takes another one that comes before it falls.
+    schedule_steps: the schedule's length, train.num_steps of the first start. `wsd`
+        accepts another length until it begins to fall.
     known_skips: data.skip_batches of earlier starts.
     skip_batches: the batches that any start leaves out.
     rewind_to: run.rewind_to, unless an earlier start has done it.
-    finished: whether the run has come to its end.
+    finished: whether the run has ended.
     run_id: the run's identity, which its starts and checkpoints carry.
     """
 
@@ -56,13 +56,11 @@ class Continuation(NamedTuple):
 def compare_with_run(
     path: epath.Path, config: Config, sources: Sources
 ) -> Continuation:
-    """Return the `Continuation` of the run in a folder by a start with this config.
-
-    Nothing is written.
+    """Return how a start with this config continues the run; write nothing.
 
     Raises:
         ConfigError: naming every key in which this start would make another run of it.
-        DataError: if the text is not the one that the run was started on.
+        DataError: the data is not that of the run.
     """
     num_steps, skip_batches = config.train.num_steps, config.data.skip_batches
     earlier, last = first_config(path), newest_start(path)
@@ -70,8 +68,8 @@ def compare_with_run(
     run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
     if earlier is None:
         return Continuation(
-            num_steps,
-            [],
+            schedule_steps=num_steps,
+            known_skips=[],
             skip_batches=skip_batches,
             rewind_to=None,
             finished=False,
@@ -79,9 +77,11 @@ def compare_with_run(
         )
     rewind_to, changes = config.run.rewind_to, config_differences(earlier, config)
     if saved is not None and not is_recorded(path):
-        found = {change.key for change in changes}
-        changes += [c for c in config_differences(saved, config) if c.key not in found]
-    if last.get("data_fingerprints") == sources.fingerprints:  # it lies elsewhere now
+        changed_keys = {change.key for change in changes}
+        changes += [
+            c for c in config_differences(saved, config) if c.key not in changed_keys
+        ]
+    if last.get("data_fingerprints") == sources.fingerprints:  # only its path changed
         changes = [
             change._replace(kind=ChangeKind.allowed)
             if _is_place(change.key)
@@ -93,7 +93,7 @@ def compare_with_run(
     _check_changed_data(path, sources, changes, last.get("changes", {}))
     known_skips = last.get("changes", {}).get("data.skip_batches")
     known_skips = known_skips or earlier.data.skip_batches
-    if saved is not None:  # the start that left them out may not be recorded any more
+    if saved is not None:  # the record of the start that skipped them may be gone
         known_skips = _merged(known_skips, saved.data.skip_batches)
     skip_batches = _merged(known_skips, skip_batches)
     if rewind_to is not None and any(
@@ -102,28 +102,22 @@ def compare_with_run(
     ):
         log.warning(
             "run.rewind_to=%d was done by an earlier start, and is not done again; to "
-            "go back there once more give run.rewind_to=%d",
+            "go back there again give run.rewind_to=%d",
             *(rewind_to, rewind_to + 1),
         )
         rewind_to = None
     results_step = read_results(path).get("step", -1)
     newest, _ = newest_description(path / "checkpoints", run_id)
     newest = newest if rewind_to is None else min(newest, rewind_to)
-    _check_end(
-        path,
-        num_steps,
-        newest=newest,
-        results_step=results_step,
-        earlier=earlier,
-        last=last,
-    )
+    if results_step < newest > num_steps:
+        raise _passed_end(path, num_steps, newest, last, earlier)
     finished = rewind_to is None and results_step >= num_steps
     schedule_steps = last.get("schedule_steps") or earlier.train.num_steps
     if not finished:
         schedule_steps = _schedule_steps(config, schedule_steps, newest)
     return Continuation(
-        schedule_steps,
-        known_skips,
+        schedule_steps=schedule_steps,
+        known_skips=known_skips,
         skip_batches=skip_batches,
         rewind_to=rewind_to,
         finished=finished,
@@ -134,7 +128,7 @@ def compare_with_run(
 def _refusals(
     changes: list[Difference], path: epath.Path, earlier: Config, config: Config
 ) -> list[Mistake]:
-    """Say of each change that it makes another run, and what can be done.
+    """Return a mistake with remedies for each change that makes another run.
 
     `run.allow_change` is advised only if the saved parameters fit the new model.
     """
@@ -154,35 +148,41 @@ def _refusals(
 
 def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     """Return whether the parameters of one model have the shapes of another's."""
-    before, after = (
+    saved_shapes, wanted_shapes = (
         {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
         for model in (saved, wanted)
     )
-    return before.keys() == after.keys() and all(
-        fits_padded(shape, after[name]) for name, shape in before.items()
+    return saved_shapes.keys() == wanted_shapes.keys() and all(
+        fits_padded(shape, wanted_shapes[name]) for name, shape in saved_shapes.items()
     )
 
 
-def _schedule_steps(config: Config, before: int, newest: int) -> int:
-    """Return the schedule's length, and say so if it is not what is asked for.
+def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
+    """Return the schedule's length; log if it differs from train.num_steps.
 
     Args:
-        config: of this start.
-        before: the length so far.
-        newest: step to go on from.
+        config: the config of this start.
+        previous_steps: the length so far.
+        newest: the step that this start continues from.
     """
-    schedule, asked = config.schedule, config.train.num_steps
-    if asked == before or schedule.name is Schedule.constant:
-        return before
-    falls_from = min(schedule.falls_from(before), schedule.falls_from(asked))
+    schedule, wanted_steps = config.schedule, config.train.num_steps
+    if wanted_steps == previous_steps or schedule.name is Schedule.constant:
+        return previous_steps
+    falls_from = min(
+        schedule.falls_from(previous_steps), schedule.falls_from(wanted_steps)
+    )
     if schedule.name is Schedule.wsd and newest <= falls_from:  # the past is the same
-        log.info("the schedule's length was %d steps, and is %d now", before, asked)
-        return asked
-    if asked > before:
+        log.info(
+            "the schedule's length was %d steps, and is %d now",
+            previous_steps,
+            wanted_steps,
+        )
+        return wanted_steps
+    if wanted_steps > previous_steps:
         log.info(
             "the schedule keeps its length, %d steps, and stays at its last value "
             "after them",
-            before,
+            previous_steps,
         )
         if schedule.final_fraction == 0:
             log.warning(
@@ -190,9 +190,9 @@ def _schedule_steps(config: Config, before: int, newest: int) -> int:
                 "schedule.final_fraction=0.1 "
                 "run.allow_change=[schedule.final_fraction]"
             )
-        return before
+        return previous_steps
     rate, remedy = (
-        make_schedule(schedule, before),
+        make_schedule(schedule, previous_steps),
         "one of that length needs another run.name",
     )
     if schedule.name is Schedule.wsd:
@@ -200,33 +200,30 @@ def _schedule_steps(config: Config, before: int, newest: int) -> int:
     log.warning(
         "the schedule keeps its length, %d steps: the run ends at %.0f%% of the peak "
         "rate; %s",
-        *(before, 100 * float(rate(jnp.int32(asked - 1))), remedy),
+        *(previous_steps, 100 * float(rate(jnp.int32(wanted_steps - 1))), remedy),
     )
-    return before
+    return previous_steps
 
 
-def _check_end(
+def _passed_end(
     path: epath.Path,
     num_steps: int,
     newest: int,
-    results_step: int,
-    earlier: Config,
     last: Mapping[str, Any],
-) -> None:
-    """Refuse an end that a run which is not finished has passed already."""
-    if results_step < newest > num_steps:
-        asked = last.get("changes", {}).get("train.num_steps")
-        asked = asked or earlier.train.num_steps
-        rule = (
-            f"is below step {newest}, which the run in {path} has reached on its way "
-            f"to {asked}; give at least {newest}, go back with run.rewind_to, or start "
-            f"another run.name"
-        )
-        raise ConfigError([Mistake("train.num_steps", num_steps, rule)])
+    earlier: Config,
+) -> ConfigError:
+    """Return the error for an end that an unfinished run has already passed."""
+    target = last.get("changes", {}).get("train.num_steps") or earlier.train.num_steps
+    rule = (
+        f"is below step {newest}, which the run in {path} has reached on its way "
+        f"to {target}; give at least {newest}, go back with run.rewind_to, or start "
+        f"another run.name"
+    )
+    return ConfigError([Mistake("train.num_steps", num_steps, rule)])
 
 
 def _is_place(key: str) -> bool:
-    """Return whether a key says where data lies, not which."""
+    """Return whether a key is the path of data, as opposed to its choice."""
     return re.fullmatch(r"data\.(sources\..+\.)?path", key) is not None
 
 
@@ -234,29 +231,29 @@ def _check_changed_data(
     path: epath.Path,
     sources: Sources,
     changes: list[Difference],
-    before: Mapping[str, Any],
+    earlier_changes: Mapping[str, Any],
 ) -> None:
     """Check the data, unless this is the first start with other data, allowed by name.
 
     Raises:
         DataError: if they differ.
     """
-    moved = [
+    new_choices = [
         change
         for change in changes
         if change.key.startswith("data.")
-        and change.kind is ChangeKind.refused  # it was allowed by name
-        and before.get(change.key) != yaml_value(change.new)
+        and change.kind is ChangeKind.refused  # unless run.allow_change names it
+        and earlier_changes.get(change.key) != yaml_value(change.new)
     ]
-    if moved:
-        log.warning("other data from here on: %s", "; ".join(map(str, moved)))
+    if new_choices:
+        log.warning("other data from here on: %s", "; ".join(map(str, new_choices)))
     else:
         check_data(path, sources)
 
 
-def _merged(known: list[int], added: list[int]) -> list[int]:
+def _merged(earlier: list[int], added: list[int]) -> list[int]:
     """Unite two lists of first and last batch, ascending."""
-    pairs = [*zip(known[::2], known[1::2], strict=True)]
+    pairs = [*zip(earlier[::2], earlier[1::2], strict=True)]
     pairs += zip(added[::2], added[1::2], strict=True)
     merged: list[int] = []
     for first, last in sorted(set(pairs)):

@@ -1,12 +1,12 @@
-"""Digests of a checkpoint's files: without them a flipped bit is silently trained on.
+"""Digests of a checkpoint's files, so that no flipped bit is silently trained on.
 
-Orbax keeps no checksum of the bytes of arrays. So when a step has been written, all its
-files are hashed, and `digests.json`, written last, seals it. A step is used only if
-every file is there, has its size and its SHA-256, and there is no other file.
+Orbax keeps no checksums of arrays. When a step has been written, all its files are
+hashed, and `digests.json`, written last, seals it. A step is used only if every file
+has its size and SHA-256, and there is no other file.
 
-One of the sealed files describes the step: its number, its run, and the config that it
-was trained with. A step of another number or another run is not used either. What an
-older version of this program did not write down is not compared.
+One sealed file describes the step: its number, its run and its config. A step with
+another number or from another run is not used. Values that an older version of this
+program did not write are not compared.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from data.storage import is_remote, list_files, write_atomically
 
 SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax writes it last, under gs:// and s3://
-_DESCRIPTION = "_CHECKPOINT_METADATA"  # Orbax's file of the metadata
+_DESCRIPTION = "_CHECKPOINT_METADATA"  # our metadata, as Orbax saves it
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
 
@@ -34,8 +34,8 @@ def digests(
 ) -> dict[str, Any]:
     """Return size and SHA-256 of each file of a step, by its path in the folder.
 
-    Several processes share the work: each hashes one `part` of `parts`. `names` are
-    those of the files to hash; None: all.
+    Several processes share the work: each hashes one `part` of `parts`. Only the files
+    in `names` are hashed; None means all.
     """
     names = sorted(_files(step) if names is None else names)[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -44,24 +44,24 @@ def digests(
 
 
 def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
-    """Write the digests of all files of a step into its folder.
+    """Write the digests of all files next to them.
 
     Raises:
-        OSError: it cannot be written, or the step does not exist any more.
+        OSError: the seal cannot be written, or retention has deleted the step.
     """
     text = json.dumps(hashed, indent=1)
     if is_remote(step):
         (step / SEAL).write_text(text)
-        if not is_committed(step):  # it has made way, for all but the seal
+        if not is_committed(step):  # retention has deleted it meanwhile
             (step / SEAL).unlink(missing_ok=True)
             raise FileNotFoundError(step)
         return
-    # The temporary file is outside the step, in which a leftover would count as damage.
+    # The temporary file is outside the step, where a leftover would count as damage.
     write_atomically(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 
 def saved_steps(checkpoints: epath.Path) -> list[int]:
-    """List the steps that lie in a run's folder of checkpoints, ascending."""
+    """List the steps in a run's folder of checkpoints, ascending."""
     if not checkpoints.exists():
         return []
     names = [path.name for path in checkpoints.iterdir() if path.name.isdecimal()]
@@ -69,7 +69,7 @@ def saved_steps(checkpoints: epath.Path) -> list[int]:
 
 
 def is_sealed(step: epath.Path) -> bool:
-    """Return whether a step was hashed; not whether it is still what it was."""
+    """Return whether a step was hashed; `damage` tells whether it is intact."""
     return (step / SEAL).exists()
 
 
@@ -90,14 +90,14 @@ def remove_uncommitted(checkpoints: epath.Path) -> None:
 
 
 def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what is wrong with a step; None if it is what was written.
+    """Return how a step differs from what was written; None if it does not.
 
     Several processes share the work, as in `digests`.
     """
     try:
         expected = _read_seal(step)
         if missing := expected.keys() ^ set(_files(step)):
-            return f"{sorted(missing)[0]} is missing, or there and not of the step"
+            return f"{sorted(missing)[0]} is missing, or does not belong to the step"
         for name, digest in digests(step, part, parts).items():
             if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
@@ -106,17 +106,17 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def objection(
+def refusal(
     step: epath.Path, part: int = 0, parts: int = 1, run_id: str | None = None
 ) -> str | None:
-    """Return why a step cannot be used, to follow its name; None if it can.
+    """Return why a step cannot be used, as a predicate; None if it can.
 
     Several processes share the work, as in `digests`.
     """
-    if wrong := damage(step, part, parts):
-        return f"is damaged: {wrong}"
-    wrong = misplaced(step, run_id)
-    return wrong and f"does not belong there: {wrong}"
+    if difference := damage(step, part, parts):
+        return f"is damaged: {difference}"
+    reason = misplaced(step, run_id)
+    return reason and f"does not belong there: {reason}"
 
 
 def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
@@ -124,7 +124,7 @@ def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
 
     Args:
         step: a folder whose name is a number.
-        run_id: the identity of the run. With None it is not compared.
+        run_id: the identity of the run; None skips this check.
     """
     return _contradiction(int(step.name), description(step) or {}, run_id)
 
@@ -151,7 +151,7 @@ def check_descriptions(checkpoints: epath.Path) -> None:
     """Check that Orbax, which reads every description at once, can open all of them.
 
     Raises:
-        DataError: if one is a pipe or a device, which may block for ever when opened.
+        DataError: one is a pipe or a device, which may block forever when opened.
     """
     for step in [] if is_remote(checkpoints) else saved_steps(checkpoints):
         path = checkpoints / str(step) / _DESCRIPTION
@@ -193,16 +193,16 @@ def size(step: epath.Path) -> int:
 def _contradiction(
     step: int, described: Mapping[str, Any], run_id: str | None
 ) -> str | None:
-    if (held := described.get("step", step)) != step:
-        return f"it holds step {held}. Give its folder that name"
+    if (saved_step := described.get("step", step)) != step:
+        return f"it holds step {saved_step}. Give its folder that name"
     if run_id is not None and described.get("run_id") not in (None, run_id):
         return "it was saved by another run"
     return None
 
 
 def _unreadable(step: epath.Path) -> tuple[type[Exception], ...]:
-    """Return the exceptions by which a file of a step shows that it is damaged."""
-    # A store that cannot be reached does not make a step a damaged one.
+    """Return the exceptions that mean that a file of a step is damaged."""
+    # An unreachable store does not mean that the step is damaged.
     unreadable = FileNotFoundError if is_remote(step) else OSError
     return unreadable, ValueError, AttributeError, TypeError
 
@@ -240,6 +240,6 @@ def _read_regular(path: epath.Path) -> str:
 
 
 def _check_regular(path: epath.Path) -> None:
-    """Raise OSError for a pipe or a device: to open one may block for ever."""
+    """Raise OSError for a pipe or a device: opening one may block forever."""
     if not is_remote(path) and not stat.S_ISREG(Path(path).stat().st_mode):
         raise OSError(f"{path.name} is not a regular file")

@@ -1,7 +1,7 @@
-"""A run is a directory, open for one start: its lease, its logs, its results.
+"""The directory of a run, open for one start: its lease, logs and results.
 
-Process 0 alone looks and writes; the others are told. What the starts before recorded:
-train/run/starts.py; whether this one may go on: train/run/continuation.py.
+Only process 0 reads and writes; it broadcasts what the others need. Records of earlier
+starts: train/run/starts.py. Whether a start may continue: train/run/continuation.py.
 """
 
 import json
@@ -43,15 +43,15 @@ from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
 
-_CRASHES = 3  # after this many crashes at one step another start would not help
+_CRASHES = 3  # after this many at the same step, another start is useless
 
 
 @dataclass
 class RunDir:
     """One start of a run.
 
-    config: with the batches to leave out of all starts.
-    lease: of process 0.
+    config: the config, with the batches that any start skips.
+    lease: the claim on the run, on process 0.
     write: whether this is process 0.
     validations: the last and the best evaluation so far, on process 0.
     """
@@ -71,10 +71,10 @@ class RunDir:
         self.report = LiveReport(self.path)
 
     def start_at(self, step: int, sources: Sources) -> None:
-        """Record this start, which continues after `step` updates, and begin to log.
+        """Record this start, which continues after `step` updates, and open the logs.
 
-        Lines of later steps are dropped, and so is the score of the last step if this
-        start will evaluate it again.
+        Lines of later steps are dropped. So is the score of the last step if this
+        start will score it again.
         """
         if self.write:
             number, continuation = self.events.start, self.continuation
@@ -82,7 +82,7 @@ class RunDir:
                 record_start(
                     self.path,
                     self.config,
-                    sources=sources,
+                    sources,
                     start=number,
                     schedule_steps=continuation.schedule_steps,
                     run_id=continuation.run_id,
@@ -121,23 +121,23 @@ class RunDir:
         self.events.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line of metrics.jsonl, and tell the tracker."""
+        """Write a line to metrics.jsonl and to the trackers."""
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
         if score := validation_in(step, values):
-            known = self.validations
-            new = known.followed_by(score) if known else Validations(score, score)
+            earlier = self.validations
+            new = earlier.followed_by(score) if earlier else Validations(score, score)
             self.validations = new
         self.tracker.log(step, values)
         if self.write:
             self.report.update()
 
     def ready_to_save(self) -> None:
-        """Make sure, on process 0, that the run is ours and its logs are kept.
+        """Check, on process 0, that this start still owns the run, and flush its logs.
 
         Raises:
             Exit: OWNED, if another process has taken it.
-            OSError: if the logs cannot be written now: a save would be ahead of them.
+            OSError: the logs cannot be written now, so a save would be ahead of them.
         """
         assert self.metrics is not None
         assert self.lease is not None
@@ -146,7 +146,7 @@ class RunDir:
         self.events.flush()
 
     def write_results(self, values: Mapping[str, Any]) -> None:
-        """Write the results; their presence says that the run is finished."""
+        """Write the results, which mark the run as finished."""
         if self.write:
             text = json.dumps(json_compatible(values), indent=2, allow_nan=False) + "\n"
             write_atomically(self.path / "results.json", text)
@@ -154,24 +154,25 @@ class RunDir:
     def judge_crash(self, crash: Crash) -> int:
         """Record a crash on process 0, and return the exit code.
 
-        CRASHES_AGAIN if the last three starts crashed at this step with this code.
+        It is CRASHES_AGAIN if the last three starts crashed at this step with the
+        same version of the program.
         """
         if crash.known:
             return crash.code
         this = {**crash._asdict(), "code_version": code_version()}
         self.events.record("crash", **this)
-        same = {
+        starts = {
             event["start"]
             for event in read_events(self.path)
             if event["event"] == "crash"
             and all(event.get(key) == this[key] for key in ("step", "code_version"))
         }
-        last = range(self.events.start, self.events.start - _CRASHES, -1)
-        again = same.issuperset(last)
-        return CRASHES_AGAIN if again else crash.code
+        last_starts = range(self.events.start, self.events.start - _CRASHES, -1)
+        is_repeated = starts.issuperset(last_starts)
+        return CRASHES_AGAIN if is_repeated else crash.code
 
     def before_exit(self, code: int) -> None:
-        """Close what must be closed when the process leaves in the midst of things."""
+        """Close logs and lease when the process ends in the middle of training."""
         if code != OWNED:
             self.events.end(code)
             self.events.close()
@@ -181,7 +182,7 @@ class RunDir:
                 self.lease.close()
 
     def close(self) -> None:
-        """Write what is left, and the report."""
+        """Write the remaining lines and the report."""
         if self.metrics is not None:
             self.metrics.close()
         self.tracker.finish()
@@ -191,7 +192,7 @@ class RunDir:
 
 
 def _open_events(path: epath.Path) -> EventLog:
-    """Open the events; the number of this start is one that no record has."""
+    """Open the events; the number of this start follows all recorded ones."""
     return EventLog(path, recorded=max(start_numbers(path), default=0))
 
 
@@ -199,16 +200,15 @@ def _open_events(path: epath.Path) -> EventLog:
 def open_run(
     config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
 ) -> Iterator[RunDir]:
-    """Open the run's directory, new or old; process 0 looks, and tells the others.
+    """Open the run's directory, new or old, on all processes.
 
-    `preemption` learns what to do with it before it ends the process.
+    `preemption` is told to close it before it ends the process.
 
     Raises:
-        Exit: OWNED, if another process is at this run; 1, if the directory cannot be
-            read or written.
+        Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
+            be read or written.
         ConfigError: naming every key in which this start would make another run of it.
-        DataError: if the text is not the one that the run was started on, or a small
-            file of the run is damaged.
+        DataError: the data is not that of the run, or a small file of it is damaged.
     """
     path = run_folder(run_dir(config))
 
@@ -229,8 +229,10 @@ def open_run(
         )
         if lease:
             stack.callback(lease.close)
-        compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
-        continuation = Continuation(*compared)
+        fields = cluster.broadcast(
+            lambda: compare_with_run(path, config, sources)._asdict()
+        )
+        continuation = Continuation(**fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
             events = cluster.on_leader(lambda: _open_events(path))
@@ -238,7 +240,7 @@ def open_run(
             raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
         run = RunDir(
             path,
-            replace(config, data=data),
+            config=replace(config, data=data),
             continuation=continuation,
             events=events or EventLog(path, write=False),
             write=cluster.is_leader,

@@ -1,8 +1,8 @@
-"""The evaluations of a run: by tasks during training, and by `train.evaluate`.
+"""The scores of a run: of tasks while it trains, and of `train.evaluate`.
 
-Each result of `train.evaluate` is a file, `evaluations/<step>-<settings>.json`, with
-the step, the settings, and the numbers under their names in `metrics.jsonl`. Another
-evaluation with the same settings replaces it.
+Each result of `train.evaluate` is a file, `evaluations/<step>-<hash>.json`: the step,
+the options under `asked`, and the metrics under their names in `metrics.jsonl`. The
+hash is that of the options, so the same evaluation again replaces its result.
 """
 
 import hashlib
@@ -18,108 +18,113 @@ from train.run.records import damaged, json_compatible, record_or_warn
 
 log = logging.getLogger(__name__)
 
-_REMEDY = "Its scores are left out. Ask train.evaluate again, which writes it anew."
+_REMEDY = "Its scores are left out. Run train.evaluate again to replace it."
 _STDERR = "_stderr"
-_WHAT = ("tasks", "task_path", "sets")  # the names of the scores say it
+_NAMED_BY_SCORES = ("tasks", "task_path", "sets")
 _IN_RUN = "while training"
 
 
 class Scored(NamedTuple):
-    """A number that a model was given, as people read it.
+    """One score of a model, formatted for people.
 
-    of: the task, the validation set, or "validation".
-    how: keys of `train.evaluate` that bear on it.
+    subject: the task, the validation set, or "validation".
+    options: the keys of `train.evaluate` that influence it.
     """
 
-    of: str
+    subject: str
     metric: str
-    value: str  # includes the standard error, if there is one
+    value: str  # with its standard error, if known
     step: int = 0
-    how: str = ""
+    options: str = ""
 
 
 def write_evaluation(
     run_dir: epath.Path,
     step: int,
-    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> epath.Path:
-    """Write what was found at a step, and return the file.
+    """Write the metrics of an evaluation, and return the file.
 
     Args:
-        run_dir: of the run.
-        step: of the checkpoint.
-        asked: what makes it another question, as JSON.
-        metrics: numbers by the names of metrics.jsonl.
+        run_dir: the folder of the run.
+        step: the step of the checkpoint.
+        options: the options of the evaluation, as JSON.
+        metrics: values by their names in metrics.jsonl.
 
     Raises:
-        OSError: it was not written.
+        OSError: the file was not written.
     """
-    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+    name = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
     file = run_dir / "evaluations" / f"{step}-{name}.json"
-    found = json_compatible({"step": step, "asked": asked, **metrics})
-    write_atomically(file, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    result = json_compatible({"step": step, "asked": options, **metrics})
+    write_atomically(file, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return file
 
 
-def evaluation_scores(
-    run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]
-) -> list[Scored]:
+def read_scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     """Return the newest scores by tasks of a run's metrics, and all evaluations."""
-    judged = [row for row in rows if any(key.startswith("tasks/") for key in row)]
-    found = [
-        each._replace(step=row["step"], how=_IN_RUN)
-        for row in judged[-1:]
-        for each in scored({k: v for k, v in row.items() if k.startswith("tasks/")})
+    rows_with_tasks = [
+        row for row in rows if any(key.startswith("tasks/") for key in row)
+    ]
+    scores = [
+        score._replace(step=row["step"], options=_IN_RUN)
+        for row in rows_with_tasks[-1:]
+        for score in format_scores(
+            {k: v for k, v in row.items() if k.startswith("tasks/")}
+        )
     ]
     for answer in _read(run_dir / "evaluations"):
-        step, asked = answer.pop("step"), answer.pop("asked")
-        how = " ".join(
+        step, options_asked = answer.pop("step"), answer.pop("asked")
+        options = " ".join(
             f"{key}={value:g}"
-            for key, value in asked.items()
-            if key not in _WHAT and isinstance(value, int | float)
+            for key, value in options_asked.items()
+            if key not in _NAMED_BY_SCORES and isinstance(value, int | float)
         )
-        found += (each._replace(step=step, how=how) for each in scored(answer))
-    return found
+        scores += (
+            score._replace(step=step, options=options)
+            for score in format_scores(answer)
+        )
+    return scores
 
 
 def _read(folder: epath.Path) -> Iterable[dict[str, Any]]:
-    """Yield what was found, by step."""
+    """Yield the evaluations, ascending by step."""
     files = [*folder.glob("*-*.json")] if folder.exists() else []
     numbered = [(file.name.partition("-")[0], file) for file in files]
     for _, file in sorted((int(n), file) for n, file in numbered if n.isdigit()):
-        found = record_or_warn(file, _REMEDY)
-        if found is None:
+        evaluation = record_or_warn(file, _REMEDY)
+        if evaluation is None:
             continue
-        if _is_answer(found):
-            yield found
+        if _is_answer(evaluation):
+            yield evaluation
         else:
             log.warning("%s", damaged(file, "does not hold scores", _REMEDY))
 
 
-def _is_answer(found: Mapping[str, Any]) -> bool:
-    """Return whether a file holds a step, what was asked, and numbers."""
-    numbers = [value for key, value in found.items() if key != "asked"]
+def _is_answer(evaluation: Mapping[str, Any]) -> bool:
+    """Return whether a file holds a step, the options of an evaluation, and numbers."""
+    numbers = [value for key, value in evaluation.items() if key != "asked"]
     return (
-        isinstance(found.get("step"), int)
-        and isinstance(found.get("asked"), dict)
+        isinstance(evaluation.get("step"), int)
+        and isinstance(evaluation.get("asked"), dict)
         and all(isinstance(number, int | float | None) for number in numbers)
     )
 
 
-def scored(metrics: Mapping[str, float | None]) -> list[Scored]:
-    """Return scores of tasks and sets, by name, for people: each with its error."""
-    found = []
+def format_scores(metrics: Mapping[str, float | None]) -> list[Scored]:
+    """Format the scores of tasks and validation sets, each with its standard error."""
+    scores = []
     for name, value in metrics.items():
-        kind, *of, metric = name.split("/")
+        kind, *subject, metric = name.split("/")
         chosen = []
-        if kind == "tasks" and len(of) > 1:  # tasks/gsm8k/exact_match/strict-match
-            of, metric, chosen = of[:1], of[1], [metric]
+        if kind == "tasks" and len(subject) > 1:  # tasks/gsm8k/exact_match/strict-match
+            subject, metric, chosen = subject[:1], subject[1], [metric]
         if metric.endswith(_STDERR):
             continue
-        error = metrics.get("/".join([kind, *of, metric + _STDERR, *chosen]))
+        error = metrics.get("/".join([kind, *subject, metric + _STDERR, *chosen]))
         shown = "-" if value is None else f"{value:.4f}"
         shown += "" if error is None else f" ± {error:.4f}"
-        of = of or ["validation"]
-        found.append(Scored(of[0], " ".join([metric, *chosen]), shown))
-    return found
+        subject = subject or ["validation"]
+        scores.append(Scored(subject[0], " ".join([metric, *chosen]), shown))
+    return scores

@@ -1,10 +1,10 @@
 """Account for the wall time of a run, from its events.
 
-The laps of each start follow each other from the beginning of its process, and `idle`
-lies between starts, so the sum of the seconds is the wall time by construction. Time
-that is missing nevertheless (a suspended machine, starts of earlier versions) is
-`other`. Goodput is the fraction of the wall time spent on steps whose result is in the
-model, and not on steps that a later start repeated.
+The laps of a start follow each other from the beginning of its process, and `idle`
+spans the time between starts, so the seconds add up to the wall time. Time that no lap
+covers (a suspended machine, or starts of older versions) is `other`. Goodput is the
+share of the wall time of steps whose result is in the model, that is, of steps that no
+later start repeated.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 from train.units import format_seconds
 
-BUCKETS = {  # in the order of a start; what people read
+BUCKETS = {  # in the order of a start, with the words for people
     "idle": "idle between starts",
     "start": "program start",
     "init": "accelerator init",
@@ -32,20 +32,20 @@ BUCKETS = {  # in the order of a start; what people read
 }
 _BUCKET_OF = {event: event for event in BUCKETS if event not in ("wasted", "other")}
 _BUCKET_OF["compile"] = "prepare"
-_SLACK = 1e-3  # how far two clocks of a host may drift apart, as a fraction of a start
+_SLACK = 1e-3  # how far two clocks of a host may drift apart, as a share of a start
 
 
 @dataclass(frozen=True)
-class Start:
+class StartAccount:
     """One start of a run.
 
-    idle_s: between the start before and this one.
-    buckets: seconds, without `idle`; those with none are left out.
-    first_step: completed updates of the state it went on from; None: never came there.
+    idle_s: the seconds between the previous start and this one.
+    buckets: the seconds of each bucket except `idle`, without empty ones.
+    first_step: completed updates of the restored state; None before the restore.
     last_step: completed updates at its last record.
-    num_wasted: steps that a later start did again.
-    code: exit code; None: it was killed, or still runs.
-    ended: unix seconds at its last record.
+    num_wasted: the number of steps that a later start repeated.
+    code: the exit code; None if it was killed or still runs.
+    ended: the Unix time of its last record.
     """
 
     number: int
@@ -59,19 +59,19 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The seconds from its beginning to its end."""
         return sum(self.buckets.values())
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The accounted time of all starts of a run."""
+    """The wall time of all starts of a run."""
 
-    starts: list[Start]
+    starts: list[StartAccount]
 
     @property
     def buckets(self) -> dict[str, float]:
-        """Seconds, in the order of BUCKETS; those with none are left out."""
+        """The seconds of each bucket in the order of BUCKETS, without empty ones."""
         sums = {
             name: math.fsum(start.buckets.get(name, 0.0) for start in self.starts)
             for name in BUCKETS
@@ -81,23 +81,23 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
-        """The seconds from the beginning of the first start to the last lap's end."""
+        """The seconds between the beginning of the first start and the last lap."""
         return sum(self.buckets.values())
 
     @property
     def fraction(self) -> float:
-        """Share of the wall time that went to steps that count."""
+        """The share of the wall time that went to steps that count."""
         return self.buckets.get("step", 0.0) / self.wall_s if self.wall_s else 0.0
 
     @property
     def num_wasted(self) -> int:
-        """Steps that a later start did again."""
+        """The number of steps that a later start repeated."""
         return round(sum(start.num_wasted for start in self.starts))
 
     def __str__(self) -> str:
         """Format it as two lines, the largest buckets first."""
         starts = f"{len(self.starts)} start{'s' * (len(self.starts) != 1)}"
-        again = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
+        repeated = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
         shares = sorted(self.buckets.items(), key=lambda item: -item[1])
         parts = [
             f"{BUCKETS[name]} {seconds / self.wall_s:.1%}"
@@ -105,13 +105,13 @@ class Goodput:
             if seconds >= 0.0005 * self.wall_s
         ]
         took = f"{self.fraction:.1%} of {format_seconds(self.wall_s)} in {starts}"
-        return f"{took}{again}\n{', '.join(parts)}"
+        return f"{took}{repeated}\n{', '.join(parts)}"
 
 
 def account(events: Iterable[dict[str, Any]]) -> Goodput:
     """Account for a run's events, in the order in which they were recorded.
 
-    Events with other names, and lines that are not what an event is, count for nothing.
+    Events with other names and malformed lines are ignored.
     """
     by_start: dict[int, list[dict[str, Any]]] = {}
     for event in events:
@@ -119,7 +119,7 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
         times = finite(event.get("time")), finite(seconds)
         if isinstance(number, int) and None not in times:
             by_start.setdefault(number, []).append(event)
-    starts, again_from = list[Start](), math.inf
+    starts, again_from = list[StartAccount](), math.inf
     for number in sorted(by_start, reverse=True):
         start = _start(number, by_start[number], again_from)
         if start.first_step is not None:
@@ -128,8 +128,10 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
     return Goodput(starts[::-1])
 
 
-def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> Start:
-    """Account for one start; steps after `again_from` were done again."""
+def _start(
+    number: int, events: Sequence[dict[str, Any]], again_from: float
+) -> StartAccount:
+    """Account for one start; a later start repeated the steps after `again_from`."""
     buckets = dict.fromkeys(BUCKETS, 0.0)
     first = step = code = None
     num_wasted = 0.0
@@ -151,15 +153,15 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
     laps = [event for event in events if event.get("event") != "idle"]
     began = min((e["time"] - e["seconds"] for e in laps), default=0.0)
     ended = max((e["time"] for e in laps), default=events[-1]["time"])
-    # Time after the last lap is idle, whatever instants it contains.
+    # The time after the last lap is idle, whatever instants were recorded in it.
     lapped = max((e["time"] for e in laps if e["seconds"]), default=began)
     missing_s = lapped - began - sum(buckets.values())
     if missing_s > _SLACK * (lapped - began):
         buckets["other"] = missing_s
     buckets = {name: seconds for name, seconds in buckets.items() if seconds > 0}
-    return Start(
-        number,
-        idle_s,
+    return StartAccount(
+        number=number,
+        idle_s=idle_s,
         buckets=buckets,
         first_step=first,
         last_step=step,
@@ -170,7 +172,7 @@ def _start(number: int, events: Sequence[dict[str, Any]], again_from: float) -> 
 
 
 def finite(value: object) -> float | None:
-    """Return what is a finite number as a float; None for anything else."""
+    """Return a finite number as a float, and None for anything else."""
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     return None

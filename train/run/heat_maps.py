@@ -1,7 +1,7 @@
-"""Figures of layers as pictures: layers against steps, a shade for each value.
+"""Heat maps of per-layer metrics: layers against steps, a shade for each value.
 
-What the figures are: train/numerics.py. A picture has at most some hundred columns;
-where there are more steps, a column is the largest value of a few of them.
+train/numerics.py defines the metrics. A map has at most 120 columns; with more steps,
+a column holds the largest value of a few of them.
 """
 
 import math
@@ -24,34 +24,34 @@ _TITLES = {
 }
 _FIGURE = re.compile(r"numerics/(.+)/\d+")
 _MAX_COLUMNS = 120
-_RANGE = 1e6  # the range of values that get different shades
+_RANGE = 1e6  # the highest over the lowest value with a distinct shade
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the pictures of the quantities that lines of metrics have.
+    """Return a heat map for each per-layer metric in the rows.
 
-    Each has a title, the steps of its columns, and the values of each layer, None
-    where one was not finite; low and high are the ends of the shades.
+    A map has a title, the steps of its columns, and the values of each layer, with None
+    for values that were not finite. `low` and `high` are the limits of the shades.
     """
-    found = (_FIGURE.fullmatch(key) for row in rows for key in row)
-    names = dict.fromkeys((*_TITLES, *(key[1] for key in found if key)))
+    matches = (_FIGURE.fullmatch(key) for row in rows for key in row)
+    names = dict.fromkeys((*_TITLES, *(key[1] for key in matches if key)))
     return [drawn for name in names for drawn in _heat_map(name, rows)]
 
 
 def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     prefix, columns = f"numerics/{name}/", dict[float, dict[int, float | None]]()
     for row in rows:
-        own = {
+        by_layer = {
             int(key.removeprefix(prefix)): finite(value)
             for key, value in row.items()
             if key.startswith(prefix)
         }
-        if own and (step := finite(row.get("step"))) is not None:
-            columns[step] = own
-    known = [v for column in columns.values() for v in column.values() if v]
-    if not known:
+        if by_layer and (step := finite(row.get("step"))) is not None:
+            columns[step] = by_layer
+    finite_values = [v for column in columns.values() for v in column.values() if v]
+    if not finite_values:
         return
-    high = max(known)
+    high = max(finite_values)
     width = math.ceil(len(columns) / _MAX_COLUMNS)
     steps = sorted(columns)
     groups = [steps[i : i + width] for i in range(0, len(steps), width)]
@@ -59,12 +59,12 @@ def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     for group in groups:
         for layer in columns[group[0]]:
             values = [columns[step].get(layer) for step in group]
-            some = [value for value in values if value is not None]
-            layers[layer].append(max(some) if len(some) == len(values) else None)
+            present = [value for value in values if value is not None]
+            layers[layer].append(max(present) if len(present) == len(values) else None)
     yield {
         "title": _TITLES.get(name, name),
         "steps": [group[-1] for group in groups],
         "layers": [layers[layer] for layer in sorted(layers)],
-        "low": max(min(known), high / _RANGE),
+        "low": max(min(finite_values), high / _RANGE),
         "high": high,
     }

@@ -1,14 +1,14 @@
 """JSON lines that survive kills, full disks and object stores.
 
-A log named `metrics` is `metrics.jsonl`, followed by the parts `metrics/1.jsonl`,
-`metrics/2.jsonl`, ... Readers (jsonl_reader.py) read both. On a local disk the newest
-file grows, and the operating system has a line when `append` returns. Objects under
-`gs://` or `s3://` cannot grow: the newest part is uploaded whole, in the background and
-at most once a minute, and the next part begins after 1 MiB.
+The log `metrics` is the file `metrics.jsonl` followed by the parts `metrics/1.jsonl`,
+`metrics/2.jsonl`, ...; readers (jsonl_reader.py) accept both. On a local disk the
+newest file grows, and the operating system has a line when `append` returns. Objects
+under `gs://` or `s3://` cannot grow: the newest part is uploaded whole, in the
+background and at most once a minute, and at 1 MiB the next part begins.
 
-`append` never raises. Up to 10,000 lines that a full disk or a dead network does not
-accept wait in memory and are written later. No line is torn, written twice or out of
-order. Only `flush` raises: after it, all lines survive a loss of this machine.
+`append` never raises. Up to 10,000 lines that a full disk or a dead network refuses
+wait in memory until they can be written. No line is torn, duplicated or out of order.
+Only `flush` raises; once it returns, all lines survive the loss of this machine.
 """
 
 import abc
@@ -34,7 +34,7 @@ from train.run.jsonl_reader import (
     Scan,
     any_row,
     kept_lines,
-    log_part_path,
+    log_part,
     part_paths,
     scan,
 )
@@ -48,11 +48,11 @@ log = logging.getLogger(__name__)
 
 
 class Appender(abc.ABC):
-    """A log that is open: takes rows from any thread."""
+    """An open log, which accepts rows from any thread."""
 
     def __init__(self, name: str):
         self._name, self._lock, self._warned = name, threading.Lock(), False
-        # The newest lines; how many of them, from the first on, have been written.
+        # The newest lines, and the number of them that have been written.
         self._lines: list[bytes] = []
         self._written, self._closed = 0, False
 
@@ -78,7 +78,7 @@ class Appender(abc.ABC):
                     )
 
     def flush(self) -> None:
-        """Make all lines outlive this machine.
+        """Make all lines survive the loss of this machine.
 
         Raises:
             OSError: if that cannot be done now.
@@ -87,7 +87,7 @@ class Appender(abc.ABC):
             self._sync()
 
     def close(self) -> None:
-        """Write what is left, if that can be done; no line is taken after this."""
+        """Write the remaining lines if possible; later rows are ignored."""
         with self._lock:
             if self._closed:
                 return
@@ -115,11 +115,11 @@ def open_lines(
     keep: Callable[[Row], bool] = any_row,
     is_row: IsRow = any_row,
 ) -> Appender:
-    """Open a log to append to it, after dropping torn lines and what is not kept.
+    """Open a log to append to it, without torn lines and without rows to drop.
 
-    The run's directory, local or remote, is made if missing. What `keep` drops are
-    the newest rows. If there are damaged lines before them, a warning counts them, and
-    the file as it was is kept under another name.
+    The run's directory, local or remote, is made if missing. `keep` may reject only the
+    newest rows. If earlier lines are damaged, a warning counts them, and the original
+    file is kept under another name.
 
     Raises:
         OSError: if it cannot be read or written.
@@ -128,62 +128,66 @@ def open_lines(
     remote = is_remote(run_dir)
     parts = part_paths(run_dir, name)
     lines: list[bytes] = []
-    # Parts are removed from the end, so that a kill in between leaves no gap.
+    # Newest first, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
-        found = scan(path, keep, is_row)
-        if found.kept or number == min(parts):
-            _drop_the_rest(path, found, keep, is_row)
+        content = scan(path, keep, is_row)
+        if content.kept_bytes or number == min(parts):
+            _rewrite(path, content, keep, is_row)
             # The appender of a store writes the newest part again, whole.
             lines = list(kept_lines(path, keep, is_row)) if remote else []
             break
-        if found.damaged:
+        if content.num_damaged:
             log.warning(
-                "%s: %d lines are damaged, and no other line of it is needed. The file "
-                "as it was is kept as %s",
-                *(path, found.damaged, _keep_copy(path)),
+                "%s: %d lines are damaged, and no other line of it is needed. The "
+                "original file is kept as %s",
+                *(path, content.num_damaged, _keep_copy(path)),
             )
         path.unlink()
         del parts[number]
     number = max(parts, default=int(remote))
     if remote:
         return _ObjectAppender(run_dir, name, number, lines)
-    path = Path(log_part_path(run_dir, name, number))
+    path = Path(log_part(run_dir, name, number))
     path.parent.mkdir(parents=True, exist_ok=True)
     return _FileAppender(path)
 
 
-def _drop_the_rest(
-    path: epath.Path, found: Scan, keep: Callable[[Row], bool], is_row: IsRow
+def _rewrite(
+    path: epath.Path, content: Scan, keep: Callable[[Row], bool], is_row: IsRow
 ) -> None:
-    """Leave in a file what is to be kept, whole or not at all."""
-    if not found.damaged and found.kept == found.end and not is_remote(path):
-        os.truncate(path, found.end)  # needs no room on a full disk
+    """Reduce a file to the lines to keep, atomically."""
+    if (
+        not content.num_damaged
+        and content.kept_bytes == content.end
+        and not is_remote(path)
+    ):
+        os.truncate(path, content.end)  # needs no room on a full disk
         return
-    if not found.damaged and found.kept == path.stat().length:
+    if not content.num_damaged and content.kept_bytes == path.stat().length:
         return
-    rest = kept_lines(path, keep, is_row)
-    if not found.damaged:
-        write_atomically(path, rest)
+    lines = kept_lines(path, keep, is_row)
+    if not content.num_damaged:
+        write_atomically(path, lines)
         return
     copy = None
     try:
         copy = _keep_copy(path)
-        write_atomically(path, rest)
+        write_atomically(path, lines)
     except OSError as error:
-        if copy is not None:  # a second name of the file, which will be appended to
+        if copy is not None:  # it may be a link to the file, which will grow
             copy.unlink(missing_ok=True)
         log.warning(
             "%s: %d lines are damaged. They stay where they are, since the file cannot "
             "be written again (%s); all readers skip them",
-            *(path, found.damaged, error),
+            *(path, content.num_damaged, error),
         )
         if not is_remote(path):
-            os.truncate(path, found.end)
+            os.truncate(path, content.end)
         return
     log.warning(
-        "%s: %d lines are damaged and were left out; what they said is missing from "
-        "curves and reports. The file as it was is kept as %s",
-        *(path, found.damaged, copy),
+        "%s: %d lines are damaged and were left out, and are missing from curves "
+        "and reports. The original file is kept as %s",
+        *(path, content.num_damaged, copy),
     )
 
 
@@ -230,7 +234,7 @@ class _FileAppender(Appender):
 
 
 class _ObjectAppender(Appender):
-    """Objects. `_lines` are those of the newest part."""
+    """Appends to objects. `_lines` are those of the newest part."""
 
     def __init__(self, run_dir: epath.Path, name: str, number: int, lines: list[bytes]):
         super().__init__(f"{run_dir}/{name}")
@@ -258,13 +262,13 @@ class _ObjectAppender(Appender):
     def _start(self) -> Future[Any] | None:
         if self._upload is None and self._written < len(self._lines):
             self._uploading, self._uploaded_s = len(self._lines), time.monotonic()
-            path = log_part_path(self._run_dir, self._log, self._number)
+            path = log_part(self._run_dir, self._log, self._number)
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(path.write_bytes, data)
         return self._upload
 
     def _settle(self, upload: Future[Any]) -> None:
-        """Wait for an upload; what was not uploaded will go with the next one."""
+        """Wait for an upload; the next one includes what a failed one lost."""
         self._upload = None
         try:
             upload.result()

@@ -1,7 +1,6 @@
-"""Read logs of JSON lines, however large, in pieces.
+"""Read logs of JSON lines of any size in chunks, and skip torn or damaged lines.
 
-Which files a log has, and how they are written: train/run/jsonl.py. What is no line of
-its log, because it is torn or damaged, is skipped here.
+The files of a log, and how they are written: train/run/jsonl.py.
 """
 
 import json
@@ -22,24 +21,24 @@ _BLOCK = 2**20  # bytes read at once from the end
 
 
 def any_row(row: Row) -> bool:
-    """Return that every object is a line."""
+    """Accept every object as a row."""
     return True
 
 
-def log_part_path(run_dir: epath.Path, name: str, number: int) -> epath.Path:
-    """Return the file of a part; 0 is the single file."""
+def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
+    """Return the file of a part; part 0 is the single file."""
     return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
 
 
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
-    """Return the files of a log by number, ascending; the single file is 0."""
+    """Return the files of a log by number, ascending; 0 is the single file."""
     run_dir = epath.Path(run_dir)
-    single, folder = log_part_path(run_dir, name, 0), run_dir / name
+    single, folder = log_part(run_dir, name, 0), run_dir / name
     numbers = [0] if single.exists() else []
     if folder.exists():
         names = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
         numbers += sorted(int(name) for name in names if name.isdigit())
-    return {number: log_part_path(run_dir, name, number) for number in numbers}
+    return {number: log_part(run_dir, name, number) for number in numbers}
 
 
 def iterate_rows(
@@ -48,13 +47,13 @@ def iterate_rows(
     is_row: IsRow = any_row,
     containing: bytes = b"",
 ) -> Iterator[Row]:
-    """Yield a log's rows in order, reading one line after the other.
+    """Yield a log's rows in order, reading one line at a time.
 
     Args:
         run_dir: the run's directory, local or remote.
-        name: of the log.
+        name: the name of the log.
         is_row: tells a line of this log from a damaged one.
-        containing: only lines with these bytes; the others are not even parsed.
+        containing: lines without these bytes are skipped before parsing.
     """
     for line in _lines(list(part_paths(run_dir, name).values())):
         if containing in line and (row := parse_row(line, is_row)) is not None:
@@ -64,7 +63,7 @@ def iterate_rows(
 def newest_rows(
     run_dir: epath.Path | Path, name: str, is_row: IsRow = any_row
 ) -> Iterator[Row]:
-    """Yield a log's rows from the newest on, reading no more than is asked for."""
+    """Yield a log's rows, newest first, reading no more than the caller consumes."""
     for path in reversed(part_paths(run_dir, name).values()):
         for line in _lines_from_end(path):
             if (row := parse_row(line, is_row)) is not None:
@@ -81,21 +80,21 @@ def parse_row(line: bytes, is_row: IsRow) -> Row | None:
 
 
 class Scan(NamedTuple):
-    """The content of the newest file of a log, as a start finds it.
+    """The content of a log file.
 
     end: the offset in bytes at which the newest line to keep ends.
-    kept: the bytes of all lines to keep.
-    damaged: complete lines that are not rows.
+    kept_bytes: the number of bytes of all lines to keep.
+    num_damaged: the number of complete lines that are not rows.
     """
 
     end: int
-    kept: int
-    damaged: int
+    kept_bytes: int
+    num_damaged: int
 
 
 def scan(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> Scan:
-    """Read a file once, line by line."""
-    offset = end = kept = num_damaged = 0
+    """Read a file once, line by line, and count what to keep."""
+    offset = end = kept_bytes = num_damaged = 0
     with path.open("rb") as file:
         for line in file:
             offset += len(line)
@@ -103,14 +102,14 @@ def scan(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> Scan:
             if row is None:
                 num_damaged += line.endswith(b"\n")
             elif keep(row):
-                kept, end = kept + len(line), offset
-    return Scan(end, kept, num_damaged)
+                kept_bytes, end = kept_bytes + len(line), offset
+    return Scan(end, kept_bytes, num_damaged)
 
 
 def kept_lines(
     path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow
 ) -> Iterator[bytes]:
-    """Yield the lines of a file that are rows to keep, each with its end."""
+    """Yield the lines of a file that are rows to keep, with their line ends."""
     with path.open("rb") as file:
         for line in file:
             row = parse_row(line, is_row) if line.endswith(b"\n") else None
@@ -119,13 +118,13 @@ def kept_lines(
 
 
 def _lines(paths: list[epath.Path]) -> Iterator[bytes]:
-    """Yield the lines of some files; parts in a store are read ahead."""
+    """Yield the lines of files; parts in a store are read ahead."""
     if not (paths and is_remote(paths[0])):
         for path in paths:
             try:
                 with path.open("rb") as file:
                     yield from file
-            except FileNotFoundError:  # dropped by a start of the run just now
+            except FileNotFoundError:  # a new start of the run has just dropped it
                 continue
         return
     with ThreadPoolExecutor(_READERS) as pool:
@@ -145,7 +144,9 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
         return
     with file:
         end = file.seek(0, 2)
-        pieces: list[bytes] = []  # pieces of the line before `end`, the last one first
+        pieces: list[
+            bytes
+        ] = []  # chunks of a line that begins before `end`, last first
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)
@@ -163,5 +164,5 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
 def _read(path: epath.Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:  # dropped by a start of the run just now
+    except FileNotFoundError:  # a new start of the run has just dropped it
         return b""

@@ -1,14 +1,15 @@
-"""One owner of a run directory: who it is stands in `lease.json`, and that it lives.
+"""A run directory has one owner, which keeps `lease.json` up to date.
 
-The owner rewrites the file every few seconds with the next count. Every write names the
-version that it replaces, and the store refuses it if another came between: of several
-that take a lease at once one gets it, and an owner that was stopped for so long that
-another took its place learns of it and leaves the new lease alone. Local disks, gs://
-and s3:// all write like this. A server that speaks S3, but not its conditional writes,
-may let two starts in, until the next beat of one of them.
+The owner rewrites the file every few seconds with an increased count. Each write names
+the version that it replaces, and the store refuses it if the file has changed. So only
+one of several starts gets the lease, and an owner that was stopped for so long that
+another start replaced it notices this and leaves the new lease alone. Local disks,
+gs:// and s3:// support such writes. An S3 server without conditional writes may let two
+starts in, until the next beat of one of them.
 
-A dead owner's lease is taken over. On its own machine its process tells at once. From
-elsewhere its count is watched: clocks of different machines are never compared.
+The lease of a dead owner is taken over. On the owner's machine its process shows
+whether it lives. From elsewhere the count is watched, because the clocks of different
+machines are never compared.
 """
 
 import dataclasses
@@ -28,21 +29,21 @@ from train.run.liveness import Owner
 log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
-# Own limits, so that no beat waits for the many requests of a checkpoint. Beats need
+# Beats have a request queue of their own, so that no checkpoint delays them. They need
 # not survive a power failure.
-_OWN = {"limit": 4}
+_LIMIT = {"limit": 4}
 _CONTEXT = ts.Context(
     {
         "file_io_sync": False,
-        "file_io_concurrency": _OWN,
-        "s3_request_concurrency": _OWN,
-        "gcs_request_concurrency": _OWN,
+        "file_io_concurrency": _LIMIT,
+        "s3_request_concurrency": _LIMIT,
+        "gcs_request_concurrency": _LIMIT,
     }
 )
 
 
 class Lease:
-    """The ownership of a run directory, until another process takes it."""
+    """The claim of this process on a run directory."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Lease:
         timeout_s: float,
         on_lost: Callable[[str], None],
     ):
-        """Begin to beat; the lease is taken already."""
+        """Begin to renew a lease that this process has taken."""
         self._storage, self._owner, self._version = storage, owner, version
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._on_lost = on_lost
@@ -64,10 +65,10 @@ class Lease:
         threading.Thread(target=self._keep, name="lease", daemon=True).start()
 
     def check(self) -> None:
-        """Make sure, before a save, that the run is still ours.
+        """Check, before a save, that this process still owns the run.
 
         Raises:
-            Exit: OWNED, if another process has taken it.
+            Exit: OWNED, if another process has taken the run.
         """
         if time.monotonic() - self._beaten_at > self._timeout_s / 2:
             self._beat()
@@ -75,7 +76,7 @@ class Lease:
             raise Exit(OWNED, self._lost)
 
     def close(self) -> None:
-        """Remove the lease, so that the next start need not wait."""
+        """Remove the lease, so that the next start does not wait."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -100,7 +101,9 @@ class Lease:
                 self._replace(owner)
             except StorageError as error:
                 if not self._failing:
-                    log.warning("%s; the lease is tried again, training goes on", error)
+                    log.warning(
+                        "%s; training continues, and the lease is tried again", error
+                    )
                 self._failing = True
                 return
             except Exit as lost:
@@ -114,11 +117,11 @@ class Lease:
             self._on_lost(self._lost)
 
     def _replace(self, owner: Owner | None) -> None:
-        """Write or remove the lease if it is ours.
+        """Write or remove the lease if this process owns it.
 
         Raises:
-            Exit: OWNED, if it is not.
-            StorageError: if the store does not say.
+            Exit: OWNED, if another process owns it.
+            StorageError: the store does not answer.
         """
         content = None if owner is None else owner.to_json()
         while True:
@@ -128,13 +131,13 @@ class Lease:
                 return
             owner, version = _read(self._storage)
             if owner is None or owner.token != self._owner.token:
-                by = f"taken over by {owner}" if owner else "removed"
+                event = f"taken over by {owner}" if owner else "removed"
                 raise Exit(
                     OWNED,
-                    f"{self._storage}: the lease of this process was {by}, after it "
+                    f"{self._storage}: the lease of this process was {event}, after it "
                     f"was silent for too long. It ends here and saves no more",
                 )
-            self._version = version  # a write that seemed to fail had succeeded
+            self._version = version  # a write that seemed to fail has succeeded
 
 
 def take_lease(
@@ -147,14 +150,14 @@ def take_lease(
 
     Args:
         folder: a local path, gs:// or s3://; made if missing.
-        interval_s: between two signs of life.
-        timeout_s: an owner on another machine that gave none for so long is dead.
-        on_lost: called once, with the reason and from another thread, if another
-            process takes the run, because this one was stopped or cut off for too long.
+        interval_s: the time between two renewals.
+        timeout_s: an owner on another machine is dead after this time without one.
+        on_lost: called once from another thread, with the reason, if another process
+            takes the run because this one was stopped or cut off for too long.
 
     Raises:
-        Exit: OWNED, if a live process owns it; 1, if the store does not answer.
-        ConfigError: the folder cannot be read or written, and no other start could.
+        Exit: OWNED, if a live process owns it; CRASHED, if the store does not answer.
+        ConfigError: the folder is missing or refuses, for any start.
     """
     storage, me = KeyValueStore(folder, _CONTEXT), Owner.current()
     try:
@@ -164,7 +167,7 @@ def take_lease(
     return Lease(
         storage,
         me,
-        version=version,
+        version,
         interval_s=interval_s,
         timeout_s=timeout_s,
         on_lost=on_lost,
@@ -175,7 +178,7 @@ def read_owner(folder: str) -> Owner | None:
     """Return the owner of a run directory, dead or alive; None if there is none.
 
     Raises:
-        StorageError: if the store cannot be read.
+        StorageError: the store cannot be read.
     """
     return _read(KeyValueStore(folder, _CONTEXT))[0]
 
@@ -183,24 +186,28 @@ def read_owner(folder: str) -> Owner | None:
 def _take(
     storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
-    """Write the lease when no live process has it, and return its version."""
-    watched, since, silent = None, 0.0, f"gave no sign of life for {timeout_s:g} s"
+    """Write the lease once no live process has it; return its version."""
+    watched, watched_since_s, silent = (
+        None,
+        0.0,
+        f"gave no sign of life for {timeout_s:g} s",
+    )
     while True:
         owner, version = _read(storage)
-        why = "is dead"
+        reason = "is dead"
         if owner is not None:
             if owner.token == me.token:
-                return version  # a write that seemed to fail had succeeded
+                return version  # a write that seemed to fail has succeeded
             alive = owner.alive()
             if alive is None:
                 if watched is None:
-                    watched, since = version, time.monotonic()
+                    watched, watched_since_s = version, time.monotonic()
                     log.info(
                         "%s: waiting up to %g s for a sign of life of its owner, %s",
                         *(storage, timeout_s, owner),
                     )
-                alive, why = version != watched, silent
-                if not alive and time.monotonic() - since < timeout_s:
+                alive, reason = version != watched, silent
+                if not alive and time.monotonic() - watched_since_s < timeout_s:
                     time.sleep(interval_s / 4)
                     continue
             if alive:
@@ -209,11 +216,11 @@ def _take(
                     f"{storage}: the run is owned by {owner}, which is alive. Wait for "
                     f"its end, stop it, or start another run.name",
                 )
-        taken = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
-        if taken is not None:
+        new_version = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
+        if new_version is not None:
             if owner is not None:
-                log.warning("%s: taken over from %s, which %s", storage, owner, why)
-            return taken
+                log.warning("%s: taken over from %s, which %s", storage, owner, reason)
+            return new_version
 
 
 def _read(storage: KeyValueStore) -> tuple[Owner | None, bytes]:

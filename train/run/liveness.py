@@ -1,9 +1,9 @@
-"""Who a process is, so that another one, maybe much later, can tell whether it lives.
+"""Identify a process, so that another one, maybe much later, can tell if it lives.
 
-A process number alone does not: numbers are used again, and mean nothing on another
-machine or in another container. So a process is named by its machine (this boot of it,
-this namespace of process numbers), its number, and when it started. The standard
-library alone is imported.
+A process number alone is not enough: numbers are reused, and mean nothing on another
+machine or in another container. So the identity is the machine (its boot and namespace
+of process numbers), the number, and the time of its start. This module imports only
+the standard library.
 """
 
 import dataclasses
@@ -80,9 +80,9 @@ class Process:
 class Owner(Process):
     """A process that owns, or owned, a run.
 
-    token: identifies this lease.
-    since: the time of the lease, for people. It is never compared.
-    beat: how many times the owner has renewed the lease.
+    token: a random name that only this process writes.
+    since: when the process took the lease, for people; never compared.
+    beat: the number of times that it has renewed the lease.
     """
 
     token: str
@@ -98,17 +98,24 @@ class Owner(Process):
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
-        """Read what `to_json` wrote; of an owner in anything else nothing is known."""
+        """Read what `to_json` wrote; anything else is an unknown owner."""
         try:
             owner = cls(**json.loads(content))
             if not (isinstance(owner.pid, int) and isinstance(owner.beat, int)):
                 raise ValueError(owner)
             return owner
         except (ValueError, TypeError, RecursionError):
-            return cls(_UNKNOWN, None, 0, None, _UNKNOWN, _UNKNOWN)
+            return cls(
+                host=_UNKNOWN,
+                machine=None,
+                pid=0,
+                start=None,
+                token=_UNKNOWN,
+                since=_UNKNOWN,
+            )
 
     def to_json(self) -> bytes:
-        """Write it down, for people to read too."""
+        """Return the owner as readable JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n"
 
     def __str__(self) -> str:

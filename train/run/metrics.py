@@ -1,10 +1,10 @@
-"""The run's own record: metrics by step, and events: what the wall time went to.
+"""The two logs of a run: metrics by step, and events that account for the wall time.
 
-These two logs are the truth about a run; trackers and reports are copies. A restart
-leaves neither duplicate nor missing steps: `open_metrics` drops what the restored
-state has not done yet, and the steps done again are written again. How the lines are
-kept, and what a kill or a full disk does to them: `run/jsonl.py`. Call `flush` before
-a checkpoint is saved, or a kill may cost lines of steps that no restart does again.
+These logs are the truth about a run; trackers and reports are copies. A restart leaves
+neither duplicate nor missing steps: `open_metrics` drops the lines after the restored
+step, and repeated steps are written again. How lines survive kills and full disks:
+`run/jsonl.py`. Call `flush` before a checkpoint is saved, or a kill may lose lines of
+steps that no restart repeats.
 """
 
 import logging
@@ -47,29 +47,29 @@ class Validations(NamedTuple):
     best: Validation
 
     def followed_by(self, score: Validation) -> "Validations":
-        """Return the same after another evaluation."""
+        """Return the last and the best evaluation after another one."""
         return Validations(score, score if score.loss < self.best.loss else self.best)
 
 
 def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
-    """Return the lines of the metrics in order; none if there are none."""
+    """Return the lines of the metrics in order."""
     return list(iterate_metrics(run_dir))
 
 
 def iterate_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
-    """Yield the lines of the metrics in order, reading one after the other."""
+    """Yield the lines of the metrics in order, reading one at a time."""
     return iterate_rows(run_dir, "metrics", is_metrics)
 
 
 def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
-    """Yield the lines of the metrics from the newest on, reading only those."""
+    """Yield the lines of the metrics, newest first, reading only what is consumed."""
     return newest_rows(run_dir, "metrics", is_metrics)
 
 
 def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
-    """Return the `tokens` of the metrics after a step.
+    """Return the number of tokens seen after a step, from the metrics.
 
-    Each step after the newest line that has them counts `per_step`.
+    Steps after the newest line with `tokens` count `per_step` each.
     """
     for row in newest_metrics(run_dir):
         tokens = row.get("tokens")
@@ -79,17 +79,21 @@ def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
 
 
 def read_events(run_dir: epath.Path | Path) -> list[Row]:
-    """Return the lines of the events in order; none if there are none."""
+    """Return the lines of the events in order."""
     return list(iterate_rows(run_dir, "events", is_event))
 
 
 def read_validations(run_dir: epath.Path | Path) -> Validations | None:
     """Return the last and the best evaluation in the metrics; None if there is none."""
-    found: Validations | None = None
+    validations: Validations | None = None
     for row in iterate_rows(run_dir, "metrics", is_metrics, b'"eval/loss"'):
         if score := validation_in(row["step"], row):
-            found = found.followed_by(score) if found else Validations(score, score)
-    return found
+            validations = (
+                validations.followed_by(score)
+                if validations
+                else Validations(score, score)
+            )
+    return validations
 
 
 def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
@@ -101,7 +105,7 @@ def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
 
 
 def is_metrics(row: Row) -> bool:
-    """Return whether an object is a line of the metrics: those have a step."""
+    """Return whether an object is a line of the metrics, which has a step."""
     return isinstance(row.get("step"), int)
 
 
@@ -116,14 +120,14 @@ def is_event(row: Row) -> bool:
 def open_metrics(
     run_dir: epath.Path | Path, last_step: int, scored_again: bool = False
 ) -> Appender:
-    """Open the metrics, for lines that have their `step`, to append to them.
+    """Open the metrics to append lines with a `step`.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
-        last_step: the number of completed updates in the state from which this start
-            continues (0 if fresh). Lines of later steps are dropped atomically.
-        scored_again: also drop the scores of that step, because this start evaluates it
-            again after a start that was killed before it wrote its results.
+        last_step: the number of completed updates of the restored state, 0 when fresh.
+            Lines of later steps are dropped, atomically.
+        scored_again: drop the scores of that step too, because this start repeats
+            them: an earlier one was killed before it could write the results.
 
     Raises:
         OSError: the existing lines cannot be read, or the later ones not dropped.
@@ -140,20 +144,20 @@ def open_metrics(
 class EventLog:
     """Writes the events: laps that follow each other without a gap, and instants.
 
-    Each line has `time` (unix seconds at the event's end), `start` (which start of
-    the run, from 1), `event`, `seconds`, and what the caller adds. The first lap of a
-    start begins with its process, so that the seconds of a start add up to its wall
-    time. Its first line is `idle`: from the last lap of the start before to the
-    process' beginning. So the time after the last lap of a process that was killed
-    counts as idle, whatever instants it recorded then. What the laps are called:
+    Each line has `time` (Unix seconds at the event's end), `start` (the number of the
+    start, from 1), `event`, `seconds`, and the caller's fields. The first lap begins
+    with the process of the start, so that its seconds add up to its wall time. Its
+    first line is `idle`, the time between the last lap of the previous start and this
+    process. So the time after the last lap of a killed process counts as idle. For the
+    names of laps see
     train/run/goodput.py.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         began: when this start began (time.monotonic()), if not with its process.
-        write: False on every process but the first: nothing is touched then.
-        recorded: the highest number of a start that left a record. It counts if the
-            events are lost.
+        write: False on every process but the first, which then writes nothing.
+        recorded: the highest number of a start that left a record, in case the events
+            are lost.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class EventLog:
     ):
         self._lines, self.start = None, 1
         self._began = self._lapped = process_began() if began is None else began
-        self._earlier_s: float | None = None  # end of the last lap before this start
+        self._earlier_s: float | None = None  # end of the last lap of earlier starts
         self._any, self._code = False, None
         if write:
             self._lines = open_lines(run_dir, "events", is_row=is_event)
@@ -194,22 +198,22 @@ class EventLog:
         """Record the time since the last lap.
 
         Args:
-            event: what it went to.
-            parts: seconds of it that went to other events.
+            event: the name of the lap.
+            parts: seconds of the lap that other events account for, by their names.
             until: when the lap ended (time.monotonic()), if not now.
-            fields: for the line of `event`; must fit in JSON.
+            fields: further JSON values of the line.
         """
         now = time.monotonic()
         ended = now if until is None else until
         # Rounded here, so that the error of a sum does not grow.
         seconds = round(ended - self._lapped, 6)
         self._lapped += seconds
-        at = time.time() - (now - ended) - seconds
-        for part, asked_s in (parts or {}).items():
-            part_s = round(min(max(asked_s, 0.0), seconds), 6)
-            seconds, at = seconds - part_s, at + part_s
-            self._append(at, part, part_s)
-        self._append(at + seconds, event, seconds, **fields)
+        ended_at = time.time() - (now - ended) - seconds
+        for part, reported_s in (parts or {}).items():
+            part_s = round(min(max(reported_s, 0.0), seconds), 6)
+            seconds, ended_at = seconds - part_s, ended_at + part_s
+            self._append(ended_at, part, part_s)
+        self._append(ended_at + seconds, event, seconds, **fields)
 
     def record(self, event: str, **fields: Any) -> None:
         """Record an instant, which takes no time; from any thread."""
@@ -228,9 +232,9 @@ class EventLog:
             self._lines.flush()
 
     def close(self) -> None:
-        """Write what is left; the log takes no line after this.
+        """Write the remaining lines; later ones are ignored.
 
-        A start that has recorded nothing, and has not ended, leaves no trace.
+        A start that has recorded neither a line nor its end leaves no trace.
         """
         if self._lines:
             if self._any or self._code is not None:
@@ -240,7 +244,9 @@ class EventLog:
             self._lines.close()
             self._lines = None
 
-    def _append(self, at: float, event: str, seconds: float, **fields: Any) -> None:
+    def _append(
+        self, ended_at: float, event: str, seconds: float, **fields: Any
+    ) -> None:
         if not self._lines:
             return
         if not self._any:
@@ -249,16 +255,16 @@ class EventLog:
                 began = time.time() - (time.monotonic() - self._began)
                 # The clocks of two hosts may disagree.
                 self._append(began, "idle", max(0.0, began - self._earlier_s))
-        row = {"time": round(at, 3), "start": self.start, "event": event}
+        row = {"time": round(ended_at, 3), "start": self.start, "event": event}
         self._lines.append({**row, "seconds": round(seconds, 6), **fields})
 
 
 def process_began() -> float:
-    """Return when this process began (time.monotonic()); where unknown, its imports."""
+    """Return when this process began (time.monotonic()), or at least its imports."""
     try:
         _, start = state_and_start(os.getpid())
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         age_s -= int(start or "") / os.sysconf("SC_CLK_TCK")
-    except (AttributeError, ValueError):  # the system is not Linux
+    except (AttributeError, ValueError):  # this is no Linux
         return _IMPORTED
     return min(time.monotonic() - age_s, _IMPORTED)

@@ -1,12 +1,11 @@
-"""Orbax, opened with our settings, and what it does not do yet.
+"""Open Orbax with our settings, and work around its known gaps.
 
-- s3://, which it does not know, is addressed as it addresses gs://. TensorStore, with
-  which Orbax reads and writes arrays, has a driver for both; all else goes through
-  fsspec. So several processes save and restore as they do under gs://, and a step
-  counts once `commit_success.txt` is there: nothing is renamed.
-- A failed save is an exception that `run/checkpoint.py` is given and tells in a line.
-  Orbax logs it too, seven times over, with tracebacks; and what is left to do is
-  reported to an event loop that Orbax has closed: a thousand lines in all, left out.
+- Orbax does not know s3://, which is therefore addressed like gs://. TensorStore reads
+  and writes arrays under both, and fsspec everything else. A step counts once
+  `commit_success.txt` exists; nothing is renamed.
+- `run/checkpoint.py` reports a failed save in one line. Orbax also logs it seven times
+  with tracebacks, and reports pending work to an event loop that it has closed. These
+  thousand lines are dropped.
 
 Source: orbax-checkpoint 0.12.8, tensorstore 0.1.80.
 """
@@ -25,24 +24,24 @@ from data.storage import is_remote
 from train.config import CheckpointConfig
 from train.run.digests import check_descriptions
 
-SCORE = "eval/loss"  # the metric that is saved with a step that was evaluated
+SCORE = "eval/loss"  # the metric that is saved with an evaluated step
 
 
 def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
-    """Open a folder of checkpoints, made if missing: an `ocp.training.Checkpointer`.
+    """Return an `ocp.training.Checkpointer` for a folder, which is made if missing.
 
-    `keep` says which steps to keep when others are saved; None: only to read.
+    `keep` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: what a step says of itself cannot be opened.
+        DataError: the description of a step cannot be opened.
     """
-    from orbax.checkpoint import v1 as ocp  # a second: beside the compilation
+    from orbax.checkpoint import v1 as ocp  # takes a second
 
     quiet_failed_saves()
     check_descriptions(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
-    # Which arrays may be padded, and which are left unread, contents.py decides.
+    # contents.py decides which arrays may be padded or left unread.
     context.array.loading.enable_padding_and_truncation = True
     context.pytree.loading.partial_load = True
     if os.fspath(directory).startswith("s3://"):
@@ -58,7 +57,7 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     if keep.keep_best:
         preserved.append(
             policies.BestN(
-                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is
+                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is best
                 n=1,
                 keep_checkpoints_without_metrics=False,
             )
@@ -73,21 +72,21 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
 
 @functools.cache
 def quiet_failed_saves() -> None:
-    """Drop what Orbax and its event loop log of a save that failed.
+    """Drop the tracebacks that Orbax and its event loop log after a failed save.
 
-    Other libraries log through absl too: their tracebacks are kept.
+    Tracebacks that other libraries log through absl stay.
     """
-    import orbax.checkpoint  # a second: beside the compilation
+    import orbax.checkpoint  # takes a second
 
     (folder,) = orbax.checkpoint.__path__
     logging.getLogger("absl").addFilter(
         lambda record: not (record.exc_info and record.pathname.startswith(folder))
     )
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
+            previous_hook(unraisable)
 
     sys.unraisablehook = hook
 

@@ -1,8 +1,7 @@
-"""Pages that need no network: a template's style and script around data as JSON.
+"""Write HTML pages that need no network: a template, and its data as JSON.
 
-`page.html` holds what all pages share, and a template next to the caller the rest. A
-browser draws the page; this module only assembles it. Texts in the data stay texts:
-nothing in them can end their block.
+`page.html` is shared by all pages; each caller adds the template of its page. The
+browser draws the page from the data. No text in the data can end its script block.
 """
 
 import json
@@ -20,15 +19,15 @@ def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
     """Write a page atomically, on a local disk or under `gs://` or `s3://`.
 
     Args:
-        path: of the HTML file.
+        path: the HTML file.
         template: `<style>`, `<body>` and the script that draws `data`.
-        data: what JSON can hold, without NaN and infinities.
+        data: JSON values without NaN and infinities.
 
     Raises:
-        ValueError: there is NaN or an infinity in the data.
+        ValueError: the data contains NaN or an infinity.
         OSError: the page cannot be written.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     page = _SHARED.read_text().replace("{{template}}", template.read_text())
-    before, after = page.split("{{data}}")
-    write_atomically(path, before + text.replace("<", "\\u003c") + after)
+    head, tail = page.split("{{data}}")
+    write_atomically(path, head + text.replace("<", "\\u003c") + tail)

@@ -1,16 +1,14 @@
 """Profile a run while it trains, on request by a file in its directory.
 
-`python -m train.profile` writes `profile_request.json`. Process 0 looks for it every
-two seconds during training. All processes agree on the step after which to begin
-(train/distributed/preemption.py), each traces its own devices, and they write
+`python -m train.profile` writes `profile_request.json`. A thread of process 0 looks for
+it every two seconds. All processes agree on the step after which to begin
+(train/distributed/preemption.py), each traces its devices, and they write
 
     profiles/<step>/profile.json        what was traced; written last
     profiles/<step>/step.hlo.gz         the text of the compiled step
     profiles/<step>/plugins/profile/... the traces, for XProf and Perfetto
 
-for the first step that was traced. `profile.steps` works in the same way, without a
-request. Without requests a run pays only for one look at its directory every two
-seconds.
+under the first step of the trace. `profile.steps` does the same without a request.
 """
 
 import contextlib
@@ -40,13 +38,13 @@ from train.run.records import read_record
 
 log = logging.getLogger(__name__)
 
-MARK = "longhaul steps"  # in the trace, from the first step's start to the last's end
+MARK = "longhaul steps"  # the trace event that spans all profiled steps
 _LOOK_S = 2.0
 _KINDS = ".xplane.pb", ".trace.json.gz"
 
 
 def request_profile(run_dir: epath.Path, num_steps: int) -> str:
-    """Ask the trainer of a run for a profile of `num_steps` steps; return its id.
+    """Ask the trainer of a run for a profile of `num_steps`; return the request's id.
 
     Raises:
         OSError: the request cannot be written.
@@ -58,13 +56,13 @@ def request_profile(run_dir: epath.Path, num_steps: int) -> str:
     return token
 
 
-def withdraw(run_dir: epath.Path) -> None:
-    """Withdraw a request that the trainer has not seen."""
+def withdraw_request(run_dir: epath.Path) -> None:
+    """Remove a request that the trainer has not taken."""
     _request(run_dir).unlink(missing_ok=True)
 
 
-def answer(run_dir: epath.Path, token: str) -> epath.Path | None:
-    """Return the folder of the profile that answers a request, once it is there."""
+def find_profile(run_dir: epath.Path, token: str) -> epath.Path | None:
+    """Return the folder of the profile for a request; None until it is complete."""
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
         done = folder / "profile.json"
@@ -79,7 +77,7 @@ def _request(run_dir: epath.Path) -> epath.Path:
 
 
 class Profiler:
-    """Traces steps of a run: those of `profile.steps`, and whenever it is asked."""
+    """Traces the steps in `profile.steps` and on request."""
 
     def __init__(
         self,
@@ -89,15 +87,14 @@ class Profiler:
         text: Callable[[], str],
         pause: Callable[[str], AbstractContextManager],
     ):
-        """Begin to look for requests, on process 0; older requests are dropped.
-
+        """Remove old requests and begin to look for new ones, on process 0.
 
         Args:
             run: the run.
-            cluster: its processes.
-            preemption: agrees with the others on the step.
-            text: gives that of the compiled step.
-            pause: keeps what is not training out of the log window.
+            cluster: the processes of the run.
+            preemption: lets all processes agree on the step.
+            text: returns the text of the compiled step.
+            pause: excludes time that is not training from the log window.
         """
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause
@@ -107,28 +104,28 @@ class Profiler:
         self._local: Path | None = None  # while it traces
         self._ended = threading.Event()
         if cluster.is_leader:
-            withdraw(run.path)
+            withdraw_request(run.path)
             threading.Thread(target=self._look, name="profile", daemon=True).start()
 
     def before(self, step: int) -> None:
-        """Begin to trace, if this is the first step to be traced."""
-        asked = self._preemption.steps_to_trace(step - 1)
-        if asked and self._local is None:
-            self._first, self._last = step, step + asked - 1
+        """Begin to trace if this is the first step to profile."""
+        num_steps = self._preemption.steps_to_trace(step - 1)
+        if num_steps and self._local is None:
+            self._first, self._last = step, step + num_steps - 1
         if step == self._first and self._local is None:
             self._last = min(self._last, self._run.config.train.num_steps)
             with self._pause("profile"):
                 self._begin()
 
     def after(self, step: int, metrics: Any) -> None:
-        """End, if this was the last one, once the devices are through with it."""
+        """End the trace after its last step, once the devices have finished it."""
         self._newest = metrics
         if self._local is not None and step == self._last:
             with self._pause("profile"):
                 self._end()
 
     def close(self) -> None:
-        """Look no more; a trace that has not come to its end is lost."""
+        """Stop looking for requests; an unfinished trace is lost."""
         self._ended.set()
         if self._local is not None:
             jax.profiler.stop_trace()
@@ -137,9 +134,9 @@ class Profiler:
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_S):
             try:
-                asked = json.loads(_request(self._run.path).read_text())
+                request = json.loads(_request(self._run.path).read_text())
                 if self._local is None:
-                    self._preemption.request(f"{TRACE}{int(asked['num_steps'])}")
+                    self._preemption.request(f"{TRACE}{int(request['num_steps'])}")
             except FileNotFoundError:
                 continue
             except Exception as error:  # each store has errors of its own
@@ -147,26 +144,26 @@ class Profiler:
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest)  # keeps earlier steps out of the trace
+        jax.block_until_ready(self._newest)  # so that no earlier step is in the trace
         if self._cluster.is_leader:
             self._hear()
-        # JAX knows nothing of object stores: given one, the process dies.
+        # The process dies if JAX is given the path of an object store.
         self._local = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # each call of Python takes time of the steps
+        options.python_tracer_level = 0  # tracing Python calls would slow the steps
         jax.profiler.start_trace(str(self._local), profiler_options=options)
         self._mark = jax.profiler.TraceAnnotation(MARK)
         self._mark.__enter__()
         self._began = time.monotonic()
 
     def _hear(self) -> None:
-        """Take the request, if there is one: it may be withdrawn again by now."""
+        """Take the request, unless it has been withdrawn."""
         try:
             self._token = json.loads(_request(self._run.path).read_text())["id"]
-            withdraw(self._run.path)
+            withdraw_request(self._run.path)
         except FileNotFoundError:
             pass
-        except Exception as error:  # a store may fail, which must not end training
+        except Exception as error:  # a failing store must not end the training
             log.warning("profile_request.json cannot be answered: %s", error)
 
     def _end(self) -> None:
@@ -179,7 +176,7 @@ class Profiler:
         try:
             try:
                 self._keep(self._local, folder)
-            finally:  # the others wait for this process, too
+            finally:  # the other processes wait for this one
                 self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
             if self._cluster.is_leader:
                 done = {"first": self._first, "last": self._last, "seconds": seconds}
@@ -194,9 +191,9 @@ class Profiler:
         self._local, self._token = None, None
 
     def _keep(self, local: Path, folder: epath.Path) -> None:
-        """Copy the traces, each under a name that no other process has."""
-        who = f"{socket.gethostname()}_{self._cluster.process}"
-        kept = folder / "plugins" / "profile" / str(self._first)
+        """Copy the traces under names that are unique among the processes."""
+        host = f"{socket.gethostname()}_{self._cluster.process}"
+        target = folder / "plugins" / "profile" / str(self._first)
         for kind in _KINDS:
             for trace in local.rglob(f"*{kind}"):
-                write_atomically(kept / f"{who}{kind}", trace.read_bytes())
+                write_atomically(target / f"{host}{kind}", trace.read_bytes())

@@ -1,7 +1,7 @@
-"""Read the small files of a run: each is a table of names and values.
+"""Read the small files of a run, each of which is a table of names and values.
 
-Nothing else in the program parses them (but config.yaml: train/cli/schema.py), so that
-every one of them is refused in the same way if it is empty, torn, no JSON or YAML, or a
+Only this module parses them, except for config.yaml (train/cli/schema.py). So all of
+them are refused in the same way if they are empty, torn, neither JSON nor YAML, or a
 folder.
 """
 
@@ -26,11 +26,10 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
 
     Args:
         file: local or remote.
-        remedy: a sentence that says what to do if the file is damaged.
+        remedy: a sentence that says what to do about a damaged file.
 
     Raises:
-        DataError: if the file is damaged. The message names it, the damage and the
-            remedy.
+        DataError: the file is damaged. The message names it, the damage and the remedy.
     """
     try:
         content = _content(file)

@@ -1,9 +1,8 @@
-"""The report of a run: `report.html`, one file that needs no network.
+"""Write the report of a run, `report.html`, a page that needs no network.
 
-The template `report.html` next to this file draws the metrics, the events and
-`config.yaml`, as far as they exist, so the page can be written again at any time. A
-curve has about a thousand points, with the extremes of every stretch, so that the page
-stays small.
+The template `report.html` in this package draws whatever exists of the metrics, the
+events and `config.yaml`, so the page can be written at any time. A curve has about a
+thousand points, the extremes of every stretch, so that the page stays small.
 """
 
 import re
@@ -17,8 +16,8 @@ from etils import epath
 from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
 from train.masking import mask
-from train.run.evaluations import evaluation_scores
-from train.run.goodput import BUCKETS, Goodput, Start, account, finite
+from train.run.evaluations import read_scores
+from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
 from train.run.heat_maps import heat_maps
 from train.run.metrics import read_events
 from train.run.page import write_page
@@ -26,7 +25,7 @@ from train.run.thinned import thinned_metrics
 from train.units import format_count, format_seconds
 
 Row = dict[str, Any]
-Point = tuple[float, float | None]  # step and value; None if it is not finite
+Point = tuple[float, float | None]  # step and value; None if the value is not finite
 TEMPLATE = Path(__file__).with_name("report.html")
 _METRICS = (
     *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
@@ -39,7 +38,7 @@ _CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at 
     ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
     ("Load of experts", (("expert_load", "most loaded over mean"),), False),
 )
-# Metrics that a chart over steps would not explain; each other one has a chart.
+# A chart over steps would not explain these metrics; every other one has a chart.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
     "overflow",
@@ -47,7 +46,7 @@ _NOT_CHARTED = {
 }
 _SET = re.compile("eval/[^/]+/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
-# One layer's figure, what sets have besides their loss, and the errors of tasks.
+# Per-layer metrics, scores of sets other than their loss, and errors of tasks.
 _OF_OTHERS = re.compile(r"/\d+$|^eval/.+/|^tasks/")
 _MAX_POINTS = 1000
 
@@ -55,7 +54,7 @@ _MAX_POINTS = 1000
 def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
     """Write `<run_dir>/report.html` atomically and return its path.
 
-    `live`: browsers shall load it again, for it will be written again.
+    If `live`, browsers reload the page, because it will be written again.
     """
     report = epath.Path(run_dir) / "report.html"
     write_page(report, TEMPLATE, report_data(run_dir) | {"live": live})
@@ -63,7 +62,7 @@ def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
 
 
 def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
-    """Return what a report shows, as plain values.
+    """Return the content of a report, as plain values.
 
     Missing or empty files, single points and null values leave gaps, not errors.
     """
@@ -77,14 +76,17 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
     of_sets = "Loss of validation sets", tuple(sets.items()), False
     tasks: dict[str, dict[str, str]] = {}
-    for found in filter(None, (_TASK.fullmatch(key) for row in rows for key in row)):
-        tasks.setdefault(f"Tasks: {found[2]}", {})[found[0]] = found[1]
-    of_tasks = [(metric, tuple(of.items()), False) for metric, of in tasks.items()]
+    for match in filter(None, (_TASK.fullmatch(key) for row in rows for key in row)):
+        tasks.setdefault(f"Tasks: {match[2]}", {})[match[0]] = match[1]
+    of_tasks = [
+        (metric, tuple(lines_by_key.items()), False)
+        for metric, lines_by_key in tasks.items()
+    ]
     drawn = [*_CHARTS, of_sets, *of_tasks]
     judged = [key for _, lines, _ in drawn for key, _ in lines]
-    others = _others(rows, {*judged, *_NOT_CHARTED})
-    series = {key: series_of(rows, key) for key in (*_METRICS, *judged, *others)}
-    drawn += [(key, ((key, key),), False) for key in others]
+    other_metrics = _others(rows, {*judged, *_NOT_CHARTED})
+    series = {key: series_of(rows, key) for key in (*_METRICS, *judged, *other_metrics)}
+    drawn += [(key, ((key, key),), False) for key in other_metrics]
     charts = (
         chart(series, title, lines, from_zero) for title, lines, from_zero in drawn
     )
@@ -101,40 +103,42 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
 
 
 def _others(rows: Sequence[Row], known: set[str]) -> list[str]:
-    """Return the metrics that are not known, one layer's and tasks' errors left out."""
+    """Return the other metrics, except per-layer ones and the errors of tasks."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [key for key in keys if key not in known and not _OF_OTHERS.search(key)]
 
 
 def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
-    """Return the table of scores, if there are any."""
-    found = [
-        [*each[:3], f"{each.step:,}", each.how]
-        for each in evaluation_scores(run_dir, rows)
+    """Return the table of scores in a list, which is empty without scores."""
+    rows_of_scores = [
+        [*score[:3], f"{score.step:,}", score.options]
+        for score in read_scores(run_dir, rows)
     ]
     headers = ["", "metric", "score", "step", ""]
-    return [("Scores", headers, found)] if found else []
+    return [("Scores", headers, rows_of_scores)] if rows_of_scores else []
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and the highest of each of about 500 stretches, in order."""
+    """Return the lowest and the highest point of each of about 500 stretches."""
     if len(points) <= _MAX_POINTS:
         return list(points)
-    kept: list[Point] = [points[0]]
+    thinned: list[Point] = [points[0]]
     size = 2 * len(points) / _MAX_POINTS
     for i in range(_MAX_POINTS // 2):
         stretch = points[int(i * size) : int((i + 1) * size)]
-        known = [(y, j, x) for j, (x, y) in enumerate(stretch) if y is not None]
-        if not known:
-            kept.append((stretch[0][0], None))
+        finite_values = [(y, j, x) for j, (x, y) in enumerate(stretch) if y is not None]
+        if not finite_values:
+            thinned.append((stretch[0][0], None))
             continue
-        ends = sorted({min(known), max(known)}, key=lambda point: point[1])
-        kept.extend((x, y) for y, _, x in ends)
-    return [*kept, points[-1]]
+        ends = sorted(
+            {min(finite_values), max(finite_values)}, key=lambda point: point[1]
+        )
+        thinned.extend((x, y) for y, _, x in ends)
+    return [*thinned, points[-1]]
 
 
 def _from_config(text: str) -> tuple[str | None, int | None]:
-    """Return `run.name` and `train.num_steps`, None where not said."""
+    """Return `run.name` and `train.num_steps`, None if they are missing."""
     try:
         config = parse_yaml(text)
         name = (config.get("run") or {}).get("name")
@@ -145,7 +149,7 @@ def _from_config(text: str) -> tuple[str | None, int | None]:
 
 
 def series_of(rows: Sequence[Row], key: str) -> list[Point]:
-    """Return the values of a metric by step, those that are not finite as None."""
+    """Return the values of a metric by step, None for values that are not finite."""
     points = [(finite(row.get("step")), row[key]) for row in rows if key in row]
     return [(step, finite(value)) for step, value in points if step is not None]
 
@@ -156,7 +160,7 @@ def finite_points(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _restarts(events: Sequence[Row]) -> list[float]:
-    """Return the steps that starts after the first went on from, where recorded."""
+    """Return the restored steps of all starts after the first."""
     restores = [e for e in events if e.get("event") == "restore"]
     return [
         e["step"] for e in restores if e.get("start", 1) > 1 and finite(e.get("step"))
@@ -169,35 +173,35 @@ def _figures(
     goodput: Goodput,
     num_steps: int | None,
 ) -> list[tuple[str, str, str]]:
-    """Return the headline figures that are known: title, value and note."""
-    known = {key: finite_points(points) for key, points in series.items()}
+    """Return the available headline figures: title, value and note."""
+    finite_series = {key: finite_points(points) for key, points in series.items()}
     items: list[tuple[str, str, str]] = []
     if steps := [x for points in series.values() for x, _ in points]:
-        # A later start may have gone on beyond what the first was to do.
-        of = f"of {num_steps:,}" if num_steps and max(steps) <= num_steps else ""
-        items.append(("Steps", f"{max(steps):,.0f}", of))
-    if tokens := known["tokens"]:
+        # A later start may have trained beyond the target of the first.
+        target = f"of {num_steps:,}" if num_steps and max(steps) <= num_steps else ""
+        items.append(("Steps", f"{max(steps):,.0f}", target))
+    if tokens := finite_series["tokens"]:
         items.append(("Tokens", format_count(tokens[-1][1]), ""))
-    if losses := known["loss"]:
+    if losses := finite_series["loss"]:
         bad = num_missing.get("loss", 0)
         note = f"{bad:,} not finite" if bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
-    if evaluation_scores := known["eval/loss"]:
-        step, best = min(evaluation_scores, key=lambda point: point[1])
+    if scores := finite_series["eval/loss"]:
+        step, best = min(scores, key=lambda point: point[1])
         bits = dict(series["eval/bits_per_byte"]).get(step)
         note = "" if bits is None else f"{bits:.4f} bits per byte, "
         items.append(
             ("Best validation loss", f"{best:.4f}", f"{note}at step {step:,.0f}")
         )
     if goodput.wall_s:
-        starts, again = len(goodput.starts), goodput.num_wasted
+        starts, num_repeated = len(goodput.starts), goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
         items.append(("Wall time", format_seconds(goodput.wall_s), note))
-        note = f"{again:,} steps done again" if again else ""
+        note = f"{num_repeated:,} steps done again" if num_repeated else ""
         items.append(("Goodput", f"{goodput.fraction:.1%}", note))
-    if speeds := [y for _, y in known["tokens_per_second"]]:
+    if speeds := [y for _, y in finite_series["tokens_per_second"]]:
         items.append(("Tokens per second", format_count(median(speeds)), "median"))
-    if mfus := [y for _, y in known["mfu"]]:
+    if mfus := [y for _, y in finite_series["mfu"]]:
         items.append(("MFU", f"{median(mfus):.1%}", "median"))
     return items
 
@@ -208,10 +212,10 @@ def chart(
     lines: Sequence[tuple[str, str]],
     from_zero: bool,
 ) -> dict[str, Any] | None:
-    """Return one chart: its range and its lines; None if no value is finite.
+    """Return a chart with its range and lines; None if no value is finite.
 
-    A spike a hundred times the rest would flatten all else: the axis ends at three
-    times the 98th percentile when something lies above that, and `cut` is the spike.
+    A large spike would flatten the rest of a curve. So the axis ends at three times the
+    98th percentile if a value is higher, and `cut` is the highest value.
     """
     drawn = [point for key, _ in lines for point in finite_points(series[key])]
     if not drawn:
@@ -222,11 +226,11 @@ def chart(
     cut = len(values) >= 50 and 0 < limit < high
     high = limit if cut else high
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    left, right = min(x for x, _ in drawn), max(x for x, _ in drawn)
-    left = 0 if left < 0.1 * right or left == right else left
+    first_x, last_x = min(x for x, _ in drawn), max(x for x, _ in drawn)
+    first_x = 0 if first_x < 0.1 * last_x or first_x == last_x else first_x
     return {
         "title": title,
-        "x": (left, max(right, left + 1)),
+        "x": (first_x, max(last_x, first_x + 1)),
         "y": (low if from_zero else low - pad, high + pad),
         "cut": values[-1] if cut else None,
         "lines": [{"name": name, "points": thin(series[key])} for key, name in lines],
@@ -234,7 +238,7 @@ def chart(
 
 
 def _goodput(goodput: Goodput) -> dict[str, Any]:
-    """Return where the time went, of all starts together and of each."""
+    """Return the seconds of each bucket, for the run and for each start."""
 
     def parts(buckets: dict[str, float]) -> list[dict[str, Any]]:
         return [
@@ -244,7 +248,7 @@ def _goodput(goodput: Goodput) -> dict[str, Any]:
             if seconds
         ]
 
-    def note(start: Start) -> str:
+    def note(start: StartAccount) -> str:
         steps = "no step"
         if start.last_step is not None:
             steps = f"step {start.first_step or 0:,} to {start.last_step:,}"

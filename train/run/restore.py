@@ -1,9 +1,10 @@
-"""Choose the checkpoint to go on from: the newest that is still what was written.
+"""Restore the newest checkpoint whose files are still what was written.
 
-A step that is damaged, of another number than its folder says, or of another run is set
-aside, loudly, never deleted. One that was whole but not yet sealed when its process
-died is taken only if there is no sealed one. If checkpoints exist and none is good that
-is an error: a run never silently starts over.
+A step is moved to the quarantine with an error message, and never deleted, if it is
+damaged, its folder has another number, or it belongs to another run. A step that was
+complete but not yet sealed when its process died is used only if no sealed step is
+left. If checkpoints exist and none is good, that is an error: a run never silently
+starts over.
 """
 
 import logging
@@ -22,7 +23,7 @@ from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.optimizer.update import OptimizerState, averages
 from train.run.contents import best_to_load, to_load
-from train.run.digests import digests, is_sealed, misplaced, objection, write_seal
+from train.run.digests import digests, is_sealed, misplaced, refusal, write_seal
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.state import TrainState
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 ALONE = Cluster()
 Repack = Callable[[Any, jax.Array], Any] | None
-_OTHER_ARRAYS = "its arrays are those of another step"
+_OTHER_ARRAYS = "its arrays are from another step"
 
 
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
@@ -48,32 +49,32 @@ class SavedSteps:
         cluster: Cluster = ALONE,
         run_id: str | None = None,
     ):
-        """Open the folder; without the `orbax` of a run only to read: all stays.
+        """Open the folder; without a run's `orbax`, only to read: nothing is moved.
 
-        Steps of another run than `run_id` are not used; None: all are.
+        Steps of a run other than `run_id` are not used; None accepts all steps.
         """
         self._directory, self._cluster, self._run_id = directory, cluster, run_id
         self._read_only, self._orbax = orbax is None, orbax or open_orbax(directory)
-        self._moved = False  # whether a step was, since Orbax has listed them
+        self._moved = False  # whether steps were moved since Orbax listed them
 
     def steps(self) -> list[int]:
-        """List the steps there are, ascending."""
+        """List the saved steps, ascending."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def scores(self) -> dict[int, float]:
-        """Return the validation loss of each step that was evaluated and is there."""
-        metrics = {each.step: each.metrics or {} for each in self._orbax.checkpoints}
+        """Return the validation loss of each saved step that was evaluated."""
+        metrics = {saved.step: saved.metrics or {} for saved in self._orbax.checkpoints}
         return {step: m[SCORE] for step, m in metrics.items() if SCORE in m}
 
     def best(self) -> int:
         """Return the step of the lowest validation loss.
 
         Raises:
-            ConfigError: if no step that is there was evaluated.
+            ConfigError: no saved step was evaluated.
         """
         if scores := self.scores():
             return min(scores, key=lambda step: scores[step])
-        rule = "no checkpoint there was evaluated; train with checkpoint.keep_best=true"
+        rule = "no checkpoint was evaluated; train with checkpoint.keep_best=true"
         raise ConfigError([Mistake("step", "best", rule)])
 
     def restore(
@@ -83,24 +84,23 @@ class SavedSteps:
         at_most: int | None = None,
         repack: Repack = None,
     ) -> TrainState | None:
-        """Restore the newest step that is what was written, or the one asked for.
+        """Restore the newest step that verifies, or the given one.
 
         Args:
             like: `jax.ShapeDtypeStruct` leaves with the shardings to restore to,
                 whatever mesh the step was saved from.
-            step: only this one.
-            at_most: the newest up to this one; later ones are set aside.
-            repack: from optax's state and the step to the same state with its moments
-                as `like` has them; None: they stay as they were saved.
+            step: restore only this step.
+            at_most: restore the newest step up to this one; quarantine later ones.
+            repack: converts optax's state, given the step, to the moment format of
+                `like`; None keeps the format that was saved.
 
         Returns:
-            None if there is no checkpoint at all, nor any that was set aside.
+            The state; None if there is no checkpoint, not even in the quarantine.
 
         Raises:
-            DataError: if there are checkpoints and none is good, or not the one asked
-                for.
-            ConfigError: if all are later than at_most, or the one asked for is not
-                there, or does not fit.
+            DataError: there are checkpoints, but none is good, or not the given one.
+            ConfigError: all steps are later than `at_most`, or the given step was not
+                saved or does not fit the model.
         """
         return self._first_good(
             lambda step: self._load(step, like, repack), step, at_most
@@ -112,11 +112,11 @@ class SavedSteps:
         step: int | None = None,
         at_most: int | None = None,
     ) -> Any:
-        """Load the newest step that is what was written, as `restore` has it."""
+        """Load the newest step that verifies, under the rules of `restore`."""
         try:
             return self._try_each(load, step, at_most)
         finally:
-            if self._moved:  # only once, because Orbax reads the metadata of every step
+            if self._moved:  # once, because Orbax reads all descriptions
                 self._moved = False
                 self._orbax.reload()
 
@@ -126,49 +126,48 @@ class SavedSteps:
         steps, unsealed = [] if step is None else [step], list[int]()
         if step is None:
             steps, unsealed = self._cluster.broadcast(self._list)
-        elif step not in (there := self.steps()):
-            listed = ", ".join(map(str, there)) or "none yet"
-            rule = f"must be a step that was saved; there are: {listed}"
+        elif step not in (saved := self.steps()):
+            listed = ", ".join(map(str, saved)) or "none yet"
+            rule = f"must be a saved step; saved are: {listed}"
             raise ConfigError([Mistake("step", step, rule)])
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
-            wrong = self._objection(candidate)
-            loaded = load(candidate) if wrong is None else None
+            objection = self._objection(candidate)
+            loaded = load(candidate) if objection is None else None
             if loaded is not None:
-                for other in [] if self._read_only else unsealed:
-                    # Otherwise the run would not save this step when it gets there
-                    # again.
-                    self._warn("checkpoint of step %d was never hashed", other)
-                    self._set_aside(other)
+                for unverified in [] if self._read_only else unsealed:
+                    # If it stayed, the run would not save this step again.
+                    self._warn("checkpoint of step %d was never hashed", unverified)
+                    self._set_aside(unverified)
                 return loaded
-            wrong = wrong or f"does not belong there: {_OTHER_ARRAYS}"
-            self._warn("checkpoint of step %d %s", candidate, wrong)
+            objection = objection or f"does not belong there: {_OTHER_ARRAYS}"
+            self._warn("checkpoint of step %d %s", candidate, objection)
             self._set_aside(candidate)
         if unsealed:
             return self._load_unsealed(unsealed[-1], load)
         quarantine = self._directory / "quarantine"
         if steps or (quarantine.exists() and any(quarantine.iterdir())):
             raise DataError(
-                f"{self._directory}: no checkpoint is what was written (tried "
-                f"{steps}); not starting over. Put one back (what was set aside is in "
-                f"{quarantine}), or take another run.name"
+                f"{self._directory}: no checkpoint verifies (tried {steps}), and the "
+                f"run does not start over. Put one back (damaged ones are in "
+                f"{quarantine}), or choose another run.name"
             )
         return None
 
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Restore the weights to evaluate: the averaged ones if the run keeps them.
+        """Restore the parameters to evaluate: the averaged ones if the run keeps them.
 
-        Nothing else of the state is read or allocated.
+        Nothing but these parameters is read.
 
         Returns:
             The step, and the tree of parameters.
 
         Raises:
-            ConfigError: if there is no such step, or it does not fit.
-            DataError: if it cannot be read, or if there is no checkpoint.
+            ConfigError: there is no such step, or it does not fit the model.
+            DataError: it cannot be read, or there is no checkpoint.
         """
 
         def load(step: int) -> tuple[int, Any]:
@@ -176,15 +175,15 @@ class SavedSteps:
             loaded = self._read(step, wanted)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
-        found = self._first_good(load, step)
-        if found is None:
+        restored = self._first_good(load, step)
+        if restored is None:
             raise DataError(f"{self._directory}: there is no checkpoint yet")
-        return found
+        return restored
 
     def _list(self) -> tuple[list[int], list[int]]:
-        """Return, on process 0, which steps there are, and which were never hashed.
+        """Return, on process 0, all saved steps, and those that were never hashed.
 
-        The mark of a step that was sealed or never written is removed.
+        Marks of steps that were sealed or never written are removed.
         """
         steps = self.steps()
         unsealed = [
@@ -203,40 +202,42 @@ class SavedSteps:
     def _rewind(
         self, steps: list[int], unsealed: list[int], at_most: int
     ) -> tuple[list[int], list[int]]:
-        """Set aside what is later than a step."""
+        """Quarantine the steps after `at_most`, and return the remaining ones."""
         if steps and at_most < min(steps):
             rule = f"must leave a checkpoint to go on from; there are steps {steps}"
             raise ConfigError([Mistake("run.rewind_to", at_most, rule)])
         for step in [step for step in steps if step > at_most]:
             self._set_aside(step)
-        kept = [step for step in steps if step <= at_most]
-        return kept, [step for step in unsealed if step <= at_most]
+        remaining = [step for step in steps if step <= at_most]
+        return remaining, [step for step in unsealed if step <= at_most]
 
     def _objection(self, step: int) -> str | None:
-        """Return what is wrong with a step; each process looks at a part of it."""
+        """Return why a step cannot be used; each process checks a share of it."""
         cluster, folder = self._cluster, self._directory / str(step)
-        wrong = objection(folder, cluster.process, cluster.processes, self._run_id)
-        return cluster.first_error(wrong)
+        local_refusal = refusal(
+            folder, cluster.process, cluster.processes, self._run_id
+        )
+        return cluster.first_error(local_refusal)
 
     def _saved(self, step: int) -> dict[str, Any]:
-        """Return shapes and dtypes of what a step holds, by name."""
+        """Return the shapes and dtypes of a saved step by name."""
         return dict(named(self._orbax.metadata(step).metadata))
 
     def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read some of what a step holds."""
+        """Read the wanted arrays of a step."""
         try:
             return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
             error.add_note(
-                f"The files of the checkpoint of step {step} are what was written: "
-                f"there was no memory, disk or network."
+                f"The files of the checkpoint of step {step} verified: memory, disk or "
+                f"network failed."
             )
             raise
 
     def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
-        """Load a step, and begin what it does not hold: an average, recent steps.
+        """Load a step; initialise the average and recent losses if it lacks them.
 
-        None if its arrays are those of another step.
+        Returns None if its arrays are from another step.
         """
         loaded = self._read(step, to_load(self._saved(step), like))
         if int(loaded["step"]) != step:
@@ -247,11 +248,13 @@ class SavedSteps:
         if repack is not None and (
             jax.tree.structure(transform) != jax.tree.structure(wanted.transform)
         ):
-            self._warn("the moments of step %d were kept otherwise: rounded once", step)
+            self._warn("the moments of step %d had another format: rounded once", step)
             repacked = jax.jit(repack, out_shardings=_shardings(wanted.transform))
             transform = repacked(transform, loaded["step"])
         if wanted.average is not None and average is None:
-            self._warn("step %d has no average of weights: begun at the weights", step)
+            self._warn(
+                "step %d has no average of weights: it begins at the weights", step
+            )
             begin = jax.jit(averages, out_shardings=_shardings(wanted.average))
             average = begin(params)
         if like.recent is not None and recent is None:
@@ -262,17 +265,18 @@ class SavedSteps:
         return TrainState(loaded["step"], params, optimizer, recent)
 
     def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
-        """Load a step that nothing can verify, and seal it as it is."""
+        """Load a step that cannot be verified, and seal it as it is."""
         self._warn(
             "checkpoint of step %d was written, but its process died before its "
-            "files were hashed: taken unverified, for want of another",
+            "files were hashed: used unverified, because no other is left",
             step,
         )
         folder = self._directory / str(step)
-        wrong = misplaced(folder, self._run_id)
-        loaded = load(step) if wrong is None else None
+        reason = misplaced(folder, self._run_id)
+        loaded = load(step) if reason is None else None
         if loaded is None:
-            raise DataError(f"{folder} does not belong there: {wrong or _OTHER_ARRAYS}")
+            reason = reason or _OTHER_ARRAYS
+            raise DataError(f"{folder} does not belong there: {reason}")
         if not self._read_only and self._cluster.is_leader:
             write_seal(folder, digests(folder))
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
@@ -283,7 +287,7 @@ class SavedSteps:
             log.error(*message)
 
     def _set_aside(self, step: int) -> None:
-        """Move a step to the quarantine; a command on a run moves nothing."""
+        """Move a step to the quarantine, unless the folder is only read."""
 
         def set_aside() -> None:
             target = self._directory / "quarantine" / f"{step}-{int(time.time())}"

@@ -1,10 +1,10 @@
-"""The starts of a run: what each one recorded.
+"""Read and write the records of a run's starts.
 
-`config.yaml` is the config of the first start and is never rewritten. Start n leaves
-`starts/<n>.yaml`: the keys in which it differs from the first, the fingerprints of its
-data, the schedule's length, the run's identity, the machine, and the versions of all
-that decides what a step computes. If either is gone, the newest checkpoint stands in
-for it. Whether another start may continue the run: train/run/continuation.py.
+`config.yaml` is the config of the first start and is never rewritten. Start n writes
+`starts/<n>.yaml`: the keys that differ from the first start, the fingerprints of its
+data, the schedule's length, the run's identity, the machine, and the versions of the
+libraries that determine what a step computes. If either is missing, the newest
+checkpoint replaces it. Whether a start may continue the run: train/run/continuation.py.
 """
 
 import datetime
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _ALSO_DESCRIBED = ("data_fingerprints", "schedule_steps", "run_id")
 _START_REMEDY = (
     "Put it back from a copy of the run. If there is none, delete it: then the record "
-    "of the start before counts, and what this one changed must be given again."
+    "of the previous start counts, and the changes of this one must be given again."
 )
 _START_TYPES = {"changes": dict, "data_fingerprints": dict, "schedule_steps": int}
 _RESULTS_REMEDY = (
@@ -50,10 +50,10 @@ _RESULTS_REMEDY = (
 
 
 def check_data(path: epath.Path, sources: Sources) -> None:
-    """Compare the text with the one that a run was started on.
+    """Compare the fingerprints of the data with those that the run has recorded.
 
     Raises:
-        DataError: if they differ.
+        DataError: they differ.
     """
     recorded = newest_start(path).get("data_fingerprints")
     if recorded is None:
@@ -73,14 +73,14 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 
 
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
-    """Read what the last start recorded; {} if there is none.
+    """Return the record of the last start; {} if there is none.
 
-    If `starts/` is gone, the newest checkpoint says the same of the start that saved
-    it, except for the machine.
+    If `starts/` is missing, the newest checkpoint describes the start that saved it,
+    except for the machine.
 
     Args:
-        path: of the run.
-        step: the last start that took this step instead.
+        path: the folder of the run.
+        step: return the record of the last start that took this step instead.
     """
     numbers = start_numbers(path)
     if not numbers:
@@ -99,7 +99,7 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     start = read_record(file, _START_REMEDY) or {}
     for key, kind in _START_TYPES.items():
         if not isinstance(start.get(key), kind | None):
-            message = f"its {key} are not what a start records"
+            message = f"its {key} must be a {kind.__name__}"
             raise damaged(file, message, _START_REMEDY)
     changes = (start.get("changes") or {}).items()
     renamed_changes = dict(renamed(str(key), value) for key, value in changes)
@@ -114,11 +114,11 @@ def start_numbers(path: epath.Path) -> list[int]:
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
     """Return what a start would have recorded that saved the newest checkpoint."""
-    then, described = newest_described_config(path)
-    if then is None:
+    config, described = newest_described_config(path)
+    if config is None:
         return {}
     first = path / "config.yaml"
-    changes = config_differences(read_yaml(first), then) if first.exists() else []
+    changes = config_differences(read_yaml(first), config) if first.exists() else []
     return {
         "changes": {change.key: yaml_value(change.new) for change in changes},
         **{key: described.get(key) for key in _ALSO_DESCRIBED},
@@ -128,21 +128,21 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
 def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
-    """Return the config that the newest checkpoint was trained with, and all it says.
+    """Return the config of the newest checkpoint, and its whole description.
 
-    None if there is no checkpoint, or none of the run with that identity.
+    The config is None if there is no checkpoint, or none of the run with that identity.
     """
     step, described = newest_description(path / "checkpoints", run_id)
     if "config" not in described:
         return None, described
-    place = path / "checkpoints" / str(step)
-    return read_yaml(place, text=described["config"]), described
+    folder = path / "checkpoints" / str(step)
+    return read_yaml(folder, text=described["config"]), described
 
 
 def first_config(path: epath.Path) -> Config | None:
     """Return the config of a run's first start; None if there was no start.
 
-    If `config.yaml` is gone, it is that of the start that saved the newest checkpoint.
+    If `config.yaml` is missing, this is the config of the newest checkpoint.
     """
     file = path / "config.yaml"
     if file.exists():
@@ -151,7 +151,7 @@ def first_config(path: epath.Path) -> Config | None:
 
 
 def is_recorded(path: epath.Path) -> bool:
-    """Return whether neither the first config nor the starts of a run are gone."""
+    """Return whether the first config and records of starts exist."""
     return (path / "config.yaml").exists() and any((path / "starts").glob("*.yaml"))
 
 
@@ -161,11 +161,11 @@ def known_run_id(path: epath.Path) -> str | None:
 
 
 def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
-    """Return the folder of a run that is there.
+    """Return the folder of an existing run.
 
     Raises:
-        ConfigError: of `key`, if there is none.
-        DataError: if a folder lies in the place of one of its files, or the reverse.
+        ConfigError: naming `key`, if there is none.
+        DataError: one of its files is a folder, or the reverse.
     """
     folder = run_folder(directory, key)
     if not (folder / "config.yaml").exists():
@@ -176,14 +176,14 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Read the config of an existing run, with what its starts changed.
+    """Return the config of an existing run, with the changes of its starts.
 
     Args:
-        directory: of the run.
-        step: as it was when the batch of this step was trained on; None: as it is.
+        directory: the folder of the run.
+        step: return the config that this step was trained with; None: the newest one.
 
     Raises:
-        ConfigError: if run.dir is not given or holds no run.
+        ConfigError: run.dir is missing or holds no run.
     """
     if not directory:
         rule = "must name the directory of a run, say run.dir=runs/base"
@@ -195,16 +195,16 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
 
 
 def read_results(path: epath.Path) -> dict[str, Any]:
-    """Read what the end of the run left; empty if it has not come to one.
+    """Return the results of a finished run; {} if there are none.
 
-    A damaged file counts as missing: the run is scored again from its last checkpoint.
+    A damaged file counts as missing: the next start scores the last checkpoint again.
     """
     file = path / "results.json"
-    found = record_or_warn(file, _RESULTS_REMEDY) or {}
-    if found and not isinstance(found.get("step"), int):
+    results = record_or_warn(file, _RESULTS_REMEDY) or {}
+    if results and not isinstance(results.get("step"), int):
         log.warning("%s", damaged(file, "does not say its step", _RESULTS_REMEDY))
         return {}
-    return found
+    return results
 
 
 def record_start(
@@ -215,12 +215,12 @@ def record_start(
     schedule_steps: int,
     run_id: str | None = None,
 ) -> None:
-    """Write `starts/<start>.yaml`, and `config.yaml` at the first start or if gone.
+    """Write `starts/<start>.yaml`, and `config.yaml` if it is missing.
 
     Raises:
-        OSError: if the folder cannot be written.
+        OSError: the folder cannot be written.
     """
-    import jax  # commands that only read do not need it
+    import jax  # commands that only read a run need no JAX
 
     first = first_config(path) or config
     if not (path / "config.yaml").exists():
@@ -238,7 +238,7 @@ def record_start(
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
-        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # choices are words
+        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # turns choices into words
     }
     write_atomically(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
 
@@ -246,7 +246,7 @@ def record_start(
 def checkpoint_metadata(
     config: Config, sources: Sources, mesh: Mapping[str, int], schedule_steps: int
 ) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, as JSON values."""
+    """Return the JSON that is saved with a checkpoint."""
     return {
         "config": config_yaml(config),
         "data_fingerprint": sources.fingerprint,
@@ -260,13 +260,21 @@ def checkpoint_metadata(
 def yaml_value(value: object) -> object:
     """Return a value of a config as a start records it."""
     if isinstance(value, list | tuple):
-        return [yaml_value(each) for each in value]
+        return [yaml_value(member) for member in value]
     return value if isinstance(value, int | float | None) else str(value)
 
 
 def _git_commit() -> str | None:
-    here = Path(__file__).parents[1]
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+    folder = Path(__file__).parents[1]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+    ]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

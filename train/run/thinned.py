@@ -1,7 +1,7 @@
-"""Thin the metrics of a long run out while they are read, so that any run fits memory.
+"""Thin the metrics of a long run while reading them, so that any run fits in memory.
 
 A curve keeps the first, the lowest, the highest and the last point of each stretch. All
-stretches are equally long: once there are too many, each two become one.
+stretches have the same length: once there are too many, they are merged in pairs.
 """
 
 import itertools
@@ -25,10 +25,10 @@ Point = tuple[int, float | None]
 
 
 class ThinnedMetrics(NamedTuple):
-    """Lines of metrics that show what all of them show.
+    """Lines of metrics that represent all lines.
 
-    rows: in the order of their steps.
-    num_missing: values that were not finite, by metric, of all lines.
+    rows: the lines, ascending by step.
+    num_missing: how many values of each metric were not finite, in all lines.
     """
 
     rows: list[Row]
@@ -36,10 +36,10 @@ class ThinnedMetrics(NamedTuple):
 
 
 def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
-    """Return the metrics of a run, thinned out if there are more than 20,000 lines.
+    """Return the metrics of a run, thinned if there are more than 20,000 lines.
 
-    A line then has the values of those metrics that keep a point at its step. Figures
-    of layers stay together: such a line has the largest values of its stretch.
+    A line of a thinned run has the metrics that keep a point at its step. Per-layer
+    metrics stay together: such a line has the largest values of its stretch.
     """
     lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
@@ -48,15 +48,17 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
         return ThinnedMetrics(rows, Counter(missing))
     num_missing = Counter[str]()
     curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
-    of_layers = _Stretches[Row](_largest)
+    layer_rows = _Stretches[Row](_largest)
     while rows:
         by_layer = [row for row in rows if next(reversed(row)).startswith(_OF_LAYERS)]
-        of_layers.extend(by_layer)
-        others = rows
+        layer_rows.extend(by_layer)
+        other_rows = rows
         if by_layer:
-            others = [r for r in rows if not next(reversed(r)).startswith(_OF_LAYERS)]
-        for key in {key for row in others for key in row} - {"step"}:
-            with_key = [row for row in others if key in row]
+            other_rows = [
+                r for r in rows if not next(reversed(r)).startswith(_OF_LAYERS)
+            ]
+        for key in {key for row in other_rows for key in row} - {"step"}:
+            with_key = [row for row in other_rows if key in row]
             values = [finite(row[key]) for row in with_key]
             num_missing[key] += values.count(None)
             steps = (row["step"] for row in with_key)
@@ -67,11 +69,11 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
         for step, value in curve.items():
             merged[step][key] = value
     thinned = [{"step": step, **values} for step, values in sorted(merged.items())]
-    return ThinnedMetrics([*thinned, *of_layers.items()], num_missing)
+    return ThinnedMetrics([*thinned, *layer_rows.items()], num_missing)
 
 
 class _Stretches(Generic[Item]):
-    """Items in order, of which each stretch is reduced to a few."""
+    """Ordered items; each stretch of them is reduced to a few."""
 
     def __init__(self, reduce: Callable[[list[Item]], list[Item]]):
         self._reduce, self._length = reduce, 1
@@ -79,7 +81,7 @@ class _Stretches(Generic[Item]):
         self._newest: list[Item] = []
 
     def extend(self, items: Sequence[Item]) -> None:
-        """Add items after all others."""
+        """Append items."""
         self._newest += items
         done = 0
         while len(self._newest) - done >= self._length:
@@ -93,7 +95,7 @@ class _Stretches(Generic[Item]):
         del self._newest[:done]
 
     def items(self) -> list[Item]:
-        """Return what is left of all items."""
+        """Return the remaining items."""
         newest = self._reduce(self._newest) if self._newest else []
         return [item for stretch in [*self._reduced, newest] for item in stretch]
 
@@ -103,10 +105,10 @@ def _extremes(points: list[Point]) -> list[Point]:
     if len(points) <= 2:
         return points
     values = [value for _, value in points]
-    known = [value for value in values if value is not None]
-    ends = (min(known), max(known)) if known else ()
-    kept = {0, len(points) - 1, *map(values.index, ends)}
-    return [points[index] for index in sorted(kept)]
+    finite_values = [value for value in values if value is not None]
+    ends = (min(finite_values), max(finite_values)) if finite_values else ()
+    indices = {0, len(points) - 1, *map(values.index, ends)}
+    return [points[index] for index in sorted(indices)]
 
 
 def _largest(rows: list[Row]) -> list[Row]:
@@ -116,7 +118,7 @@ def _largest(rows: list[Row]) -> list[Row]:
     merged: dict[str, Any] = dict(rows[-1])
     for key in merged:
         values = [finite(row.get(key)) for row in rows]
-        known = [value for value in values if value is not None]
-        merged[key] = max(known) if len(known) == len(values) else None
+        finite_values = [value for value in values if value is not None]
+        merged[key] = max(finite_values) if len(finite_values) == len(values) else None
     merged["step"] = rows[-1]["step"]
     return [merged]

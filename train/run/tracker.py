@@ -1,16 +1,15 @@
-"""Copy the metrics of a run to trackers: W&B, TensorBoard, MLflow.
+"""Copy metrics to trackers: W&B, TensorBoard and MLflow.
 
-A tracker never asks, blocks or breaks training: its library, including the import, runs
-on a separate thread. Its first error is one warning, after which it is silent; if it
-does not answer, that is one warning too.
+A tracker never prompts, never blocks and never breaks training. Its library, including
+the import, runs on a thread. Its first error is one warning, and so is its silence.
 
-`metrics.jsonl` is the truth, and a tracker is its copy. A start first sends the lines
-that the tracker lacks, because it is new, or could not be reached, or a kill lost them.
-It therefore has each step once, however earlier starts ended. (TensorBoard forgets the
-steps that `run.rewind_to` repeats; W&B and MLflow keep their first values.)
+`metrics.jsonl` is the truth, and a tracker is a copy. Each start first sends the lines
+that the tracker lacks, because it was off or away, or because of a kill. So it has each
+step once. (TensorBoard replaces the steps that `run.rewind_to` repeats; W&B and MLflow
+keep their first values.)
 
-The files of a tracker are in `<run_dir>/<tracker>/`. Those of a remote run are in a
-temporary folder, which is copied there at the end.
+All files of a tracker are under `<run_dir>/<tracker>/`. Those of a remote run are in a
+temporary folder until the end.
 """
 
 import contextlib
@@ -37,25 +36,25 @@ from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
 from train.run.trackers.writer import Line, Tracked, Writer
 
 _logger = logging.getLogger(__name__)
-_SILENT_S = 60.0  # a call that takes longer is reported
+_SILENT_S = 60.0  # a call that takes longer causes a warning
 _MAX_WAITING = 10_000  # lines
 _AT_ONCE = 100  # lines
 
 
 class Tracker:
-    """Takes metrics, returns at once, raises nothing."""
+    """Accepts metrics, returns at once, and raises nothing."""
 
     def __init__(self, run: Tracked | None = None, writers: Sequence[Writer] = ()):
-        """Begin to write `run` with each of the writers; without any nothing is."""
+        """Start a thread for each writer."""
         self._threads = [_Thread(run, writer) for writer in writers if run]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values of one step; steps never decrease."""
+        """Queue the values of a step; steps never decrease."""
         for thread in self._threads:
             thread.log(step, values)
 
     def finish(self) -> None:
-        """Wait a bounded time for what was handed over to be stored."""
+        """Wait a bounded time until all queued values are stored."""
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         for thread in self._threads:
             thread.end()
@@ -73,16 +72,16 @@ def open_tracker(
     start: int = 1,
     write: bool = True,
 ) -> Tracker:
-    """Return the trackers that `config` enables, as one; it is usable at once.
+    """Return a tracker that writes to all trackers that `config` enables.
 
     Args:
-        config: the enabled trackers, and their settings.
+        config: which trackers are enabled, and their keys.
         run_dir: the run's directory. `metrics.jsonl` there has no lines after `step`.
-        run_name: the name that the tracker shows.
-        run_config: the config that the tracker shows.
-        step: the number of completed updates from which this start continues.
+        run_name: the name to show.
+        run_config: the config to show.
+        step: completed updates of the restored state.
         start: the number of the start, from 1.
-        write: False on every process except the first.
+        write: False on every process but the first.
     """
     run = Tracked(epath.Path(run_dir), run_name, run_config, step, start)
     writers: list[Writer] = []
@@ -96,7 +95,7 @@ def open_tracker(
 
 
 class _Thread:
-    """Writes to one tracker, from a bounded queue.
+    """Writes lines from a bounded queue to one tracker.
 
     `<folder>/last_step` is the step up to which all lines were written.
     """
@@ -106,13 +105,13 @@ class _Thread:
         self._queue: Queue[Line] = Queue(_MAX_WAITING)
         self._ended = threading.Event()
         self._working, self._warned = True, False
-        self._busy_since: float | None = None  # None: it waits for lines
+        self._busy_since: float | None = None  # None while it waits for lines
         name = writer.name
         self._thread = threading.Thread(target=self._work, daemon=True, name=name)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over a line; one that waits for too many others ends the tracker."""
+        """Queue a line; a full queue turns the tracker off."""
         if not self._working:
             return
         try:
@@ -124,13 +123,13 @@ class _Thread:
             self._warn("has not answered for %.0f s, training goes on", _SILENT_S)
 
     def end(self) -> None:
-        """Let it end once all lines are written."""
+        """Let the thread end once all lines are written."""
         self._ended.set()
         with contextlib.suppress(Full):
             self._queue.put_nowait((-1, {}))  # wake it
 
     def join(self, timeout_s: float) -> None:
-        """Wait for its end."""
+        """Wait for the thread to end."""
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._working:
             self._warn("did not finish in %.0f s, going on", FINISH_TIMEOUT_S)
@@ -163,7 +162,7 @@ class _Thread:
                 if lines := [line for line in lines if line[0] > last]:
                     self._writer.write(lines)
                     step = lines[-1][0]
-                    # Another line of this step may follow.
+                    # Another line may have the same step.
                     write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
             write_atomically(epath.Path(folder / "last_step"), str(step))
@@ -197,5 +196,5 @@ class _Thread:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a row's values; null is what was not finite."""
+    """Return the values of a row, NaN for null."""
     return {key: math.nan if value is None else value for key, value in row.items()}

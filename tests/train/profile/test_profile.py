@@ -23,7 +23,7 @@ from train.profile.labels import OTHER, UNNAMED, WAITING, Labels
 from train.profile.profiler_trace import read_trace
 from train.profile.times import read_times
 from train.run import profiles
-from train.run.profiles import Profiler, answer, ask
+from train.run.profiles import Profiler, find_profile, request_profile
 
 # jaxlib's reader makes this type when it is first used: Python 3.13 warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats")
@@ -70,9 +70,9 @@ def profiled(tmp_path, monkeypatch):
     (tmp_path / "profile_request.json").write_text('{"id": "old", "num_steps": 9}')
     profiler = Profiler(run, Cluster(), agreed, text, pause)
     assert not (tmp_path / "profile_request.json").exists()
-    token = ask(run.path, 3)
+    token = request_profile(run.path, 3)
     with contextlib.closing(profiler):
-        while (folder := answer(run.path, token)) is None:
+        while (folder := find_profile(run.path, token)) is None:
             agreed.step += 1
             profiler.before(agreed.step)
             profiler.after(agreed.step, step(x))

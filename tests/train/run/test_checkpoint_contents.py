@@ -108,7 +108,7 @@ def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
         checkpoints.save(0, old.init(), ABOUT)
         checkpoints.wait()
         with pytest.raises(
-            ConfigError, match="take it back, or start another"
+            ConfigError, match="Take it back, or start another"
         ) as error:
             checkpoints.saved.restore(new.state)
         assert [mistake.key for mistake in error.value.mistakes] == [key]

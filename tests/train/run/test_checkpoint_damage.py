@@ -70,7 +70,7 @@ def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
     checkpoints = saved(1, 2)
     truncate(Path(folder) / "1")
     truncate(Path(folder) / "2")
-    with pytest.raises(DataError, match="not starting over"):
+    with pytest.raises(DataError, match="does not start over"):
         checkpoints.saved.restore(like())
     assert len(list((folder / "quarantine").iterdir())) == 2
     checkpoints.close()
@@ -137,7 +137,7 @@ def test_the_arrays_of_another_step_are_not_taken(saved, folder, caplog):
     checkpoints.save(5, make_state(2), ABOUT)
     checkpoints.wait()
     same(checkpoints.saved.restore(like()), make_state(1))
-    assert "its arrays are those of another step" in caplog.text
+    assert "its arrays are from another step" in caplog.text
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["5-"]
 
 
@@ -210,7 +210,7 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
         saved(1)
     assert not is_sealed(folder / "1")
     same(saved().saved.restore(like()), make_state(1))
-    assert "taken unverified" in caplog.text
+    assert "used unverified" in caplog.text
     assert damage(folder / "1") is None
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", unsealed)
@@ -239,7 +239,7 @@ def test_marks_that_a_kill_left_are_removed_at_the_next_start(saved, folder):
 
 def test_a_step_that_is_not_there_is_asked_for_in_vain(saved):
     reader = saved(1, 2).saved
-    with pytest.raises(ConfigError, match=r"must be a step that was saved.*: 1, 2"):
+    with pytest.raises(ConfigError, match=r"must be a saved step.*: 1, 2"):
         reader.restore(like(), step=3)
 
 

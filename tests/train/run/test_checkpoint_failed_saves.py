@@ -85,7 +85,7 @@ def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", lambda *a: (go.wait(60), seal(*a))[1])
         assert checkpoints.save(2, make_state(2), ABOUT) is None
-        assert "not through yet" in checkpoints.save(3, make_state(3), ABOUT)
+        assert "still running" in checkpoints.save(3, make_state(3), ABOUT)
         go.set()
         assert checkpoints.save(4, make_state(4), ABOUT, last=True) is None
     checkpoints.wait()

@@ -1,1 +1,1 @@
-"""The libraries of trackers, each wrapped in a `Writer`."""
+"""A `Writer` for the library of each tracker."""

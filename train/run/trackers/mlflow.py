@@ -1,7 +1,7 @@
 """MLflow: a server, or files in `<run_dir>/mlflow/`.
 
-A run keeps one id for life, in `<run_dir>/mlflow/run_id`. What the run at the tracker
-has of a metric is asked at each start, so that no step is there twice.
+A run has one id, in `<run_dir>/mlflow/run_id`. Each start asks the tracker for the last
+step of each metric, so that no step is sent twice.
 """
 
 import logging
@@ -30,11 +30,11 @@ class MlflowWriter(Writer):
     def open(self, folder: Path, marked: int) -> int:
         """Find the run, or create it with its config as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused else
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise refused
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        # Each of its retries is a warning else.
+        # Otherwise each retry is a warning.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         uri = self._config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._metric: Any = Metric
@@ -42,12 +42,14 @@ class MlflowWriter(Writer):
         self._id = self._run.read_id(self.name)
         if self._id:
             client.update_run(self._id, status="RUNNING")
-            known = client.get_run(self._id).data.metrics
-            self._last = {key: self._last_step(key) for key in known}
+            metrics = client.get_run(self._id).data.metrics
+            self._last = {key: self._last_step(key) for key in metrics}
             return marked
         name = self._config.experiment
-        found = client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else client.create_experiment(name)
+        existing = client.get_experiment_by_name(name)
+        experiment = (
+            existing.experiment_id if existing else client.create_experiment(name)
+        )
         created = client.create_run(experiment, run_name=self._run.name)
         self._id, self._last = created.info.run_id, dict[str, int]()
         self._run.write_id(self.name, self._id)
@@ -64,7 +66,7 @@ class MlflowWriter(Writer):
         return max(metric.step for metric in history)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Send what the run has not, in few requests."""
+        """Send the values that the tracker lacks, in few requests."""
         now = int(1000 * time.time())
         metrics = [
             self._metric(key, value, now, step)

@@ -1,7 +1,7 @@
 """TensorBoard's event files, in `<run_dir>/tensorboard/`.
 
-Each start writes a file of its own, whose first record tells readers to forget the
-steps, written by the starts before, that this one writes again.
+Each start writes a new file, whose first record tells readers to forget the steps of
+earlier starts that this one repeats.
 """
 
 import time
@@ -21,7 +21,7 @@ class TensorBoardWriter(Writer):
         self._run = run
 
     def open(self, folder: Path, marked: int) -> int:
-        """Begin a file; after a rewind what was marked is written again."""
+        """Begin a file; after a rewind, marked steps are written again."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
@@ -40,7 +40,7 @@ class TensorBoardWriter(Writer):
         self._file.write_event(self._event(wall_time=time.time(), **fields))
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Write lines so that readers see them at once."""
+        """Write lines and flush them, so that readers see them at once."""
         for step, values in lines:
             value = [
                 self._summary.Value(tag=tag, simple_value=value)

@@ -1,7 +1,7 @@
 """Weights & Biases, offline unless asked otherwise.
 
-A run keeps one id for life, in `<run_dir>/wandb/run_id`. A server drops steps at or
-below its last one, so that no step is there twice.
+A run has one id, in `<run_dir>/wandb/run_id`. A server drops steps at or below its last
+one, so that no step appears twice.
 """
 
 import logging
@@ -30,13 +30,13 @@ _QUIET = {
     "x_disable_viewer": True,
     "x_save_requirements": False,
     "init_timeout": FINISH_TIMEOUT_S,
-    # wandb waits for its uploads again at exit, by default forever.
+    # At exit wandb waits for its uploads again, by default forever.
     "finish_timeout": FINISH_TIMEOUT_S,
 }
 
 
 class WandbWriter(Writer):
-    """A run of W&B. All its files lie in the folder."""
+    """A run of W&B, with all its files in the folder."""
 
     name = "wandb"
 
@@ -44,18 +44,20 @@ class WandbWriter(Writer):
         self._config, self._run = config, run
 
     def open(self, folder: Path, marked: int) -> int:
-        """Begin or resume; a server knows its last step, files do not."""
-        os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # default: ~/.cache/wandb
+        """Begin or resume the run; only a server knows its last step."""
+        os.environ["WANDB_CACHE_DIR"] = str(
+            folder / "cache"
+        )  # the default is ~/.cache/wandb
         os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
         # It logs to the folder; on a full disk each line would be a traceback.
         logging.raiseExceptions = False
-        import wandb  # half a second, which those who turn it off do not pay
+        import wandb  # takes half a second
 
         mode = self._config.mode
         if mode == "online" and not _has_key():
             _logger.warning("wandb: no API key on this machine, so offline")
             mode = "offline"
-        known = wandb.Settings.model_fields
+        known_settings = wandb.Settings.model_fields
         self._wandb: Any = wandb.init(
             project=self._config.project,
             name=self._run.name,
@@ -64,7 +66,9 @@ class WandbWriter(Writer):
             mode="online" if mode == "online" else "offline",
             dir=str(folder.parent),
             config=self._run.config,
-            settings=wandb.Settings(**{k: v for k, v in _QUIET.items() if k in known}),
+            settings=wandb.Settings(
+                **{k: v for k, v in _QUIET.items() if k in known_settings}
+            ),
         )
         self._wandb.define_metric("*", step_metric="step")
         return self._wandb.starting_step - 1 if mode == "online" else marked
@@ -75,7 +79,7 @@ class WandbWriter(Writer):
             self._wandb.log({"step": step, **values}, step=step)
 
     def close(self) -> None:
-        """Wait for wandb."""
+        """Wait until wandb has finished."""
         self._wandb.finish()
 
 

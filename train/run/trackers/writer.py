@@ -1,4 +1,4 @@
-"""The interface to a tracker's library, used by a thread of `train/run/tracker.py`."""
+"""The interface to a tracker's library, used on a thread of `train/run/tracker.py`."""
 
 import abc
 import secrets
@@ -14,9 +14,9 @@ Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
 
 @dataclass(frozen=True)
 class Tracked:
-    """The tracked start of a run.
+    """The start of a run that is tracked.
 
-    step: the number of completed updates from which it continues.
+    step: completed updates of the restored state.
     start: the number of the start, from 1.
     """
 
@@ -27,7 +27,7 @@ class Tracked:
     start: int
 
     def read_id(self, tracker: str) -> str:
-        """Return the run's id for life at a tracker; empty if it has none yet."""
+        """Return the run's id at a tracker; empty if it has none yet."""
         path = self.run_dir / tracker / "run_id"
         return path.read_text().strip() if path.exists() else ""
 
@@ -49,18 +49,18 @@ class Tracked:
 class Writer(abc.ABC):
     """Writes the lines of a run to one tracker. May block, and raise anything."""
 
-    name: str  # the name of the tracker, its extra, and its folder in the run
+    name: str  # names the tracker, its extra, and its folder in the run's directory
 
     @abc.abstractmethod
     def open(self, folder: Path, marked: int) -> int:
-        """Begin, or go on with, the run at the tracker.
+        """Begin or continue the run at the tracker.
 
         Args:
-            folder: a local one, for files.
-            marked: all lines up to this step were written by earlier starts.
+            folder: a local folder for files.
+            marked: earlier starts have written all lines up to this step.
 
         Returns:
-            The step up to which it wants no lines any more.
+            The step after which the tracker needs lines.
         """
 
     @abc.abstractmethod
@@ -69,4 +69,4 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Store what was written."""
+        """Store the lines that were written."""
