@@ -3,6 +3,8 @@
 Shapes: B batch, T time, D embed, F mlp.
 """
 
+from typing import assert_never
+
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -26,21 +28,30 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
         """Make one layer, with experts if it is `routed`, otherwise with one MLP."""
-        placement, self.dropout = config.norm_placement, config.dropout.residual
+        self.dropout = config.dropout.residual
+        match config.norm_placement:
+            case NormPlacement.before:
+                of_inputs, of_outputs = True, False
+            case NormPlacement.after:
+                of_inputs, of_outputs = False, True
+            case NormPlacement.both:
+                of_inputs, of_outputs = True, True
+            case _:
+                assert_never(config.norm_placement)
 
-        def norm_unless(excluded: NormPlacement) -> Normalize | None:
-            if placement is excluded:
+        def norm_if(wanted: bool) -> Normalize | None:
+            if not wanted:
                 return None
             return Normalize(config, config.norm, embed=config.embed_dim)
 
-        self.attention_norm = norm_unless(NormPlacement.after)
+        self.attention_norm = norm_if(of_inputs)
         self.attention = SelfAttention(config, rngs)
-        self.attention_output_norm = norm_unless(NormPlacement.before)
-        self.mlp_norm = norm_unless(NormPlacement.after)
+        self.attention_output_norm = norm_if(of_outputs)
+        self.mlp_norm = norm_if(of_inputs)
         self.mlp = (
             Experts(config, rngs) if routed else MLP(config, config.mlp_size, rngs)
         )
-        self.mlp_output_norm = norm_unless(NormPlacement.before)
+        self.mlp_output_norm = norm_if(of_outputs)
 
     def __call__(
         self,

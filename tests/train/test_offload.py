@@ -13,11 +13,11 @@ from model.params import named
 from train.config import MESH_AXES, CheckpointConfig
 from train.distributed.replicas import compare_replicas, flip, make_checksums
 from train.errors import ConfigError
-from train.execution import execution
+from train.execution import choose_execution
 from train.plan.estimated.local_step import local_step
 from train.plan.estimated.temporaries import saved_bytes
 from train.run.checkpoint import Checkpoints
-from train.sharding import axis_rules, moments_of
+from train.sharding import moments_of
 
 LAYERS = ("model.num_layers=2", "train.remat=full")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -98,12 +98,12 @@ def test_what_no_compiler_can_place_is_refused(
     moments = "optimizer.offload=true", f"optimizer.moment_dtype={dtype}"
     config = configure(*LAYERS, *moments, "model.attention=xla")
     device = SimpleNamespace(platform=platform, device_kind="")
-    given = config, device, axis_rules(config.mesh), dict.fromkeys(MESH_AXES, 1)
+    given = config, device, dict.fromkeys(MESH_AXES, 1)
     if refused:
         with pytest.raises(ConfigError, match=r"jax 0\.11 or later"):
-            execution(*given)
+            choose_execution(*given)
     else:
-        execution(*given)
+        choose_execution(*given)
 
 
 @pytest.mark.slow

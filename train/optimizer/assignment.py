@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
         return 2 * short**2 * long + short**3
 
 
-class Span(NamedTuple):
+class MatrixSpan(NamedTuple):
     """Matrices `start` to `stop` of the parameter with this index."""
 
     parameter: int
@@ -55,7 +55,7 @@ class Rounds(NamedTuple):
     columns: int
     number: int
     batch: int
-    spans: tuple[Span, ...]
+    spans: tuple[MatrixSpan, ...]
 
 
 def assign(
@@ -92,7 +92,7 @@ def _fill_rounds(
         key=lambda i: parameters[i].work(num_shards),
         reverse=True,
     )
-    remaining = {i: Span(i, 0, parameters[i].count) for i in order}
+    remaining = {i: MatrixSpan(i, 0, parameters[i].count) for i in order}
     rounds = []
     while remaining:
         largest = parameters[next(iter(remaining))]
@@ -103,14 +103,14 @@ def _fill_rounds(
             if parameters[i][1:] == largest[1:]
         )
         number = max(1, num_equal // devices)
-        spans, free = list[Span](), number * devices
+        spans, free = list[MatrixSpan](), number * devices
         for i, span in list(remaining.items()):
             if parameters[i].rows > rows or parameters[i].columns > columns:
                 continue
             stop = min(span.stop, span.start + free)
             free -= stop - span.start
-            spans += [Span(i, span.start, stop)] if stop > span.start else []
-            remaining[i] = Span(i, stop, span.stop)
+            spans += [MatrixSpan(i, span.start, stop)] if stop > span.start else []
+            remaining[i] = MatrixSpan(i, stop, span.stop)
             if stop == span.stop:
                 del remaining[i]
         entries = rows * columns * math.prod(num_shards)

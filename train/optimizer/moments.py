@@ -96,7 +96,7 @@ class MomentStorage:
     def convert(self, state: Any, step: jax.Array) -> Any:
         """Return a state in another format, or in host memory, as it is stored here."""
         state = jax.device_put(state, jax.memory.Space.Device)
-        return self.encode(decode(state), step)
+        return self.encode(decode_moments(state), step)
 
     def round_weights(
         self, weights: Any, params: Any, step: jax.Array, layer: Any = 0
@@ -115,7 +115,7 @@ class MomentStorage:
         return jax.tree_util.tree_map_with_path(rounded, weights, params)
 
 
-def decode(state: Any) -> Any:
+def decode_moments(state: Any) -> Any:
     """Return an optimizer's state with its moments in float32."""
 
     def decode_leaf(leaf: Any) -> Any:

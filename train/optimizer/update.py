@@ -20,7 +20,7 @@ from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import layer_by_layer
-from train.optimizer.moments import MomentStorage, decode
+from train.optimizer.moments import MomentStorage, decode_moments
 from train.optimizer.muon import muon
 from train.optimizer.schedule import make_schedule
 
@@ -100,7 +100,9 @@ class Optimizer:
                 if self.config.name is not OptimizerName.muon:
                     new = self._apply(grads, moments, params, norm, rate)
                 count = _num_overflows(new[0], _float32_tree(params), jnp.square)
-                return count + _num_overflows(new[1], decode(moments), _rounded_up)
+                return count + _num_overflows(
+                    new[1], decode_moments(moments), _rounded_up
+                )
 
             overflows = jnp.float32(0)
             if may_overflow(self.config):
@@ -146,7 +148,9 @@ class Optimizer:
             scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
         grads, weights = _float32_tree(grads), _float32_tree(params)
-        directions, moments = self.transform.update(grads, decode(moments), weights)
+        directions, moments = self.transform.update(
+            grads, decode_moments(moments), weights
+        )
         weights = jax.tree.map(lambda w, d: w - rate * d, weights, directions)
         return weights, moments
 

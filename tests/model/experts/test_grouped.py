@@ -26,7 +26,7 @@ SIZES = {  # the last rows may be no one's
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run kernels of other platforms on this one."""
-    for name in ("by_rows", "by_experts"):
+    for name in ("triton_by_rows", "triton_by_experts"):
         body = partial(getattr(grouped_triton, name), interpret=True)
         monkeypatch.setattr(grouped_triton, name, body)
     # The package has a function of the module's name.

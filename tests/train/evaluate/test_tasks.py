@@ -20,7 +20,7 @@ from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
 from train.evaluate.__main__ import EvaluateConfig, evaluate_mistakes
 from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics
-from train.run.evaluations import Scored, scored
+from train.run.evaluations import Scored, format_scores
 
 pytest.importorskip("lm_eval")
 
@@ -170,8 +170,10 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
     assert fewer.fingerprint != tasks.fingerprint
     again = Tasks(load_tasks(asked), asked, program, BYTES)
     assert again.fingerprint == tasks.fingerprint
-    assert Scored("toy_answers", "exact_match", "0.0000 ± 0.0000") in scored(metrics)
-    assert len(scored(metrics)) == 5
+    assert Scored("toy_answers", "exact_match", "0.0000 ± 0.0000") in format_scores(
+        metrics
+    )
+    assert len(format_scores(metrics)) == 5
 
 
 @pytest.mark.slow

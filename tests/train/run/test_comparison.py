@@ -6,7 +6,7 @@ import pytest
 from etils import epath
 
 from tests.train.pages import data_of, drawn
-from train.cli.schema import to_yaml
+from train.cli.schema import config_yaml
 from train.config import Config, OptimizerConfig
 from train.errors import ConfigError
 from train.report import ReportConfig, main
@@ -17,7 +17,7 @@ from train.run.evaluations import write_evaluation
 def _run(folder, rate: float, flops: float | None, steps=(10, 20)):
     folder.mkdir()
     config = Config(optimizer=OptimizerConfig(learning_rate=rate))
-    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "config.yaml").write_text(config_yaml(config))
     rows = [
         {"step": s, "loss": rate / s, "tokens": 100 * s}
         | ({"flops": flops * s} if flops else {})

@@ -22,7 +22,7 @@ class Dim(NamedTuple):
     known: bool = True
 
 
-class Position(NamedTuple):
+class OperationPosition(NamedTuple):
     """The position of an operation: how often it runs, its scopes, the loop's body."""
 
     times: int
@@ -56,7 +56,7 @@ class PartialSum:
 
     axes: Axes
     bytes: int
-    place: Position
+    place: OperationPosition
     is_product: bool
     reduced: bool = False
 

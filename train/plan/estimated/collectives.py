@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from model.axes import mesh_axes
 from train.mesh_sizes import num_shards
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, OperationPosition
 
 
 class Exchange(NamedTuple):
@@ -48,7 +48,7 @@ class Sending:
         axes: Axes,
         kind: str,
         payload: float,
-        place: Position,
+        place: OperationPosition,
         label: str = "",
         members: tuple[int, ...] = (),
     ) -> None:
@@ -80,7 +80,7 @@ class Sending:
         wide = [self.wide(mesh_axes(entry)) for entry in spec]
         return wide + [()] * (rank - len(wide))
 
-    def gather(self, array: LocalArray, axes: Axes, place: Position) -> None:
+    def gather(self, array: LocalArray, axes: Axes, place: OperationPosition) -> None:
         """Gather a parameter along axes, unless this loop has done so.
 
         XLA:GPU gathers again for recomputation.
@@ -114,7 +114,11 @@ class Sending:
             self.add(rest, "all-reduce", left, part.place, label)
 
     def lay_out(
-        self, array: LocalArray, spec: Sequence, place: Position, strict: bool = False
+        self,
+        array: LocalArray,
+        spec: Sequence,
+        place: OperationPosition,
+        strict: bool = False,
     ) -> tuple[Dim, ...]:
         """Reshard an array to a PartitionSpec, and return its new dims.
 

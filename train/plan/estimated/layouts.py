@@ -9,7 +9,7 @@ from train.plan.estimated.arrays import (
     Axes,
     Dim,
     LocalArray,
-    Position,
+    OperationPosition,
     broadcast_dims,
     reshaped,
     resized,
@@ -29,7 +29,7 @@ class Layouts:
         self._looked_up: dict[LocalArray, tuple[Dim, ...]] = {}
 
     def of(
-        self, equation: Any, operands: list[LocalArray], place: Position
+        self, equation: Any, operands: list[LocalArray], place: OperationPosition
     ) -> list[Layout]:
         """Return each result's dims, and the axes along which it is a partial sum."""
         params = equation.params
@@ -98,7 +98,10 @@ class Layouts:
         return layouts
 
     def _fit(
-        self, dims: tuple[Dim, ...], operands: list[LocalArray], place: Position
+        self,
+        dims: tuple[Dim, ...],
+        operands: list[LocalArray],
+        place: OperationPosition,
     ) -> None:
         """Gather parameters that are cut otherwise than what they are combined with."""
         with_batch = any(array.from_batch for array in operands)
@@ -121,7 +124,7 @@ class Layouts:
         return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
 
     def _manual(
-        self, name: str, params: Any, array: LocalArray, place: Position
+        self, name: str, params: Any, array: LocalArray, place: OperationPosition
     ) -> tuple[Dim, ...]:
         """Gather, scatter or exchange, as a device's own program says."""
         axes = mesh_axes(params["axis_name"])

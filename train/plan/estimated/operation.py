@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from train.plan.estimated.arrays import LocalArray, Position
+from train.plan.estimated.arrays import LocalArray, OperationPosition
 
 # Same values in another dtype or shape.
 SHAPES = {
@@ -25,7 +25,7 @@ class Operation:
     name: str
     operands: list[LocalArray]
     results: list[LocalArray]
-    place: Position
+    place: OperationPosition
     flops: float = 0.0
     part: float = 1.0
     square: bool = True

@@ -8,12 +8,12 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from train.plan.cost import causal_blocks, computed_blocks, expected_part
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position, uncut
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, OperationPosition, uncut
 from train.plan.estimated.collectives import Sending
 
 
 def lay_out_product(
-    a: LocalArray, b: LocalArray, pairs: Any, sending: Sending, place: Position
+    a: LocalArray, b: LocalArray, pairs: Any, sending: Sending, place: OperationPosition
 ) -> tuple[LocalArray, LocalArray, tuple[tuple[Dim, ...], Axes], float]:
     """Lay out `dot_general` on a device.
 
@@ -98,7 +98,7 @@ class KernelFlops(NamedTuple):
     square: bool
 
 
-def attention_flops(
+def traced_attention_flops(
     equation: Any, operands: list[LocalArray], scope: str
 ) -> KernelFlops:
     """Count a kernel's FLOPs.

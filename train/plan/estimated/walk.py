@@ -17,13 +17,17 @@ from train.plan.cost import taken_part
 from train.plan.estimated.arrays import (
     Dim,
     LocalArray,
+    OperationPosition,
     PartialSum,
-    Position,
 )
 from train.plan.estimated.collectives import Sending
 from train.plan.estimated.layouts import Layouts
 from train.plan.estimated.operation import SHAPES, Operation, each
-from train.plan.estimated.products import attention_flops, grouped, lay_out_product
+from train.plan.estimated.products import (
+    grouped,
+    lay_out_product,
+    traced_attention_flops,
+)
 
 # Linear in all operands at once: partial sums may pass.
 _LINEAR = SHAPES | {
@@ -50,9 +54,9 @@ class Walk:
         self._layouts = Layouts(self.sending)
 
     @property
-    def place(self) -> Position:
+    def place(self) -> OperationPosition:
         """The position of the walk."""
-        return Position(self._times, self._scope, id(self.operations))
+        return OperationPosition(self._times, self._scope, id(self.operations))
 
     def each(self) -> Iterator[Operation]:
         """Return all operations, loops' too; `place` says how often they run."""
@@ -193,7 +197,9 @@ class Walk:
             self.sending.reduce(array, ())
         flops, part, square = 0.0, 1.0, True
         if name == "pallas_call":
-            flops, part, square = attention_flops(equation, operands, self._scope)
+            flops, part, square = traced_attention_flops(
+                equation, operands, self._scope
+            )
         if name == "dot_general":
             pairs = params["dimension_numbers"]
             left, right = operands
