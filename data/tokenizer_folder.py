@@ -8,7 +8,7 @@ refused with the reason, and so is a pattern that loses text or backtracks witho
 What a post-processor adds around a text is left out.
 
 The forms are those of Python's unicodedata, which for characters of the last few years
-may differ from those of `tokenizers` (docs/log.md).
+may differ from those of `tokenizers` (docs/log).
 """
 
 import functools

@@ -5,7 +5,7 @@ used, once in each pass, in the compute dtype, and lives no longer than its prod
 Each device has the gradient dW[D, F] of its local rows. A reduce-scatter sums it over
 devices, in the reduce dtype, to dW[D/fsdp, F]. If both were left to XLA's partitioner,
 their form, and with it the bytes sent, would depend on the number of devices
-(docs/log.md).
+(docs/log).
 """
 
 import math
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 _SUBLANES, _LANES = 8, 128  # A TPU's vectors have this size, along the last two dims.
-_SMALL = 2**25  # Smaller weights, in bytes, are gathered in other steps (docs/log.md).
+_SMALL = 2**25  # Smaller weights, in bytes, are gathered in other steps (docs/log).
 
 
 class AxisSteps(NamedTuple):
@@ -229,7 +229,7 @@ def multiple(size: int) -> int:
     """Return the padding multiple for the last dim of a TPU reduce-scatter.
 
     XLA halves this dim until it has at most about 90 tiles of lanes, and replaces a
-    scatter of a dim that it cannot halve by an all-reduce (docs/log.md).
+    scatter of a dim that it cannot halve by an all-reduce (docs/log).
     """
     tiles = size / _LANES
     return _LANES * 2 ** math.ceil(math.log2(tiles / 64)) if tiles > 64 else 1

@@ -4,7 +4,7 @@ Operands are rounded to the compute dtype, and products accumulate in float32. T
 backward pass rounds the cotangent too, so that all three products of a linear layer run
 on fast units. Products in eight bits have their own forms (model/eight_bits/). With
 plain `x @ w`, XLA's CPU backend would convert bfloat16 operands to float32, and a
-float32 cotangent would make a GPU multiply in TF32 (docs/log.md). Operands are neither
+float32 cotangent would make a GPU multiply in TF32 (docs/log). Operands are neither
 flattened nor transposed: XLA's CPU backend is fast on einsums with the weight's dims.
 """
 

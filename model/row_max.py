@@ -11,7 +11,7 @@ def row_max(x: Float[Array, "... S"]) -> Float[Array, "... 1"]:
 
     The function compares halves of rows, many values at once, until rows are narrow.
     XLA's CPU backend alone compares the values of a row one by one, which took longer
-    than the exponentials of a softmax (docs/log.md).
+    than the exponentials of a softmax (docs/log).
     """
     while x.shape[-1] > _NARROW and x.shape[-1] % 2 == 0:
         x = jnp.maximum(*jnp.split(x, 2, axis=-1))

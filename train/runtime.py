@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
 
     XLA:CPU allocates the intermediate arrays of each step again. By default glibc
     returns such large blocks to Linux at once, which hands them out again as zeroed
-    pages of 4 KiB. This takes half of the time of a small model's step (docs/log.md).
+    pages of 4 KiB. This takes half of the time of a small model's step (docs/log).
     It does nothing if malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -75,7 +75,7 @@ def cores() -> int:
     """Return the number of usable cores, but at most two.
 
     One virtual device for each core is a quarter faster than one device with two
-    threads, on a small model. More than two were not measured (docs/log.md).
+    threads, on a small model. More than two were not measured (docs/log).
     """
     return min(2, usable_cores())
 
@@ -102,12 +102,12 @@ def compiler_options(
     """Return the XLA options for the training step with a compute dtype.
 
     On a TPU with SparseCores these run the collectives, if `sparse_cores` allows it. By
-    default XLA overlaps no collective of an FSDP step with products (docs/log.md).
+    default XLA overlaps no collective of an FSDP step with products (docs/log).
 
     On a CPU the default analysis of live ranges copies every optimizer moment at the
     start of each step. The finer analysis sees that the old moment is last read when
     the new one is written. In float32 the library YNNPACK runs only products, because
-    XLA is faster for the elementwise operations around them (docs/log.md).
+    XLA is faster for the elementwise operations around them (docs/log).
     """
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
@@ -124,7 +124,7 @@ def cpu_prefers_bfloat16(info: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32.
 
     It does with AMX, and with AVX-512 BF16 of AMD. Intel's AVX-512 BF16 without AMX,
-    which a virtual machine may hide, has half of float32's rate (docs/log.md).
+    which a virtual machine may hide, has half of float32's rate (docs/log).
     """
     try:
         text = info.read_text()

@@ -226,7 +226,7 @@ def after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
 
     Virtual devices of a CPU share its threads. Otherwise the first device to wait for
     the other counts would run its layers on all threads that are left, and the other
-    devices would be late for every following sum (docs/log.md).
+    devices would be late for every following sum (docs/log).
     """
     inputs = jnp.where(num_targets > 0, rows.batch.inputs, 0)
     return rows._replace(batch=rows.batch._replace(inputs=inputs))

@@ -2,7 +2,7 @@
 
 Like flash kernels, the backward pass sums over the head dim of the output instead of
 over all keys. On XLA's CPU backend this is five times as fast as products of five dims
-with a softmax that JAX differentiates (docs/log.md).
+with a softmax that JAX differentiates (docs/log).
 
 Shapes: B batch, S key time, K key/value heads, H head dim, M queries that share keys.
 """

@@ -2,7 +2,7 @@
 
 The queries of the heads that share keys are rows of one product
 (model/attention/dense.py). Causal attention is computed in blocks of queries, and each
-block leaves out the keys after it (docs/log.md).
+block leaves out the keys after it (docs/log).
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
 M = T N/K queries that share keys, head by head.

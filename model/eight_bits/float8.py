@@ -2,7 +2,7 @@
 
 Operands are e4m3, except the cotangent, which is e5m2. Products multiply the float8
 arrays themselves, and their results are scaled. XLA multiplies float8 only in this
-form: if an operand is scaled first, XLA silently multiplies in bfloat16 (docs/log.md).
+form: if an operand is scaled first, XLA silently multiplies in bfloat16 (docs/log).
 
 An array has one scale, a power of two. Scaling is then exact, and values in range are
 rounded in the same way on every mesh. The scale of a weight is that of the whole

@@ -3,7 +3,7 @@
 Rows x[M, D] lie sorted by expert, sizes[E] of them each; every expert has its matrix of
 w[E, D, F]. Each row is multiplied once, whatever the sizes are: XLA's own `ragged_dot`
 multiplies all rows by all experts' matrices on a CPU and on NVIDIA's GPUs, and for the
-gradient of w on TPUs too (docs/log.md). So each platform has a body of its own:
+gradient of w on TPUs too (docs/log). So each platform has a body of its own:
 
 scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
 megablox: TPU; jax's own Pallas kernels.

@@ -2,7 +2,7 @@
 
 Made for XLA's CPU: a block is a plain product of a slice of rows, and as many blocks
 run as the sizes ask for. Those of an expert's rows are large first and small at last,
-so that most are fast and few rows are multiplied in vain (docs/log.md).
+so that most are fast and few rows are multiplied in vain (docs/log).
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """

@@ -130,7 +130,7 @@ def test_documents_cost_a_mask_of_one_head_and_no_scores(compiled, name):
     buffers = compiled[name].square_buffers(T)
     assert (ROWS, 1, T, T) in buffers
     alone = {(ROWS,), (1, ROWS), (ROWS, 1), (), (1,), (1, 1)}
-    if name == "llama":  # a layer chooses its kernel, and keeps its mask (docs/log.md)
+    if name == "llama":  # a layer chooses its kernel, and keeps its mask (docs/log)
         alone |= {(layers, ROWS, 1) for layers in (1, 2)}
     assert {shape[:-2] for shape in buffers} <= alone
 

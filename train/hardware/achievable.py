@@ -85,7 +85,7 @@ class Achievable:
 # network: the same, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
 # hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; those on 4 and 16
-#     judge them (docs/log.md). unhidden is a part of what overlaps products.
+#     judge them (docs/log). unhidden is a part of what overlaps products.
 # grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
 #     it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3 FLOPs for
 #     2 x 512^2 values of 2 bytes.

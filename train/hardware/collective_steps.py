@@ -4,7 +4,7 @@ XLA:TPU gathers in one step over all links. It replaces a scatter over all chips
 slice by an all-reduce of the whole array, which sends twice the bytes. A scatter over
 planes of the torus and then over the lines across them remains a scatter, but sends
 most of its bytes over the links of the planes. The shape of the slice decides which one
-takes less time (docs/log.md).
+takes less time (docs/log).
 """
 
 from collections.abc import Sequence

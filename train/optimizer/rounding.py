@@ -7,7 +7,7 @@ average.
 
 The random bits are a function of a key and of an entry's index in the global array, so
 they are the same on any mesh and after a resume. They are hashed from the index:
-threefry of jax.random takes fifty times as long on a CPU (docs/log.md).
+threefry of jax.random takes fifty times as long on a CPU (docs/log).
 
 Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv:1502.02551.
 """

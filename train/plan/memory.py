@@ -186,7 +186,7 @@ def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
     """Read a compiler's figures.
 
     XLA:TPU's size of temporaries counts twice what loops hand on, and is more than
-    devices have for steps that it says fit (docs/log.md): there the peak is taken.
+    devices have for steps that it says fit (docs/log): there the peak is taken.
     """
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes

@@ -109,7 +109,7 @@ class TestFsdp:
 
 
 def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
-    """Left to itself XLA does neither on v6e: docs/log.md."""
+    """Left to itself XLA does neither on v6e: docs/log."""
     step = stored_step("sparse_cores")
     for kind, share in (("all-gather", 0.6), ("reduce-scatter", 0.4)):  # short rows
         found = [c for c in large(step.collectives) if c.kind == kind]

@@ -73,7 +73,7 @@ def test_a_ring_sends_keys_on_and_weights_are_gathered_as_along_fsdp(composed):
 def test_rows_travel_to_their_experts_and_back(composed):
     """Forward both ways, there once more for the backward pass, then both gradients.
 
-    So does the compiled step (docs/log.md); TPUs send a weight as a whole vector.
+    So does the compiled step (docs/log); TPUs send a weight as a whole vector.
     """
     shape = ("model=moe_nano", "model.num_layers=3", "model.vocab_size=256")
     mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
