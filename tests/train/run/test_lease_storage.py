@@ -30,11 +30,11 @@ def test_a_full_disk_ends_nothing(start, run):
     owner = start(run, "take")
     owner.until("taken")
     owner.do("full")
-    lines = owner.until("training goes on")
+    lines = owner.until("training continues")
     time.sleep(0.5)
     beat = read_owner(str(run)).beat
     lines = owner.do("check") + owner.do("room")
-    assert not [line for line in lines if "training goes on" in line]
+    assert not [line for line in lines if "training continues" in line]
     owner.until("is written again")
     wait_for(lambda: read_owner(str(run)).beat > beat + 1)
     assert "LOST" not in "".join(owner.do("close"))
@@ -50,7 +50,7 @@ def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog)
     time.sleep(1)
     server.come_back()
     wait_for(lambda: "is written again" in caplog.text)
-    assert caplog.text.count("training goes on") == 1
+    assert caplog.text.count("training continues") == 1
     mine.check()
     assert not mine.lost
 
