@@ -81,25 +81,17 @@ def run_pipeline(
     to_previous = [(s, s - 1) for s in range(1, S)]
     stream = x_BTD.reshape(turns, -1, *x_BTD.shape[1:])
 
-    def gather_microbatches(ids_BT: jax.Array) -> jax.Array:
-        gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
-        return gathered.reshape(M, stream.shape[1], *ids_BT.shape[1:])
-
-    with part_scope("pipeline"):
-        keys_BT = call.keys_BT
-        key_data_BT = None if keys_BT is None else jax.random.key_data(keys_BT)
-        local = _Microbatch(rows, call.segment_ids_BT, key_data_BT)
-        microbatches = jax.tree.map(gather_microbatches, local)
-        params = interleave_layers(params, axis, R) if R > 1 else params
-
+    microbatches = _gather_microbatches(rows, call, axis, shape=(M, stream.shape[1]))
+    if R > 1:
+        with part_scope("pipeline"):
+            params = interleave_layers(params, axis, R)
     run_stage = _make_stage(run, execution, call, stage=stage, stages=S)
 
     def iterate(carry, t: jax.Array):
         stream, arrived, waiting = carry
         number = t - stage  # The stage's pass, counted over repeats: M in each.
         is_busy = (number >= 0) & (number < R * M)
-        first = _at(stream, t % turns)
-        entering = first
+        entering = first = _at(stream, t % turns)
         if R > 1:
             repeated = _at(waiting, t % waits) if waits else arrived
             entering = jnp.where(t < M, first, repeated)
@@ -121,12 +113,27 @@ def run_pipeline(
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
         (stream, _, _), outputs = jax.lax.scan(iterate, start, iterations)
-    # The last stage began S - 1 iterations late, so that its outputs are S - 1 further
-    # along the stream.
+    # The last stage began S - 1 iterations late, which shifted its outputs.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
     routing, noted = outputs
     local_layers = partial(_local_layers, stage=stage, sizes=(R, S, M))
     return x_BTD, _reduce_stages(routing, noted, local_layers, call.taps, axis)
+
+
+def _gather_microbatches(
+    rows: Any, call: CallContext, axis: str, *, shape: tuple[int, int]
+) -> _Microbatch:
+    """Gather what layers read of all microbatches, each array as [M, rows, ...]."""
+
+    def gather(ids_BT: jax.Array) -> jax.Array:
+        gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
+        return gathered.reshape(*shape, *ids_BT.shape[1:])
+
+    with part_scope("pipeline"):
+        keys_BT = call.keys_BT
+        key_data_BT = None if keys_BT is None else jax.random.key_data(keys_BT)
+        local = _Microbatch(rows, call.segment_ids_BT, key_data_BT)
+        return jax.tree.map(gather, local)
 
 
 def _make_stage(

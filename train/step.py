@@ -160,9 +160,9 @@ def make_gradients(
             params: Any, rows: Rows
         ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Noted | None]]:
             batch, seeds_BT = rows
-            taps, keys_BT = Taps() if watched else None, None
-            if seeds_BT is not None:
-                keys_BT = jax.vmap(jax.vmap(jax.random.key))(seeds_BT)
+            taps = Taps() if watched else None
+            make_keys = jax.vmap(jax.vmap(jax.random.key))
+            keys_BT = None if seeds_BT is None else make_keys(seeds_BT)
             loss, nats, routing = loss_sum(
                 bind(model, params),
                 batch,
@@ -172,21 +172,19 @@ def make_gradients(
                 num_tokens=num_tokens,
                 call=CallContext(keys_BT=keys_BT, taps=taps),
             )
-            loss, load_LE = loss / num_targets, None
+            loss /= num_targets
             if routing is not None:
                 loss += jnp.mean(routing.loss) / num_counted
-                load_LE = routing.load_E
+            load_LE = None if routing is None else routing.load_E
             return loss, (nats / num_targets, load_LE, taps and taps.of_stacks())
 
-        value_and_grad = jax.grad(mean_loss, has_aux=True)
-        if config.accumulation_steps == 1:
-            grads, (loss, load_LE, noted) = value_and_grad(params, rows)
+        compute, parts = jax.grad(mean_loss, has_aux=True), config.accumulation_steps
+        if parts == 1:
+            grads, (loss, load_LE, noted) = compute(params, rows)
         else:
+            shape = load_shape if has_experts else None
             grads, (loss, load_LE, noted) = sum_over_microbatches(
-                value_and_grad,
-                params,
-                split(rows, config.accumulation_steps),
-                load_shape=load_shape if has_experts else None,
+                compute, params, split(rows, parts), load_shape=shape
             )
         return Gradients(
             loss=sum_over_rows(loss, placement),

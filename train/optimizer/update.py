@@ -22,6 +22,7 @@ from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import layer_by_layer
 from train.optimizer.moments import MomentStorage, decode_moments
 from train.optimizer.muon import muon
+from train.optimizer.overflow import may_overflow, num_overflows, rounded_up
 from train.optimizer.schedule import make_schedule
 
 
@@ -93,31 +94,11 @@ class Optimizer:
         def update(
             grads: Any, moments: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
-            weights, new_moments = self._apply(grads, moments, params, norm, rate)
-
-            def num_overflows(grads: Any, moments: Any, params: Any) -> jax.Array:
-                new = weights, new_moments
-                if self.config.name is not OptimizerName.muon:
-                    new = self._apply(grads, moments, params, norm, rate)
-                count = _num_overflows(new[0], _float32_tree(params), jnp.square)
-                return count + _num_overflows(
-                    new[1], decode_moments(moments), _rounded_up
-                )
-
-            overflows = jnp.float32(0)
-            if may_overflow(self.config):
-                # Inside a branch, the check does not change how XLA compiles the values
-                # that are written, so their bits stay the same. The branch computes the
-                # update again and reads the state twice, except for Muon, whose
-                # products are expensive.
-                overflows = jax.lax.cond(
-                    accepted,
-                    num_overflows,
-                    lambda *_: jnp.float32(0),
-                    *(grads, moments, params),
-                )
+            new_params, new_moments, overflows = self._apply_and_check(
+                grads, moments, params, norm=norm, rate=rate, accepted=accepted
+            )
             ok = accepted & (overflows == 0)
-            new_params = self.storage.round_weights(weights, params, step, layer)
+            new_params = self.storage.round_weights(new_params, params, step, layer)
             new_moments = self.storage.encode(new_moments, step, layer)
             return *_select(ok, (new_params, new_moments), (params, moments)), ok
 
@@ -139,6 +120,38 @@ class Optimizer:
             )
             average = _select(accepted, new_average, average)
         return params, OptimizerState(moments, average), accepted
+
+    def _apply_and_check(
+        self,
+        grads: Any,
+        moments: Any,
+        params: Any,
+        *,
+        norm: jax.Array,
+        rate: jax.Array,
+        accepted: jax.Array | bool,
+    ) -> tuple[Any, Any, jax.Array]:
+        """Return float32 weights and moments after an update, and its overflows."""
+        weights, new_moments = self._apply(grads, moments, params, norm, rate)
+        if not may_overflow(self.config):
+            return weights, new_moments, jnp.float32(0)
+
+        def count(grads: Any, moments: Any, params: Any) -> jax.Array:
+            new = weights, new_moments
+            if self.config.name is not OptimizerName.muon:
+                new = self._apply(grads, moments, params, norm, rate)
+            overflows = num_overflows(new[0], _float32_tree(params), jnp.square)
+            return overflows + num_overflows(
+                new[1], decode_moments(moments), rounded_up
+            )
+
+        # Inside a branch, the check does not change how XLA compiles the values that
+        # are written, so their bits stay the same. The branch computes the update again
+        # and reads the state twice, except for Muon, whose products are expensive.
+        overflows = jax.lax.cond(
+            accepted, count, lambda *_: jnp.float32(0), grads, moments, params
+        )
+        return weights, new_moments, overflows
 
     def _apply(
         self, grads: Any, moments: Any, params: Any, norm: jax.Array, rate: jax.Array
@@ -163,62 +176,8 @@ def _float32_tree(tree: Any) -> Any:
     return jax.tree.map(_as_float32, tree)
 
 
-def _rounded_up(x: jax.Array) -> jax.Array:
-    return 1.01 * x  # rounding to bfloat16 adds less
-
-
-def _num_overflows(
-    new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Count the entries of a tree that an update makes useless.
-
-    Args:
-        new: the values to be written, before they are rounded.
-        old: the values that they replace.
-        bound: a function of an entry that must be finite. Norms need the squares of
-            weights.
-    """
-
-    def count(new: jax.Array, old: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(new.dtype, jnp.floating):
-            return jnp.float32(0)
-        overflows = jnp.isfinite(bound(old)) & ~jnp.isfinite(bound(new))
-        return jnp.sum(overflows, dtype=jnp.float32)
-
-    return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
-
-
 def _select(accepted: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(accepted, n, o), new, old)
-
-
-def may_overflow(config: OptimizerConfig) -> bool:
-    """Return whether finite gradients may lead to weights that overflow float32.
-
-    The check of an update reads the whole state once more. It is not needed if no entry
-    moves by more than 1e12 and decay shrinks weights: then 10 million steps stay below
-    1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
-    Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square
-    is. Lion's direction is at most 1, and Muon's is below the root of a dim.
-    """
-    groups = [(config.learning_rate, config.weight_decay)]
-    match config.name:
-        case OptimizerName.lion:
-            max_direction = 1.0
-        case OptimizerName.adafactor:
-            return True
-        case OptimizerName.adamw | OptimizerName.muon:
-            if config.clip_norm is None:
-                return True
-            adam = config.clip_norm / ((1 - config.b1) * config.epsilon)
-            max_direction = max(1e6, adam)
-            if config.name is OptimizerName.muon:
-                groups.append((config.muon_learning_rate, config.muon_weight_decay))
-        case _:
-            assert_never(config.name)
-    return any(
-        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in groups
-    )
 
 
 def averages(params: Any) -> Any:

@@ -24,9 +24,15 @@ from data.storage import is_remote
 from train.config import CheckpointConfig
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
-from train.run.digests import digests, is_sealed, remove_uncommitted, write_seal
+from train.run.digests import (
+    digests,
+    is_sealed,
+    remove_uncommitted,
+    unsealed_mark,
+    write_seal,
+)
 from train.run.orbax_fixes import SCORE, open_orbax
-from train.run.restore import ALONE, SavedSteps, unsealed_mark
+from train.run.restore import ALONE, SavedSteps
 from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)
@@ -91,10 +97,9 @@ class Checkpoints:
 
     def overdue(self) -> bool:
         """Return whether a save is due by time; True only once until the next save."""
-        minutes = (time.monotonic() - self._saved_at) / 60
-        overdue = minutes >= self._config.save_interval_minutes
-        overdue, self._told_overdue = overdue and not self._told_overdue, overdue
-        return overdue
+        minutes, was_told = (time.monotonic() - self._saved_at) / 60, self._told_overdue
+        self._told_overdue = minutes >= self._config.save_interval_minutes
+        return self._told_overdue and not was_told
 
     def save(
         self, step: int, state: TrainState, metadata: dict[str, Any], last: bool = False
@@ -125,8 +130,7 @@ class Checkpoints:
         if decision["fatal"]:
             raise Exit(CRASHED, f"step {step}: {decision['fatal']}")
         if decision["save"]:
-            described = {**metadata, "step": step, "run_id": self._run_id}
-            self._begin(step, state, described)
+            self._begin(step, state, metadata | {"step": step, "run_id": self._run_id})
         return decision["failure"]
 
     def _decide(self, step: int, size: int, last: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ program did not write are not compared.
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,38 @@ def saved_steps(checkpoints: epath.Path) -> list[int]:
     return sorted(int(name) for name in names if name == str(int(name)))
 
 
+def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
+    """Return the file whose presence says that a step may still lack its seal."""
+    return directory / "unsealed" / str(step)
+
+
 def is_sealed(step: epath.Path) -> bool:
     """Return whether a step was hashed; `damage` tells whether it is intact."""
     return (step / SEAL).exists()
+
+
+def unsealed_steps(
+    directory: epath.Path, steps: Sequence[int], clean: bool
+) -> list[int]:
+    """Return the steps that were never hashed, because their process died before.
+
+    Args:
+        directory: the folder of all steps.
+        steps: the steps in it.
+        clean: remove the marks of steps that were sealed or never written.
+    """
+    unsealed = [
+        step
+        for step in steps
+        if not is_sealed(directory / str(step))
+        and unsealed_mark(directory, step).exists()
+    ]
+    marks = unsealed_mark(directory, 0).parent
+    if clean and marks.exists():
+        for mark in marks.iterdir():
+            if mark.name not in map(str, unsealed):
+                mark.unlink(missing_ok=True)
+    return unsealed
 
 
 def is_committed(step: epath.Path) -> bool:

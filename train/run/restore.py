@@ -23,7 +23,14 @@ from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.optimizer.update import OptimizerState, averages
 from train.run.contents import best_to_load, to_load
-from train.run.digests import digests, is_sealed, misplaced, refusal, write_seal
+from train.run.digests import (
+    digests,
+    misplaced,
+    refusal,
+    unsealed_mark,
+    unsealed_steps,
+    write_seal,
+)
 from train.run.orbax_fixes import SCORE, open_orbax
 from train.state import TrainState
 
@@ -32,11 +39,6 @@ log = logging.getLogger(__name__)
 ALONE = Cluster()
 Repack = Callable[[Any, jax.Array], Any] | None
 _OTHER_ARRAYS = "its arrays are from another step"
-
-
-def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
-    """Return the file whose presence says that a step may still lack its seal."""
-    return directory / "unsealed" / str(step)
 
 
 class SavedSteps:
@@ -181,23 +183,9 @@ class SavedSteps:
         return restored
 
     def _list(self) -> tuple[list[int], list[int]]:
-        """Return, on process 0, all saved steps, and those that were never hashed.
-
-        Marks of steps that were sealed or never written are removed.
-        """
+        """Return, on process 0, all saved steps, and those that were never hashed."""
         steps = self.steps()
-        unsealed = [
-            step
-            for step in steps
-            if not is_sealed(self._directory / str(step))
-            and unsealed_mark(self._directory, step).exists()
-        ]
-        marks = unsealed_mark(self._directory, 0).parent
-        if not self._read_only and marks.exists():
-            for mark in marks.iterdir():
-                if mark.name not in map(str, unsealed):
-                    mark.unlink(missing_ok=True)
-        return steps, unsealed
+        return steps, unsealed_steps(self._directory, steps, clean=not self._read_only)
 
     def _rewind(
         self, steps: list[int], unsealed: list[int], at_most: int

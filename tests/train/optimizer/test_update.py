@@ -10,8 +10,9 @@ import pytest
 
 from model.params import Kind, ParamInfo
 from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
+from train.optimizer.overflow import may_overflow
 from train.optimizer.schedule import make_schedule
-from train.optimizer.update import make_optimizer, may_overflow
+from train.optimizer.update import make_optimizer
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),

@@ -1,0 +1,65 @@
+"""Find updates that exceed the range of float32, and when none can."""
+
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from train.config import OptimizerConfig, OptimizerName
+
+
+def may_overflow(config: OptimizerConfig) -> bool:
+    """Return whether finite gradients may lead to weights that overflow float32.
+
+    The check of an update reads the whole state once more. It is not needed if no entry
+    moves by more than 1e12 and decay shrinks weights: then 10 million steps stay below
+    1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
+    Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square
+    is. Lion's direction is at most 1, and Muon's is below the root of a dim.
+    """
+    groups = [(config.learning_rate, config.weight_decay)]
+    match config.name:
+        case OptimizerName.lion:
+            max_direction = 1.0
+        case OptimizerName.adafactor:
+            return True
+        case OptimizerName.adamw | OptimizerName.muon:
+            if config.clip_norm is None:
+                return True
+            adam = config.clip_norm / ((1 - config.b1) * config.epsilon)
+            max_direction = max(1e6, adam)
+            if config.name is OptimizerName.muon:
+                groups.append((config.muon_learning_rate, config.muon_weight_decay))
+        case _:
+            assert_never(config.name)
+    return any(
+        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in groups
+    )
+
+
+def rounded_up(x: jax.Array) -> jax.Array:
+    """Return a bound of the values that x may be rounded to."""
+    return 1.01 * x  # rounding to bfloat16 adds less
+
+
+def num_overflows(
+    new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Count the entries of a tree that an update makes useless.
+
+    Args:
+        new: the values to be written, before they are rounded.
+        old: the values that they replace.
+        bound: a function of an entry that must be finite. Norms need the squares of
+            weights.
+    """
+
+    def count(new: jax.Array, old: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return jnp.float32(0)
+        overflows = jnp.isfinite(bound(old)) & ~jnp.isfinite(bound(new))
+        return jnp.sum(overflows, dtype=jnp.float32)
+
+    return jnp.asarray(optax.tree.sum(jax.tree.map(count, new, old)))
