@@ -64,8 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (REPOSITORY / "README.md").read_text()
     for name in ("corpus", "web", "mytasks"):
         (folder / name).mkdir()
-    for path in Path(sysconfig.get_path("stdlib")).glob("*.py"):
-        shutil.copy(path, folder / "corpus")
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in (*library.glob("*.py"), *library.glob("email/*.py")):
+        shutil.copy(path, folder / f"corpus/{path.parent.name}-{path.name}")
     rows = [json.dumps({"text": f"{n}\n{text}"}) + "\n" for n in range(300)]
     (folder / "web/0.jsonl.zst").write_bytes(zstandard.compress("".join(rows).encode()))
     (folder / "prompts.txt").write_text("def main\nimport \n")
