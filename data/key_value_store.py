@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from data.errors import DataError
-from data.storage import StorageError, is_remote
+from data.storage import ANSWER_S, StorageError, is_remote
 
 _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
@@ -140,3 +140,13 @@ class KeyValueStore:
             return request(self._store).result(timeout_s)
         except (ValueError, OSError) as error:
             raise StorageError(f"{self}/{name}", error, action) from error
+
+
+def check_answers(folder: str) -> None:
+    """Ask a remote folder for one key, because fsspec would wait for minutes.
+
+    Raises:
+        StorageError: the store refuses, or does not answer within `ANSWER_S`.
+    """
+    if is_remote(folder):
+        KeyValueStore(folder).read_version("lease.json", ANSWER_S)

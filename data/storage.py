@@ -206,18 +206,6 @@ def list_files(folder: epath.Path) -> list[str]:
     return names
 
 
-def check_answers(folder: epath.Path) -> None:
-    """Ask a remote folder for one key, because fsspec would wait for minutes.
-
-    Raises:
-        StorageError: the store refuses, or does not answer within `ANSWER_S`.
-    """
-    if is_remote(folder):
-        from data.key_value_store import KeyValueStore  # imports TensorStore
-
-        KeyValueStore(os.fspath(folder)).read_version("lease.json", ANSWER_S)
-
-
 def move_folder(folder: epath.Path, target: epath.Path) -> None:
     """Move a folder.
 

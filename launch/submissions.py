@@ -22,7 +22,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
-from data.storage import StorageError, check_answers, is_remote
+from data.storage import StorageError, is_remote
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit, Mistake
 from train.run.folder import access_error
@@ -126,7 +126,9 @@ def submitted(run_dir: str) -> Submission:
 def _numbers(run_dir: str) -> list[int]:
     folder = epath.Path(run_dir) / _FOLDER
     with _accessible(run_dir):
-        check_answers(epath.Path(run_dir))
+        from data.key_value_store import check_answers  # imports TensorStore
+
+        check_answers(run_dir)
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
 

@@ -1,8 +1,7 @@
-"""One start of a run on other machines, watched from here by asking them now and then.
+"""One start of a run on other machines, which this process polls.
 
-Training there has a session of its own (`remote/run_script.py`), so that neither a
-broken connection nor the end of this process harms it; whoever watches next takes it
-up.
+Training runs there in its own session (`remote/run_script.py`), so that neither a
+broken connection nor the end of this process harms it. The next watcher continues.
 """
 
 import logging
@@ -20,19 +19,20 @@ from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
-LOST_S = 600.0  # without an answer: its host is lost
-SILENT_S = 120.0  # the same, once others have ended
-_LINES = 200  # of those that crashed
+LOST_S = 600.0  # a host that does not answer for this time is lost
+SILENT_S = 120.0  # the same, after other processes have ended
+_LINES = 200  # the number of lines shown of a crashed process
 
 
 class RemoteAttempt:
     """One start of all processes (the supervisor's `Attempt`).
 
     hosts: the machines.
-    file: gets what process 0 writes.
-    poll_s: between questions.
-    begin: starts the processes, or finds them running; False if a signal came before.
-    show: what process 0 writes, on stderr.
+    file: the local file for the output of process 0.
+    poll_s: the seconds between two polls.
+    begin: starts the processes, or finds them running. It returns False if a signal
+        came first.
+    show: whether the output of process 0 is also printed on stderr.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RemoteAttempt:
         self._heard_at: dict[str, float] = {}
 
     def stop(self, number: int) -> None:
-        """Pass a signal on, as soon as the machines answer."""
+        """Pass a signal on when the machines answer."""
         self._wait.ask(number)
 
     def wait(self) -> Sequence[int | None]:
-        """Start all, and wait for their ends."""
+        """Start all processes, wait for them, and return their exit codes."""
         if not self._begin(self._wait):
             return [self._wait.exit_code] * self._hosts.processes
         began = self._since = time.monotonic()
@@ -77,21 +77,24 @@ class RemoteAttempt:
         return [*self._codes.values(), *([None] * missing)]
 
     def _signal(self) -> bool:
-        """Signal all; one that gets it is enough, as they agree on the step."""
+        """Signal all processes, and return whether one of them received the signal.
+
+        One is enough, because they agree on the step.
+        """
         number = self._wait.asked or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):
-            log.info("the run is told; it saves and stops")
+            log.info("the run has the signal; it saves and stops")
             return True
-        log.warning("nobody could be told to stop yet")
+        log.warning("no process has received the signal to stop yet")
         return False
 
     def _end_the_rest(self) -> None:
-        """Kill those that go on for long after others have ended."""
+        """Kill processes that continue for long after others have ended."""
         if not self._codes:
             self._since = time.monotonic()
         elif time.monotonic() > self._since + OTHERS_S:
-            log.warning("some do not end: killed")
+            log.warning("some processes do not end, so they are killed")
             self._hosts.ask("signal", "KILL")
             self._since = time.monotonic()
 
@@ -104,7 +107,7 @@ class RemoteAttempt:
                 self._codes.pop(name, None)
 
     def _all_ended(self, began: float) -> bool:
-        """Return whether all have ended, or have not been heard of for long."""
+        """Return whether all processes have ended, or are lost."""
         late = time.monotonic() - (SILENT_S if self._codes else LOST_S)
         for name, heard_at in self._heard_at.items():
             if heard_at < late and name not in self._codes:
@@ -114,7 +117,7 @@ class RemoteAttempt:
         return len(self._codes) + num_silent >= self._hosts.processes
 
     def _copy_output(self) -> None:
-        """Keep what process 0 has written since, and show it."""
+        """Append new output of process 0 to the file, and show it."""
         new = self._hosts.output(self._read)
         self._read += len(new)
         with self._file.open("ab") as file:
@@ -124,7 +127,7 @@ class RemoteAttempt:
             sys.stderr.flush()
 
     def _log_crashes(self) -> None:
-        """Log the last lines of those that crashed: only process 0 is shown."""
+        """Log the last lines of crashed processes, whose output is not shown."""
         crashes = {code for code in self._codes.values() if code is not None}
         for code in sorted(crashes - {FINISHED, *AGAIN, *NEVER_AGAIN}):
             lines = self._hosts.tail(code).splitlines()[:_LINES]

@@ -1,6 +1,6 @@
-"""Read the weights in a folder that transformers, or `train.export`, wrote.
+"""Read the weights in a folder that transformers or `train.export` wrote.
 
-Each process reads of each tensor the rows and columns that its own devices hold.
+Each process reads only the rows and columns of each tensor that its devices hold.
 """
 
 import inspect
@@ -22,13 +22,13 @@ _Span = tuple[int, int]  # [first, end)
 
 
 def read_folder(path: str, program: Program) -> TrainState:
-    """Return the state of step 0 with the weights of a folder; it has no average.
+    """Return the state of step 0 with the weights of a folder, without an average.
 
-    Only parameters with rows that the folder lacks are drawn, so memory holds little
-    but the weights themselves.
+    Only parameters with rows that the folder lacks are initialised randomly, so memory
+    holds little more than the weights.
 
     Raises:
-        DataError: naming a file that is missing or damaged.
+        DataError: a file is missing or damaged; it is named.
     """
     family = family_of(program.config.model)
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def read_folder(path: str, program: Program) -> TrainState:
 
 
 def _drawn(program: Program, names: Container[str]) -> TrainState:
-    """Return the state of step 0, with some parameters by name alone."""
+    """Return the state of step 0 with only the named parameters, by name."""
 
     def some(state: TrainState) -> TrainState:
         params = {name: x for name, x in named(state.params) if name in names}
@@ -59,7 +59,7 @@ def _drawn(program: Program, names: Container[str]) -> TrainState:
 
 
 class _Reader:
-    """Reads parameters out of a folder's tensors."""
+    """Reads parameters from the tensors of a folder."""
 
     def __init__(
         self, folder: Folder, parts: Parts, likes: dict[str, jax.ShapeDtypeStruct]
@@ -73,9 +73,9 @@ class _Reader:
         }
 
     def param(self, name: str, drawn: jax.Array | None) -> jax.Array:
-        """Return a parameter, sharded and of the dtype as it would be drawn.
+        """Return a parameter with the sharding and dtype of the program.
 
-        Of rows that the folder lacks the drawn ones stay.
+        Rows that the folder lacks keep their values in `drawn`.
         """
         like, read_spans = self.likes[name], dict[tuple[_Span, ...], jax.Array]()
         shards = drawn.addressable_shards if drawn is not None else ()
@@ -96,7 +96,7 @@ class _Reader:
         )
 
     def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
-        """Read what spans cut out of a parameter; rows that are not there stay."""
+        """Fill the spans of a parameter, except for rows that the folder lacks."""
         info = self.infos[name]
         lead, inside = info.stack, [*spans[info.stack :]]  # after layers and experts
         if "vocab" in info.axes:
@@ -116,7 +116,7 @@ class _Reader:
     def _read(
         self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
-        """Read the part of a parameter of one layer, or expert, that spans cut out."""
+        """Read the spans of a parameter of one layer or expert."""
         lead, together = len(index), (name, index) not in self.tensors
         experts = [slice(e, e + 1) for e in index[1:]] if together else []
         tensor, siblings = self.tensors[name, index[: lead - len(experts)]]
@@ -150,7 +150,7 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]
 def _flat(
     spans: Sequence[_Span], dims: Sequence[int]
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
-    """Return what to read of dims laid out as one, its shape, and what to keep."""
+    """Return the slice of flattened dims to read, its shape, and slices of that."""
     columns = math.prod(dims[1:])
     if all(span == (0, dim) for span, dim in zip(spans[1:], dims[1:], strict=True)):
         first, last = spans[0] if spans else (0, 1)
