@@ -51,7 +51,7 @@ class Layouts:
                 spec = params["sharding"].spec
                 return [(self._sending.lay_out(operands[0], spec, place), ())]
             case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
-                return [self._look_up(*operands)]
+                return [self._look_up(table=operands[0], ids=operands[1])]
             case "scatter-add" if operands[1] in self._looked_up:
                 return [(self._looked_up[operands[1]], operands[1].axes)]
             case "psum" | "psum_invariant" | "pmax":
@@ -74,8 +74,8 @@ class Layouts:
             case "all_gather" | "reduce_scatter" | "all_to_all" as name:
                 return [(self._manual(name, params, operands[0], place), ())]
             case "pad" | "slice":
-                pairs = zip(first, before[0], after[0], strict=True)
-                return [(tuple(resized(*pair) for pair in pairs), ())]
+                dims = map(resized, first, before[0], after[0])
+                return [(tuple(dims), ())]
             case "squeeze":
                 gone = params["dimensions"]
             case "unstack":

@@ -15,7 +15,6 @@ from train.plan.cost import CUDNN_PRODUCTS, SPLASH_PRODUCTS, Flops, computed_blo
 from train.plan.estimated.arrays import Dim, LocalArray
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.operation import Operation
-from train.plan.estimated.schedule import OperationSchedule
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
@@ -55,16 +54,6 @@ class LocalStep:
         loops = [op for op in self.gradients.operations if op.body]
         inside = [op.body if op.place.in_stages else [op] for op in loops]
         return [op for ops in inside for op in ops if op.body]
-
-    @functools.cached_property
-    def schedules(self) -> dict[Operation, OperationSchedule]:
-        """The passes of each loop, of those inside of loops too.
-
-        cuDNN takes operands in any order of dims.
-        """
-        transposes = not self.attention.is_cudnn
-        loops = [op for op in self.gradients.each() if op.body]
-        return {loop: OperationSchedule(loop, transposes) for loop in loops}
 
     @property
     def layers(self) -> list[Operation]:

@@ -51,13 +51,11 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     """
     step = step or local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
-    chip = chip_of(program.mesh.devices.flat[0].device_kind)
-    core_memory = (chip.core_memory if chip else None) or 0
     outside = [e for e in step.exchanges if not e.in_layers]
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
         flops=step.flops,
-        hbm_bytes=estimate_hbm_bytes(step, state, core_memory),
+        hbm_bytes=estimate_hbm_bytes(step, state),
         sent=_totals(step.exchanges, program, by_use=False),
         outside_layers=_totals(outside, program, by_use=True),
         host_bytes=count_host_bytes(program, step),

@@ -1,39 +1,37 @@
-"""Memory that a step needs besides its arguments, itemised, without a compiler.
+"""Estimate the memory that a step needs besides its arguments, without a compiler.
 
-Three moments are weighed; the one that needs most gives the items.
+Three moments are weighed, and the one that needs most gives the items:
 
-- The loss: a tile's logits and what they are rounded to, its operand, and the sum over
-  all tiles of that operand's gradient, before devices reduce it.
-- The layers: the gradients of all layers, and the backward pass of one layer: what its
-  passes make (plan/estimated/schedule.py), gathered weights among it, and the gradient
-  of the largest before it is scattered; of two on GPUs, where one travels meanwhile.
-- The update: the gradients, the largest product of the update, what its loops take and
-  give (matrices that travel to be orthogonalised), and of moments that lie in host
-  memory those that are on their way.
+- the loss: the logits of a tile, the rounded head, and the sum of its gradient;
+- the layers: the gradients of all layers, the gathered weights of one, the gradients
+  that are being scattered, and part of a layer's activations;
+- the update: the gradients, and what the optimizer makes and moves.
 
-At the first two lives what the layers kept for their backward pass, the features, and
-the sum over microbatches. TPU's tiles pad arrays (`tiled`); there the weights of all
-layers are also rounded once, before the loop over them.
+At the first two moments the activations that the layers save, the features, and the sum
+over microbatches exist too. Saved activations, weights, gradients and logits are exact.
+Of a layer's other activations a stated part exists at once (`_AT_ONCE`).
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from model.choices import Attention
 from model.params import is_of_layers
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.operation import Operation, each
-from train.plan.estimated.schedule import OperationSchedule
+from train.plan.estimated.operation import SHAPES, Operation, each
 from train.program import Program
 from train.sharding import bytes_per_device
 
+# The part of what a layer's products read and write that exists at once. Source: the
+# compiled steps of tests/train/plan/estimated/compiled_figures.json.
+_AT_ONCE = 0.4
 _LANES, _SUBLANES = 128, 8
 
 
 def temporaries(step: LocalStep) -> dict[str, int]:
-    """Return bytes by what holds them at the step's peak."""
+    """Return the bytes at the step's peak, by what they hold."""
     held = _held(step)
     moments = [held | _loss(step), held | _layers(step), _update(step)]
     largest = max(moments, key=lambda items: sum(items.values()))
@@ -60,28 +58,39 @@ def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
 
 
 def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
-    """Return what all layers keep of a microbatch for their backward pass.
+    """Return what all layers save of a microbatch for their backward pass.
 
-    In the host's memory, or else in the device's.
+    `on_host` selects what they save in the host's memory instead of the device's.
     """
-    positions, total = math.prod(dim.size for dim in step.batch[0].dims), 0
+    positions = math.prod(dim.size for dim in step.batch[0].dims)
+    total = 0
     for loop in step.layers:
-        if loop.place.is_backward:
-            continue
-        kept = loop.stacked
-        if step.attention.is_cudnn:  # transposed arrays are one
-            kept = step.schedules[loop].results[len(loop.carried) :]
-        total += (
-            loop.place.times
-            * loop.trips
-            * sum(
+        if not loop.place.is_backward:
+            saved = (
                 _activation_bytes(step, array)
-                for array in dict.fromkeys(kept)
+                for array in _saved_arrays(loop, step.attention)
                 if array.from_batch and array.size >= positions
                 if array.on_host is on_host
             )
-        )
+            total += loop.place.times * loop.trips * sum(saved)
     return total
+
+
+def _saved_arrays(loop: Operation, attention: Attention) -> Iterable[LocalArray]:
+    """Return what a loop saves of each trip, once.
+
+    cuDNN takes its operands in any order of dims. So there an array and its transpose
+    are saved as one.
+    """
+    if not attention.is_cudnn:
+        return dict.fromkeys(loop.stacked)
+    original = dict[LocalArray, LocalArray]()
+    for operation in loop.body:
+        first = operation.operands[0] if operation.operands else None
+        for result in operation.results:
+            if first and operation.name in SHAPES and result.bytes == first.bytes:
+                original[result] = original.get(first, first)
+    return {original.get(array, array): None for array in loop.stacked}
 
 
 def _held(step: LocalStep) -> dict[str, int]:
@@ -90,21 +99,21 @@ def _held(step: LocalStep) -> dict[str, int]:
     items = {"saved activations": saved_bytes(step), "features": 3 * hidden}
     if step.microbatches > 1:
         items["sum over microbatches"] = _bytes(step, step.params, FLOAT32)
-    weights = _weights(step)
-    width = min((array.itemsize for array in weights.values()), default=FLOAT32)
-    documents = step.program.batch.segment_ids is not None
-    if step.attention is Attention.cudnn and documents:
+    weights = [used for loop in step.layers for used in _weights(loop)]
+    width = min((array.itemsize for array in weights), default=FLOAT32)
+    if step.attention is Attention.cudnn and step.program.batch.segment_ids is not None:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
-        items["rounded weights"] = sum(
-            loop.trips * _bytes(step, list(_used(loop)), width) for loop in step.layers
+        items["rounded weights"] = sum(  # of all layers, before the loop over them
+            loop.trips * _bytes(step, [used.source for used in _weights(loop)], width)
+            for loop in step.layers
         )
     return items
 
 
 def _loss(step: LocalStep) -> dict[str, int]:
-    """Count a tile of the loss; none if no loop but that over the layers multiplies."""
+    """Count a tile of the loss; none if only the loop over the layers multiplies."""
     tiles = [loop for loop in step.loops if loop not in step.layers]
     sums = [array for loop in tiles for array in loop.carried]
     for loop in tiles:
@@ -123,33 +132,56 @@ def _loss(step: LocalStep) -> dict[str, int]:
 
 
 def _layers(step: LocalStep) -> dict[str, int]:
-    given = {array.source for loop in step.layers for array in loop.operands}
-    sizes = sorted(array.size for array in _gathered(step))
-    largest = sizes[-1 if step.platform == "tpu" else -2 :]
+    in_layers = {array.source for loop in step.layers for array in loop.operands}
+    gathered = {
+        used.source: used
+        for loop in step.layers
+        for used in _weights(loop)
+        if used.size > used.source.size
+    }.values()
+    # On GPUs one gradient travels while the next one is computed.
+    largest = sorted(array.size for array in gathered)[-1 if _on_tpu(step) else -2 :]
+    reduced = step.program.execution.numerics.reduce_dtype.itemsize
     return {
-        "gradients": _bytes(step, [p for p in step.params if p in given]),
-        "gradients to scatter": step.program.execution.numerics.reduce_dtype.itemsize
-        * sum(largest),
-        "one layer": max(_peak(step, loop) for loop in step.layers[1:]),
+        "gradients": _bytes(step, [p for p in step.params if p in in_layers]),
+        "gathered weights": max(
+            _bytes(step, [a for a in gathered if a in _weights(loop)])
+            for loop in step.layers
+        ),
+        "gradients to scatter": reduced * sum(largest),
+        "one layer": max(_layer_bytes(step, loop) for loop in step.layers),
     }
 
 
+def _layer_bytes(step: LocalStep, loop: Operation) -> int:
+    """Return the bytes of a layer's activations that exist at once, as estimated."""
+    arrays = {
+        array
+        for operation in each(loop.body)
+        if operation.flops
+        for array in (*operation.operands, *operation.results)
+        if array.from_batch and not array.on_host
+    }
+    return int(_AT_ONCE * sum(_activation_bytes(step, array) for array in arrays))
+
+
 def _update(step: LocalStep) -> dict[str, int]:
-    """Count gradients, and the largest product, with what its result is added to."""
+    """Count gradients, the largest product with its sum, and matrices that travel."""
+    operations = list(step.update.each())
     products = [
         sum(array.bytes for array in (*op.operands, *op.results, *op.results))
-        for op in step.update.each()
+        for op in operations
         if op.flops
     ]
-    loops = sum(
+    matrices = sum(
         op.trips * sum(array.bytes for array in (*op.slices, *op.stacked))
-        for op in step.update.each()
+        for op in operations
         if any(inner.flops for inner in op.body)
     )
     return {
         "gradients": _bytes(step, step.params),
         "optimizer's products": max(products, default=0),
-        "matrices on the way": loops,
+        "matrices on the way": matrices,
         "moments on the way": _moved_moments(step.program),
     }
 
@@ -157,77 +189,37 @@ def _update(step: LocalStep) -> dict[str, int]:
 def _moved_moments(program: Program) -> int:
     """Count moments in host memory that are on the device at once.
 
-    Those of two layers, or of what is no layer's: XLA:TPU moves all of that at once.
+    These are the moments of two layers, or of parameters outside the layers, which
+    XLA:TPU moves all at once.
     """
-    two, whole = 0, [0]
+    of_layers, others = 0, [0]
     for name, leaf in program.host_state.items():
         size = bytes_per_device(leaf)
         if is_of_layers(name):
-            two += 2 * size // max(2, leaf.shape[0])
+            of_layers += 2 * size // max(2, leaf.shape[0])
         else:
-            whole.append(size)
+            others.append(size)
     on_tpu = program.mesh.devices.flat[0].platform == "tpu"
-    return max(two, sum(whole) if on_tpu else max(whole))
+    return max(of_layers, sum(others) if on_tpu else max(others))
 
 
-def _weights(step: LocalStep) -> dict[LocalArray, LocalArray]:
-    """Return a device's part of each layer's matrices, and what products use of it.
+def _weights(loop: Operation) -> list[LocalArray]:
+    """Return a layer's matrices as products of its backward pass use them.
 
-    The second is gathered and has the dtype of the product.
+    They may be gathered, and have the dtype of the product.
     """
-    return {own: used for loop in step.layers for own, used in _used(loop).items()}
-
-
-def _used(loop: Operation) -> dict[LocalArray, LocalArray]:
-    return {
+    used = {
         array.source: array
-        for op in each(loop.body)
-        if op.flops and loop.place.is_backward
-        for array in op.operands
+        for operation in each(loop.body)
+        if operation.flops and loop.place.is_backward
+        for array in operation.operands
         if not array.from_batch and array.source in loop.slices
     }
+    return list(used.values())
 
 
-def _gathered(step: LocalStep) -> list[LocalArray]:
-    return [used for own, used in _weights(step).items() if used.size > own.size]
-
-
-def _peak(step: LocalStep, loop: Operation) -> int:
-    """Return what one trip of a loop makes, with a trip of the largest loop inside.
-
-    Of what was kept it copies what its products read; all of it where it computes the
-    rest again.
-    """
-    plan = step.schedules[loop]
-    again = any(op.place.recomputed for op in loop.body)
-    copied = {a for one in plan.passes if one.operation for a in one.reads}
-    made = {array for one in plan.passes for array in one.writes}
-    made.update(a for a in loop.slices if again or a in copied)
-    made.difference_update(plan.results, _scattered(step, plan))
-
-    def size(array: LocalArray) -> int:
-        if array not in made or array.on_host:
-            return 0
-        gathered = array.size > array.source.size
-        if not array.from_batch:
-            return array.bytes if gathered else 0
-        return _activation_bytes(step, array)
-
-    inside = (_peak(step, inner) for inner in loop.body if inner.body)
-    return plan.peak(size) + max(inside, default=0)
-
-
-def _scattered(step: LocalStep, plan: OperationSchedule) -> set[LocalArray]:
-    """Return the gradients of gathered weights, as products make them."""
-    sizes = {array.size for array in _gathered(step)}
-    made = {a for one in plan.passes if one.operation for a in one.writes}
-    return {
-        array
-        for one in plan.passes
-        if not one.operation
-        for array in one.reads
-        if array in made and array.size in sizes and array.size > one.writes[0].size
-    }
+def _on_tpu(step: LocalStep) -> bool:
+    return step.platform == "tpu"
 
 
 def _activation_bytes(step: LocalStep, array: LocalArray) -> int:

