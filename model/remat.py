@@ -13,12 +13,10 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jaxtyping import Array, Float
 
 from model.choices import Intermediate, OffloadName
+from model.compat import CUDNN_FORWARD
 
 Policy = str | tuple[str, ...]  # "none", "dots", "full", or names of Intermediate.
 _INPUT: OffloadName = "residual"
-# cuDNN's forward pass does not name its output and log-sum-exp. The primitive of
-# jax.nn.dot_product_attention stands for both.
-_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -105,4 +103,4 @@ def _offloading(names: Sequence[OffloadName], keep: Callable) -> Callable[..., A
 
 
 def _is_cudnn_forward(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name == _CUDNN_FORWARD
+    return primitive.name == CUDNN_FORWARD

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from model.attention import masks, xla
+from model.attention.inputs import Inputs
 from model.attention.masks import Local
 
 
@@ -68,12 +69,5 @@ def cached_attention(
     visible_BTS = visible_TS[None]
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
-    return xla.attend(
-        q_BTNH,
-        cache.keys,
-        cache.values,
-        visible_BTS,
-        compute,
-        soft_cap=soft_cap,
-        sinks_N=sinks_N,
-    )
+    inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)
+    return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap)

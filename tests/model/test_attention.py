@@ -10,9 +10,9 @@ import pytest
 
 from model.attention import cudnn, masks, splash, xla
 from model.attention.cache import KeysValues, cached_attention
+from model.attention.inputs import Chunks, Inputs, Result
 from model.attention.kernel import attention, choose_kernel
 from model.attention.masks import Local
-from model.attention.ring import Result
 from model.choices import Attention
 from model.row_max import row_max
 
@@ -107,8 +107,9 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
     mask = masks.causal(T, jnp.ones((2, S), jnp.int32), window)
 
     def loss(q, k, v, causal):
-        options = {"soft_cap": how.get("soft_cap"), "sinks_N": sinks, "drop": drop}
-        out = xla.attend(q, k, v, mask, jnp.float32, **options, causal=causal)
+        options = {"soft_cap": how.get("soft_cap"), "drop": drop}
+        inputs = Inputs(q, k, v, sinks_N=sinks)
+        out = xla.attend_masked(inputs, mask, jnp.float32, **options, causal=causal)
         return jnp.sum(jnp.sin(out)), out
 
     blocks, whole = (
@@ -221,7 +222,7 @@ def test_splash_is_the_formula_forward_and_backward(window):
 
     def ours(q, k, v, sinks):
         own = partial(splash.attend, **more, interpret=True)
-        return jnp.sum(own(q, k, v, documents, sinks) * cotangent)
+        return jnp.sum(own(Inputs(q, k, v, documents, sinks)) * cotangent)
 
     def xlas(q, k, v, sinks):
         how = {"implementation": XLA, "compute": jnp.float32, **more}
@@ -241,7 +242,7 @@ def test_a_step_of_a_ring_backward_is_cudnns():
     """With jax's private primitive, whose parameters differ between versions."""
 
     def run(q, k, v, ids, o, lse, do):
-        return cudnn.backward(q, k, v, (ids, ids), False, Result(o, lse), do)
+        return cudnn.backward(Chunks(q, k, v, (ids, ids)), False, Result(o, lse), do)
 
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)

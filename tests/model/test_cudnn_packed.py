@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import compat
 from model.attention import cudnn_packed
+from model.attention.inputs import Inputs
 from model.attention.kernel import attention
 from model.choices import Attention
 
@@ -23,6 +25,9 @@ DOCUMENTS = np.array(
         [1] * 5 + [2] * 5 + [0] * 2,  # padding behind them
     ],
     np.int32,
+)
+NUMBERS = np.array(
+    [[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 4], [0] * T, [0] * 5 + [1] * 5 + [2] * 2]
 )
 
 
@@ -122,7 +127,7 @@ def cudnn(monkeypatch):
         stats = jax.ShapeDtypeStruct((operands[3].size, N, T), jnp.float32)
         return like(q), stats
 
-    fused = cudnn_packed.fused
+    fused = compat.fused
     forward = bound(stand_in.forward, results)
     backward = bound(stand_in.backward, lambda *o: [like(x) for x in o[:3]])
     monkeypatch.setattr(fused, "_dot_product_attention_fwd_p", forward)
@@ -166,10 +171,10 @@ def test_cudnn_is_told_each_documents_start_and_length():
 
     @jax.jit
     def told(ids):
-        documents = cudnn_packed.documents(cudnn_packed._document_numbers(ids), 1)
+        documents = cudnn_packed.documents(ids, 1)
         return documents, documents.operands(T, (N * H, K * H))
 
-    documents, (*_, offsets, kv_offsets) = told(DOCUMENTS)
+    documents, (*_, offsets, kv_offsets) = told(NUMBERS)
     np.testing.assert_array_equal(documents.starts_BC, [[4, 9], [12, 12], [10, 12]])
     np.testing.assert_array_equal(documents.lengths_BC, [[5, 2], [0, 0], [2, 0]])
     starts = np.array([4, 9, 24, 24, 34, 36, 36, 36, 36]).reshape(B, 3)
@@ -207,4 +212,4 @@ def test_too_long_rows_are_refused():
     q = jax.ShapeDtypeStruct((4, 2**17, 32, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
     with pytest.raises(ValueError, match=r"2\^31 .*these 4 rows; take more microbatch"):
-        jax.eval_shape(cudnn_packed.attend, q, q, q, ids)
+        jax.eval_shape(cudnn_packed.attend, Inputs(q, q, q, ids))

@@ -13,6 +13,7 @@ import pytest
 
 from model.attention import splash, xla
 from model.attention.across import attend_shared_rows
+from model.attention.inputs import Inputs
 from model.attention.ring import in_ring_order
 from model.choices import ContextAttention
 
@@ -71,7 +72,7 @@ def around(attend, c, q, k, v, sinks, ids, do):
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
         o, transpose = jax.vjp(
-            lambda *operands: attend(*operands[:3], ids, operands[3]),
+            lambda q, k, v, sinks: attend(Inputs(q, k, v, ids, sinks)),
             *operands,
             sinks,
         )
