@@ -22,11 +22,7 @@ def drop(
 ) -> Float[Array, "B T *dims"]:
     """Set a fraction of the elements to zero, and scale the others to the same mean.
 
-    Args:
-        x: rows of positions.
-        rate: the fraction, below 1.
-        site: the name of the place in the layer. Different sites drop independently.
-        call: the context, with keys of positions or without.
+    Different sites, which are places in a layer, drop independently.
     """
     if not rate:
         return x

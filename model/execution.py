@@ -53,9 +53,6 @@ class Numerics(NamedTuple):
 class Execution(NamedTuple):
     """How a program runs the model. None of its choices is `auto`.
 
-    numerics: the dtypes.
-    placement: the mesh, and how arrays are sharded over it.
-    attention: the attention kernel.
     context_attention: how devices that share rows attend to each other's keys.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel of products of rows that are grouped by expert.

@@ -60,10 +60,6 @@ def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """Return a pipeline's stage that saves what its layers save, but no weights.
 
     Otherwise it would save the slice of the parameters that each iteration takes.
-
-    Args:
-        stage: a function of arrays that slices parameters.
-        policy: the policy of its layers.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     keep = _keep_all_but_slices if policy == "none" else _keep(policy)

@@ -51,8 +51,6 @@ class _Layer(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of one layer besides x."""
-
     cache: KeysValues | None
     routing: Routing | None
     noted: Noted | None
@@ -96,17 +94,10 @@ def run_stacks(
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
     """Run stacked layers by one scan over groups of layers.
 
-    Args:
-        stacks: the stacks. Each group has layers of all of them.
-        x_BTD: the input.
-        execution: how the program runs the model.
-        call: the context of this call.
-        kinds: the kinds of the layers. If the layers in one slot of all groups have
-            the same kind, it is static.
-        unroll: layers in each iteration, rounded to whole groups; -1 means all of
-            them, without a loop.
-        caches: the caches of the layers in each slot of a group.
-        first: the number of the first of these layers.
+    Each group has layers of all stacks. If the layers in one slot of all groups have
+    the same kind, it is static. `unroll` is the number of layers in each iteration,
+    rounded to whole groups; -1 means all of them, without a loop. There is a cache for
+    the layers in each slot of a group. The layers are numbered from `first`.
 
     Returns:
         x_BTD, the longer caches if there were any, and the routing of the last stack.

@@ -42,11 +42,7 @@ def count_rounding(
     x: Float[Array, "..."], rounded: Quantized, used: Bool[Array, "..."] | None = None
 ) -> Float[Array, "3"]:
     """Return three counts of an operand: flushed to zero, saturated, and all values.
-
-    Args:
-        x: the operand.
-        rounded: the operand in eight bits.
-        used: whether each value takes part in a product. None means that all do.
+    `used` says whether each value takes part in a product. None means that all do.
     """
     x, values = jax.lax.stop_gradient((x, rounded.values))
     flushed = (values == 0) & (x != 0)

@@ -47,12 +47,8 @@ def choose_context_attention(
 ) -> ContextAttention:
     """Return how devices attend; `auto` means the first way that is possible.
 
-    Args:
-        setting: the way, or `auto`.
-        kernel: the kernel on each device.
-        devices: the number of devices that share a row.
-        sequence_length: positions of a row.
-        kv_heads: key and value heads on a device, after `tensor` shards them.
+    A number of devices share each row of `sequence_length` positions. A device has
+    `kv_heads` key and value heads, after `tensor` shards them.
 
     Raises:
         ValueError: if this way is impossible; with `auto`, if every way is.

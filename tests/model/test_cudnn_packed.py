@@ -26,9 +26,6 @@ DOCUMENTS = np.array(
     ],
     np.int32,
 )
-NUMBERS = np.array(
-    [[0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 3, 4], [0] * T, [0] * 5 + [1] * 5 + [2] * 2]
-)
 
 
 class CuDNN:
@@ -164,22 +161,6 @@ def test_documents_by_offsets_are_documents_by_mask(cudnn, window):
     assert cudnn.turns == 3
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-6)
-
-
-def test_cudnn_is_told_each_documents_start_and_length():
-    """In the second turn: the third and fourth of each row, as far as it has them."""
-
-    @jax.jit
-    def told(ids):
-        documents = cudnn_packed.documents(ids, 1)
-        return documents, documents.operands(T, (N * H, K * H))
-
-    documents, (*_, offsets, kv_offsets) = told(NUMBERS)
-    np.testing.assert_array_equal(documents.starts_BC, [[4, 9], [12, 12], [10, 12]])
-    np.testing.assert_array_equal(documents.lengths_BC, [[5, 2], [0, 0], [2, 0]])
-    starts = np.array([4, 9, 24, 24, 34, 36, 36, 36, 36]).reshape(B, 3)
-    np.testing.assert_array_equal(offsets, starts * N * H)
-    np.testing.assert_array_equal(kv_offsets, starts * K * H)
 
 
 def lowered(kernel):

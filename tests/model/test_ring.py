@@ -152,35 +152,3 @@ def test_so_is_a_window_in_a_rings_order(c, window, more):
 def test_a_ring_of_splash_kernels_is_too(c, more):
     """With jax's private functions, which are the same in all versions we support."""
     check(INTERPRETED, c, T=2 * c * 128, H=64, **more)
-
-
-@pytest.mark.slow
-def test_no_query_sees_what_comes_after_it_or_another_document():
-    """By gradients: of each query, with respect to all keys and values."""
-    c, T = 4, 32
-    q, k, v, _ = (jnp.float32(x) for x in operands(T))
-    ids = documents(T, 2 * c)
-
-    @jax.jit
-    @jax.vmap
-    def of_query(do):
-        own = attend_shared_rows(RING, xla, AXES, window=None, soft_cap=None)
-        return around(own, c, q, k, v, None, jnp.asarray(ids), do)[2:]
-
-    each = jnp.eye(T)[:, None, :, None, None]  # a cotangent of one query alone
-    for gradient in of_query(jnp.broadcast_to(each, (T, *q.shape))):
-        for row in range(B):
-            found = jnp.abs(gradient[:, row]).sum((2, 3)) > 0
-            same = ids[row][:, None] == ids[row][None]
-            seen = np.tril(np.ones((T, T), bool)) & same
-            # A query alone in its document sees itself with weight 1, whatever its key.
-            several = seen.sum(1) > 1
-            assert not (found & ~seen).any()
-            assert (found | ~seen)[several].all()
-
-
-def test_devices_get_their_two_chunks():
-    rows = jnp.arange(2 * 16).reshape(2, 4, 4).swapaxes(0, 1)  # of four devices
-    found = jax.vmap(partial(in_ring_order, axes=AXES), axis_name="context")(rows)
-    first = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    assert found[:, 0].tolist() == first

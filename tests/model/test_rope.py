@@ -36,31 +36,12 @@ def test_rotary_scores_depend_on_the_distance_only(fraction):
     assert np.abs(scores(0, 0) - scores(5, 0)).max() > 0.1
 
 
-def test_rotary_keeps_lengths_and_leaves_position_zero():
-    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
-    np.testing.assert_array_equal(turned(x, 0)[:, 0], x[:, 0])
-    pairs = jnp.hypot(x[..., :16], x[..., 16:])
-    after = turned(x, 7)
-    np.testing.assert_allclose(
-        jnp.hypot(after[..., :16], after[..., 16:]), pairs, rtol=1e-5
-    )
-
-
 def test_rotary_turns_the_pairs_at_the_published_rates():
     x = jnp.zeros((1, 1, 1, 32)).at[..., :16].set(1.0)
     after = turned(x, 3)[0, 0, 0]
     rates = 10000.0 ** (-np.arange(16) / 16)
     np.testing.assert_allclose(after[:16], np.cos(3 * rates), atol=1e-6)
     np.testing.assert_allclose(after[16:], np.sin(3 * rates), atol=1e-6)
-
-
-def test_a_rotary_fraction_leaves_the_rest_untouched():
-    config = replace(CONFIG, rotary_fraction=0.3)
-    assert config.rotary_dim == 8
-    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
-    after = turned(x, 1, config)
-    np.testing.assert_array_equal(after[..., 8:], x[..., 8:])
-    assert (after[..., :8] != x[..., :8]).all()
 
 
 def test_rotary_angles_of_late_positions_are_exact_in_bfloat16_too():
